@@ -80,7 +80,7 @@ class Evaluation:
         count: How many tokens were predicted, or pairs of texts compared.
         kl_divergence: Mean over the tokens of the Kullback-Leibler divergence from the float
             model's distribution to the model's, in nats.
-        top1_agreement: How often both models' first choice is the same token, 0 to 1.
+        top1_agreement: How often both models rank the same token first, 0 to 1.
         cosine: For encoders: mean cosine of the model's embeddings to the float model's.
     """
 

@@ -70,7 +70,7 @@ from ortplugins.quantization.int4.searches import (
 )
 from ortplugins.quantization.weights.quantize import quantize as quantize_weights
 from ortplugins.quantization.weights.recipe import Rule
-from ortplugins.quantization.weights.sites import WeightSite, find_sites
+from ortplugins.quantization.weights.uses import WeightUse, find_uses
 from rewrite_rules.closest_name import did_you_mean
 
 _LOG = logging.getLogger(__name__)
@@ -179,14 +179,14 @@ def quantize(
         options["calibration_data_reader"] = calibration_data_reader
         options["calibration_providers"] = _providers(calibration_eps, input_shapes_profile)
     source = load_model(onnx_path).model
-    found = (site for _, site in find_sites(source, options["op_types"]))
-    sites = [site for site in found if isinstance(site, WeightSite)]
-    products = [site.label for site in sites if site.activation is not None]
+    found = (use for _, use in find_uses(source, options["op_types"]))
+    uses = [use for use in found if isinstance(use, WeightUse)]
+    products = [use.label for use in uses if use.activation is not None]
     rules = [
         Rule(":table", block_size=kwargs.get("gather_block_size", 32), optional=True),
         # ModelOpt's 8 bits are per column.
         *(Rule(_exactly(name), bits=8, block_size=-1) for name in _wider(products, kwargs)),
-        *_excluded(nodes_to_exclude, [site.label for site in sites]),
+        *_excluded(nodes_to_exclude, [use.label for use in uses]),
     ]
     result = quantize_weights(
         source,

@@ -22,9 +22,9 @@ nearest (SmolLM2-135M, int4, blocks of 32: 30.1 against 29.3) though the layer e
 * *Damping by each channel's own energy*: ``relative_damping`` times diag(H) is added to H. The
   cause is likely, not proven: the first token of a text has activations a thousand times the
   others', H is nearly of rank one along them, and the feedback trades the errors of all other
-  tokens for theirs. With it even the natural order of the blocks is good. Refused: to leave
-  those tokens out (38.4), to weigh tokens by 1 / |x| or its square (no better, worse), more
-  damping by the mean energy.
+  tokens for theirs. With it even the natural order of the blocks is good. Tried
+  without gain: leaving those tokens out (38.4), weighting tokens by 1 / |x| (no better) or
+  its square (worse), more damping by the mean energy.
 * *Order*: whole blocks, from the greatest mean energy down, and so the rows in each. Sorting
   all rows, as the paper's "act-order" does, would break up the blocks: ONNX has no index of
   groups.
@@ -89,7 +89,7 @@ class GptqOptions:
             as H cannot be factored.
         relative_damping: Part of diag(H) that is added to it.
         ratios: What to shrink or stretch the range of a block by, the best for each block and
-            column; the first of equals.
+            column; the first of those that cost the same.
         revisits: How often each block is quantised again, given all others.
 
     Raises:

@@ -53,7 +53,7 @@ import numpy.typing as npt
 
 from ortplugins.errors import QuantizationError
 
-# Of the range of a block; the first of equals wins.
+# Of the range of a block; the first of those with the same error wins.
 _RATIOS = (1.0, 0.95, 0.9, 0.85, 1.05)
 _SHIFTS = (0, -1, 1)  # of a zero point
 # Floats of a strip of a block: what stays in the cache.
@@ -274,7 +274,7 @@ def block_grid(
     elif form.grid == "positive":
         scales = np.maximum(high / np.float32(form.highest_code), low / form.lowest_code)
         return stored_scales(scales, form), None
-    else:  # a negative scale is right: it turns the grid's longer end to the extreme
+    else:  # a negative scale puts the grid's longer end at the extreme
         end, code = np.where(high > -low, high, low), form.lowest_code
     return stored_scales(end / np.float32(code), form), None
 

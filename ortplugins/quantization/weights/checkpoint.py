@@ -26,7 +26,7 @@ import onnx_ir as ir
 
 from ortplugins.errors import MissingFileError, ModelFileError
 from ortplugins.quantization.methods.nearest import BlockFormat, Codes, Floats, ZeroPoints
-from ortplugins.quantization.weights.sites import WeightSite
+from ortplugins.quantization.weights.uses import WeightUse
 from rewrite_rules.weights.bit_packing import unpack_rows
 
 _WORD = 32
@@ -154,20 +154,20 @@ class Checkpoint:
             found._put_vector(name, file, model)
         return found
 
-    def layer_of(self, site: WeightSite) -> PackedWeight | None:
+    def layer_of(self, use: WeightUse) -> PackedWeight | None:
         """Return the layer of a node: by the name of its weight, or its own."""
-        weight = (site.weight.name or "").removesuffix(".weight")
-        node = site.label.replace("/", ".").removeprefix(".")
+        weight = (use.weight.name or "").removesuffix(".weight")
+        node = use.label.replace("/", ".").removeprefix(".")
         for name in (weight, node):
             for operator in _OPERATORS:
                 name = name.removesuffix(operator)
             layer = self.layers.get(name)
             if layer is not None:
                 layer = layer.with_own_bits()
-                if layer.shape() != (site.K, site.N):
+                if layer.shape() != (use.K, use.N):
                     raise ModelFileError(
                         f"layer {name!r} of the checkpoint is {list(layer.shape())}, node "
-                        f"{site.label!r} multiplies by [{site.K}, {site.N}]"
+                        f"{use.label!r} multiplies by [{use.K}, {use.N}]"
                     )
                 return layer
         return None

@@ -43,7 +43,7 @@ import onnx_ir as ir
 from ortplugins.model_io.tensor_reference import TensorReference
 from ortplugins.quantization.methods.nearest import Floats
 from ortplugins.quantization.weights.group import StoredCodes
-from ortplugins.quantization.weights.sites import WeightSite
+from ortplugins.quantization.weights.uses import WeightUse
 from rewrite_rules.dq_matmulnbits_fusion.matmul_operands import read_product
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.graph.nodes import drop_unused_initializers, is_constant, remove_node
@@ -228,30 +228,30 @@ def insert_mul(
 
 
 def read_through_dequantize(
-    sites: Sequence[WeightSite], stored: StoredCodes, names: FreshNames
+    uses: Sequence[WeightUse], stored: StoredCodes, names: FreshNames
 ) -> None:
     """Have all nodes of a weight, in the graph's order, read its codes instead."""
-    value, transposed = _dequantize(stored, sites[0], names), None
-    for site in sites:
+    value, transposed = _dequantize(stored, uses[0], names), None
+    for use in uses:
         read = value
-        if stored.k_last != site.wanted_k_last:
-            if site.node.op_type in ("Gemm", "FusedMatMul") and site.index == 1:
-                flipped = 1 - int_attribute(site.node, "transB", 0)
-                site.node.attributes["transB"] = ir.AttrInt64("transB", flipped)
+        if stored.k_last != use.wanted_k_last:
+            if use.node.op_type in ("Gemm", "FusedMatMul") and use.index == 1:
+                flipped = 1 - int_attribute(use.node, "transB", 0)
+                use.node.attributes["transB"] = ir.AttrInt64("transB", flipped)
             else:
                 read = transposed = transposed or _transpose(value, names)
-        site.node.replace_input_with(site.index, read)
-        _unfuse(site.node)
+        use.node.replace_input_with(use.index, read)
+        _unfuse(use.node)
 
 
-def _dequantize(stored: StoredCodes, site: WeightSite, names: FreshNames) -> ir.Value:
+def _dequantize(stored: StoredCodes, use: WeightUse, names: FreshNames) -> ir.Value:
     """Put in a DequantizeLinear ahead of a node; return its output."""
-    producer = site.weight.producer()
-    graph = site.weight.graph if producer is None else producer.graph
+    producer = use.weight.producer()
+    graph = use.weight.graph if producer is None else producer.graph
     assert isinstance(graph, ir.Graph)
     form, axis = stored.form, int(stored.k_last)
     code = ir.DataType[f"{'' if form.is_symmetric else 'U'}INT{form.bits}"]
-    real, half = site.tensor.dtype, ir.DataType.FLOAT16
+    real, half = use.tensor.dtype, ir.DataType.FLOAT16
     scale_type = half if form.scale_type == "float16" else ir.DataType.FLOAT
     shape = (stored.N, stored.K) if stored.k_last else (stored.K, stored.N)
     # A weight with one scale per column has no blocks; but onnxruntime (1.32) computes wrongly
@@ -259,7 +259,7 @@ def _dequantize(stored: StoredCodes, site: WeightSite, names: FreshNames) -> ir.
     misread = form.bits == 2 and not form.is_symmetric and stored.k_last
     by_column = form.block_size == -1 and not misread
     grid = (stored.N,) if by_column else stored.scales.shape
-    base = f"{site.weight.name}.{code.name.lower()}_block{form.block_size}"
+    base = f"{use.weight.name}.{code.name.lower()}_block{form.block_size}"
     base = names.take(f"{base}_transposed" if stored.k_last else base)
     tensors: list[ir.TensorProtocol] = [
         _in_file(stored.codes, code, shape, base),
@@ -276,7 +276,7 @@ def _dequantize(stored: StoredCodes, site: WeightSite, names: FreshNames) -> ir.
         )
     inputs = [new_initializer(graph, tensor) for tensor in tensors]
     # A reader in a subgraph of If or Loop sees what comes before that node.
-    first = site.node if site.node.graph is graph else graph[0]
+    first = use.node if use.node.graph is graph else graph[0]
     if scale_type is not real:
         name = names.take(f"{base}_scales.{real.name.lower()}")
         cast = ir.node("Cast", inputs[1:2], {"to": int(real)}, name=name)

@@ -62,6 +62,14 @@ class StoredCodes:
     codes: TensorReference  # packed, uint8
     scales: TensorReference  # float32 or float16, [blocks, N] or [N, blocks]
     zero_points: TensorReference | None  # a byte each, alike; None when symmetric
+    # How far the weight is from its float one: the Frobenius norm of the difference over the
+    # weight's, scales of channels taken out again; and the same of products with the sampled
+    # tokens. NaN where it was not measured.
+    weight_error: float = math.nan
+    output_error: float = math.nan
+    # Square of the error of the products, for each token, summed over the columns: tr(D^T H D)
+    # where there are second moments H and another output to choose, else that of the sample.
+    added_error: float = math.nan
 
     @classmethod
     def reserve(
@@ -124,7 +132,7 @@ class GroupTask:
     # The arrays of ActivationStatistics, or of PairedModels.statistics, by name; none where
     # nothing is calibrated, or no token of the samples meets the weights.
     statistics: Mapping[str, TensorReference]
-    watched: str | None = None  # the key of these in the run folder
+    statistics_key: str | None = None  # in the run folder
     threads: int = 1  # that may share the columns of a weight; it changes no bit
     # The process that hands out tasks, and limits its BLAS itself.
     coordinator: str = dataclasses.field(default_factory=this_process)
@@ -140,23 +148,11 @@ class GroupTask:
         return None if found is None else found.map()
 
 
-@dataclasses.dataclass(frozen=True)
-class WeightErrors:
-    """How far a quantised weight is from its float one; NaN without tokens."""
-
-    # Frobenius norm of the difference over the weight's, scales of channels taken out again.
-    weight: float = math.nan
-    output: float = math.nan  # the same of the products with the sampled tokens
-    # Square of the error of the products, for each token, summed over the columns: tr(D^T H D)
-    # where there are second moments H and another output to choose, else that of the sample.
-    added: float = math.nan
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class GroupResult:
     """What became of a group; the codes are in the files."""
 
-    errors: tuple[tuple[WeightErrors, ...], ...]  # of each weight, and each of its outputs
+    outputs: tuple[tuple[StoredCodes, ...], ...]  # of each weight, with their errors
     reached: bool  # whether a token of the samples meets the weights
     # float32 [K], what the weights' rows were multiplied by and the activation must be divided
     # by; None for 1, and NaN for the exponent then.
@@ -169,8 +165,8 @@ def quantize_group(task: GroupTask) -> GroupResult:
     if task.coordinator != this_process():
         _limit_blas_for_good()
     work = _GroupWork(task)
-    errors = tuple(map(work.quantize, task.weights))
-    return GroupResult(errors, bool(task.statistics), work.channel_scales, work.alpha)
+    outputs = tuple(map(work.quantize, task.weights))
+    return GroupResult(outputs, bool(task.statistics), work.channel_scales, work.alpha)
 
 
 def working_bytes(task: GroupTask, threads: int) -> int:
@@ -255,8 +251,8 @@ class _GroupWork:
         inverse[~(np.isfinite(inverse) & (inverse > 0))] = 1
         return np.float32(1) / inverse, float("nan") if choice.alpha is None else choice.alpha
 
-    def quantize(self, task: WeightTask) -> tuple[WeightErrors, ...]:
-        """Quantise one weight, for each of its outputs, strip by strip of the columns."""
+    def quantize(self, task: WeightTask) -> tuple[StoredCodes, ...]:
+        """Quantise one weight strip by strip of the columns; return its outputs."""
         if self._feedback is not None:
             self._feedback.factor(task.outputs[0].form)
         work = _WeightWork(task)
@@ -428,10 +424,15 @@ class _Sink:
             if target is not None and numbers is not None:
                 (target.T if self.stored.k_last else target)[:, columns] = numbers
 
-    def close(self, sums: npt.NDArray[np.float64], *, measured: bool) -> WeightErrors:
-        """Store what had to be kept; return the errors of these sums of squares."""
+    def close(self, sums: npt.NDArray[np.float64], *, measured: bool) -> StoredCodes:
+        """Store what had to be kept; return it with the errors of these sums of squares."""
         if self._kept is not None:
             self._codes[:] = pack_rows(self._kept.reshape(-1), self.stored.form.bits)
         weight, output = np.sqrt(sums[:4:2] / np.where(sums[1:4:2] > 0, sums[1:4:2], 1))
         output, added = (output, sums[4]) if measured else (np.nan, np.nan)
-        return WeightErrors(float(weight), float(output), float(added))
+        return dataclasses.replace(
+            self.stored,
+            weight_error=float(weight),
+            output_error=float(output),
+            added_error=float(added),
+        )

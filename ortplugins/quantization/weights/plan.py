@@ -21,13 +21,12 @@ from ortplugins.quantization.weights.group import (
     GroupResult,
     GroupTask,
     StoredCodes,
-    WeightErrors,
 )
 from ortplugins.quantization.weights.recipe import METHODS, Recipe
-from ortplugins.quantization.weights.sites import (
+from ortplugins.quantization.weights.uses import (
     OP_TYPES,
-    WeightSite,
-    find_sites,
+    WeightUse,
+    find_uses,
     readers_of,
 )
 from rewrite_rules.dq_matmulnbits_fusion.kernels import fitting_block_size
@@ -169,35 +168,35 @@ class Weight:
 
     form: BlockFormat
     method: str  # by which it gets its codes
-    sites: list[WeightSite]  # the nodes that read it, all in the same orientation
+    uses: list[WeightUse]  # the nodes that read it, all in the same orientation
     given: PackedWeight | None = None  # codes that are there already
     # The codes that the model gets; before that is decided, others of more bits as well.
-    outputs: list[tuple[StoredCodes, WeightErrors]] = dataclasses.field(default_factory=list)
+    outputs: list[StoredCodes] = dataclasses.field(default_factory=list)
 
     @property
     def value(self) -> ir.Value:
         """The initializer, or the output of a Constant node."""
-        return self.sites[0].weight
+        return self.uses[0].weight
 
     @property
     def is_table(self) -> bool:
         """Whether a Gather reads it."""
-        return any(site.activation is None for site in self.sites)
+        return any(use.activation is None for use in self.uses)
 
     @property
     def K(self) -> int:
         """Size along which the blocks run."""
-        return self.sites[0].K
+        return self.uses[0].K
 
     @property
     def N(self) -> int:
         """Number of columns."""
-        return self.sites[0].N
+        return self.uses[0].N
 
     @property
     def stored(self) -> StoredCodes:
         """The codes that the model gets."""
-        return self.outputs[0][0]
+        return self.outputs[0]
 
 
 @dataclasses.dataclass(eq=False)
@@ -233,15 +232,13 @@ class Group:
         self.reached = result.reached
         if METHODS[self.method] and not result.reached:
             self.method, self.reason = "rtn", UNREACHED
-        both = zip(self.task.weights, result.errors, strict=True)
-        for weight, (task, errors) in zip(self.weights, both, strict=True):
-            weight.method = self.method
-            weight.outputs = list(zip(task.outputs, errors, strict=True))
+        for weight, outputs in zip(self.weights, result.outputs, strict=True):
+            weight.method, weight.outputs = self.method, list(outputs)
 
-    def uses(self, activation: ir.Value) -> list[tuple[ir.Node, int]]:
+    def reads_of(self, activation: ir.Value) -> list[tuple[ir.Node, int]]:
         """Return where an activation meets the weights of the group."""
-        sites = (site for weight in self.weights for site in weight.sites)
-        return [(s.node, 1 - s.index) for s in sites if s.activation is activation]
+        uses = (use for weight in self.weights for use in weight.uses)
+        return [(s.node, 1 - s.index) for s in uses if s.activation is activation]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -250,9 +247,9 @@ class WeightPlan:
 
     model: ir.Model
     groups: list[Group]  # the weights, by activation
-    # Every node with a constant matrix, in the model's order: a site of one of the weights, or
+    # Every node with a constant matrix, in the model's order: a use of one of the weights, or
     # the report of a node that keeps its own.
-    nodes: list[WeightSite | NodeReport]
+    nodes: list[WeightUse | NodeReport]
     others: list[NodeReport]  # nodes of other operators that hold weights
     coverage: Coverage  # less the bytes of codes
     notes: list[str]
@@ -275,42 +272,42 @@ def plan_weights(
     except ValueError as error:
         raise ModelFileError(str(error)) from None
     lift_constants(model)
-    found = list(find_sites(model, recipe.op_types))
-    sites = [site for _, site in found if isinstance(site, WeightSite)]
+    found = list(find_uses(model, recipe.op_types))
+    uses = [use for _, use in found if isinstance(use, WeightUse)]
     labels = [label(node) for node, _ in found]
-    names = list(dict.fromkeys([*labels, *(name for site in sites for name in site.names)]))
-    notes = recipe.check_against(sites, names)
-    tables = {site.weight for site in sites if site.activation is None}
+    names = list(dict.fromkeys([*labels, *(name for use in uses for name in use.names)]))
+    notes = recipe.check_against(uses, names)
+    tables = {use.weight for use in uses if use.activation is None}
     weights: dict[object, Weight] = {}
-    nodes: list[WeightSite | NodeReport] = [
+    nodes: list[WeightUse | NodeReport] = [
         NodeReport(name, "function", reason=reason) for name, reason in left.items()
     ]
-    for node, site in found:
-        if isinstance(site, str):
-            nodes.append(NodeReport(label(node), node.op_type, reason=site))
+    for node, use in found:
+        if isinstance(use, str):
+            nodes.append(NodeReport(label(node), node.op_type, reason=use))
             continue
-        form, method, reason = recipe.choose(site, table=site.weight in tables)
+        form, method, reason = recipe.choose(use, table=use.weight in tables)
         given = None
         if checkpoint is not None and not reason:
-            if given := checkpoint.layer_of(site):
+            if given := checkpoint.layer_of(use):
                 form = given.form(form.scale_type)
             else:
                 reason = "not in the checkpoint"
-        by_rows = site.activation is None and recipe.fuses(table=True)
-        if not reason and by_rows and site.K * form.bits % 8:
-            size = f"{site.K} x {form.bits} bits"
+        by_rows = use.activation is None and recipe.fuses(table=True)
+        if not reason and by_rows and use.K * form.bits % 8:
+            size = f"{use.K} x {form.bits} bits"
             reason = f"GatherBlockQuantized wants rows of whole bytes, not {size}"
-        nodes.append(_report(site, reason=reason) if reason else site)
+        nodes.append(_report(use, reason=reason) if reason else use)
         if not reason:
-            key = (site.weight, site.stored_k_last, form, method)
-            weights.setdefault(key, Weight(form, method, [], given)).sites.append(site)
+            key = (use.weight, use.stored_k_last, form, method)
+            weights.setdefault(key, Weight(form, method, [], given)).uses.append(use)
     nodes += _other_readers(weights.values(), set(labels))
     others = _other_operators(model, nodes)
     reported = [row for row in (*nodes, *others) if isinstance(row, NodeReport)]
     reasons = {row.node: row.reason for row in reported}
     planned: dict[ir.Value, list[ir.Node]] = {}
     for weight in weights.values():
-        planned.setdefault(weight.value, []).extend(site.node for site in weight.sites)
+        planned.setdefault(weight.value, []).extend(use.node for use in weight.uses)
     covered = coverage(model, planned, reasons)
     by_method: dict[str, list[Weight]] = {}
     for weight in weights.values():
@@ -323,18 +320,18 @@ def _other_readers(weights: Iterable[Weight], reported: Collection[str]) -> list
     """Report what keeps a quantised weight's float numbers in the model: a table, mostly."""
     rows: dict[str, NodeReport] = {}
     for weight in weights:
-        site = weight.sites[0]
-        for node, name in readers_of(site.weight):
+        use = weight.uses[0]
+        for node, name in readers_of(use.weight):
             if name not in reported:
                 op_type = "graph output" if node is None else node.op_type
-                reason = f"reads {site.weight.name!r} in float, which stays for it"
-                row = _report(site, node=name, op_type=op_type, K=0, N=0, reason=reason)
+                reason = f"reads {use.weight.name!r} in float, which stays for it"
+                row = _report(use, node=name, op_type=op_type, K=0, N=0, reason=reason)
                 rows.setdefault(name, row)
     return list(rows.values())
 
 
 def _other_operators(
-    model: ir.Model, found: Sequence[WeightSite | NodeReport]
+    model: ir.Model, found: Sequence[WeightUse | NodeReport]
 ) -> list[NodeReport]:
     """Report the nodes of other operators that hold weights, vectors apart."""
     reported = {row.node if isinstance(row, NodeReport) else row.label for row in found}
@@ -382,14 +379,14 @@ def _grouped(weights: Sequence[Weight]) -> list[Group]:
     method = weights[0].method
     scaled = "scales" in METHODS[method]
     for weight in weights:
-        products = [site for site in weight.sites if site.activation is not None]
-        watched = weight.sites if scaled or not products else products
-        reasons = [site.no_statistics for site in watched if site.no_statistics]
+        products = [use for use in weight.uses if use.activation is not None]
+        calibrated = weight.uses if scaled or not products else products
+        reasons = [use.no_statistics for use in calibrated if use.no_statistics]
         if reasons:
             weight.method = "rtn"
             alone.append(Group([weight], [], "rtn", reasons[0]))
             continue
-        activations = [site.activation for site in products if site.activation is not None]
+        activations = [use.activation for use in products if use.activation is not None]
         joined = [
             group for group in groups if not set(activations).isdisjoint(group.activations)
         ]
@@ -404,10 +401,10 @@ def _grouped(weights: Sequence[Weight]) -> list[Group]:
 def reported(plan: WeightPlan, recipe: Recipe) -> QuantizeReport:
     """Report a plan, with what became of each weight where it is quantised."""
     weights = {
-        site: (group, weight)
+        use: (group, weight)
         for group in plan.groups
         for weight in group.weights
-        for site in weight.sites
+        for use in weight.uses
     }
     counted: set[tuple[object, ...]] = set()
 
@@ -426,7 +423,6 @@ def reported(plan: WeightPlan, recipe: Recipe) -> QuantizeReport:
             group, weight = weights[node]
             before = once(node.tensor.nbytes, "float", node.weight.name)
             after = once(_stored_bytes(recipe, weight), weight)
-            errors = weight.outputs[0][1] if weight.outputs else WeightErrors()
             node = _report(
                 node,
                 bits=weight.form.bits,
@@ -434,8 +430,8 @@ def reported(plan: WeightPlan, recipe: Recipe) -> QuantizeReport:
                 method=weight.given.method if weight.given else weight.method,
                 alpha=group.alpha,
                 folded=group.folded,
-                weight_error=errors.weight,
-                output_error=errors.output,
+                weight_error=weight.stored.weight_error if weight.outputs else math.nan,
+                output_error=weight.stored.output_error if weight.outputs else math.nan,
                 reason=group.reason if recipe.needs_statistics or weight.outputs else "",
             )
         rows.append(dataclasses.replace(node, bytes_before=before, bytes_after=after))
@@ -453,7 +449,7 @@ def _stored_bytes(recipe: Recipe, weight: Weight) -> int:
     k, form = weight.K, weight.form
     table = form.stored_bytes(k, weight.N)
     size = fitting_block_size(form.bits, form.size_along(k), k)
-    multiplied = any(site.activation is not None for site in weight.sites)
+    multiplied = any(use.activation is not None for use in weight.uses)
     if size is None or not (multiplied and recipe.fuses(table=weight.is_table)):
         return table
     # MatMulNBits' blocks and rows of zero points are filled up.
@@ -469,14 +465,14 @@ def _stored_bytes(recipe: Recipe, weight: Weight) -> int:
     return table + weight.N * (filled + repeated)
 
 
-def _report(site: WeightSite, **more: Any) -> NodeReport:
-    size = site.tensor.nbytes
+def _report(use: WeightUse, **more: Any) -> NodeReport:
+    size = use.tensor.nbytes
     fields: dict[str, Any] = {
-        "node": site.label,
-        "op_type": site.node.op_type,
-        "weight": site.weight.name or "",
-        "K": site.K,
-        "N": site.N,
+        "node": use.label,
+        "op_type": use.node.op_type,
+        "weight": use.weight.name or "",
+        "K": use.K,
+        "N": use.N,
         "bytes_before": size,
         "bytes_after": size,
     }

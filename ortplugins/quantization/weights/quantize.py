@@ -112,7 +112,7 @@ def quantize(
             a warning. With ``method="rtn"`` they only measure the error of outputs.
         calibration_providers: Execution providers that run the samples.
         max_calibration_memory: Bytes that activations and their statistics may take at once,
-            and then the work on weights in threads; what does not fit is watched in further
+            and then the work on weights in threads; what does not fit is left to further
             passes over the samples, and worked on later.
         external_data: Whether tensors of 1 KiB and more go to the data file; by default as the
             source has them, and always when they are more than 1 GiB.
@@ -122,7 +122,7 @@ def quantize(
         work_dir: Folder for intermediate files, about as large as the result; every worker of
             the executor has to see it. By default the run folder, or the output's own.
         run_folder: Folder that keeps statistics and codes, so that an interrupted run goes on
-            and another method need not watch the activations again; it is made, can be deleted
+            and another method need not calibrate again; it is made, can be deleted
             at any time, and holds K x K floats for each activation. Needs a path as model.
         dry_run: Only report what would be quantised, and to how many bytes.
         progress: Called as calibration, the work on weights and saving go on, with steps done,
@@ -173,8 +173,8 @@ def quantize(
             run = stack.enter_context(RunFolder.opened(run_folder))
         place = Path(os.path.abspath(work_dir)) if work_dir else run.path or beside
         scratch = Path(stack.enter_context(scratch_within(place)))
-        watched = any(group.activations for group in plan.groups)
-        if watched and (chosen.needs_statistics or calibration_data_reader is not None):
+        reached = any(group.activations for group in plan.groups)
+        if reached and (chosen.needs_statistics or calibration_data_reader is not None):
             calibration = Calibration(
                 KeptSamples(calibration_data_reader, loaded.model, scratch=scratch),
                 scratch,

@@ -27,7 +27,7 @@ from ortplugins.errors import QuantizationError, UsageError
 from ortplugins.quantization.methods.gptq import GptqOptions
 from ortplugins.quantization.methods.nearest import BlockFormat
 from ortplugins.quantization.selection import Pattern, check_names, matches, text_of
-from ortplugins.quantization.weights.sites import OP_TYPES, WeightSite, readers_of
+from ortplugins.quantization.weights.uses import OP_TYPES, WeightUse, readers_of
 from rewrite_rules.closest_name import did_you_mean
 
 # What each method does: scales per input channel, ratios per block, error feedback.
@@ -94,20 +94,20 @@ class Rule:
         _check_keys(f"rule {text_of(nodes)!r}", settings, known)
         return cls(nodes, **settings)
 
-    def means(self, site: WeightSite) -> bool:
+    def means(self, use: WeightUse) -> bool:
         """Whether the rule is for a node."""
         if self.nodes == _HEAD:
-            if site.activation is not None:
-                return _is_head(site.node.outputs[0])
-            readers = (node for node, _ in readers_of(site.weight) if node is not None)
+            if use.activation is not None:
+                return _is_head(use.node.outputs[0])
+            readers = (node for node, _ in readers_of(use.weight) if node is not None)
             return any(
                 node.op_type in _PRODUCTS and _is_head(node.outputs[0]) for node in readers
             )
         if self.nodes == _TABLE:
-            return site.node.op_type == "Gather"
+            return use.node.op_type == "Gather"
         if self.nodes == _ROUTER:
-            return site.is_router
-        return any(matches(self.nodes, name) for name in site.names)
+            return use.is_router
+        return any(matches(self.nodes, name) for name in use.names)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,37 +277,37 @@ class Recipe:
 
     @property
     def needs_statistics(self) -> bool:
-        """Whether activations have to be watched."""
+        """Whether activations have to be calibrated."""
         methods = [self.method, *(rule.method or self.method for rule in self.rules)]
         return any(METHODS[name] for name in methods) or self.share_of_8_bits > 0
 
-    def choose(self, site: WeightSite, *, table: bool) -> tuple[BlockFormat, str, str]:
+    def choose(self, use: WeightUse, *, table: bool) -> tuple[BlockFormat, str, str]:
         """Return form and method of a node's weight, and why it stays in float, if it does.
 
         ``table`` says whether a Gather reads the weight.
         """
-        half = site.tensor.dtype is ir.DataType.FLOAT16
+        half = use.tensor.dtype is ir.DataType.FLOAT16
         half = half or (self.half_scales and not self.fuses(table=table))
         form = dataclasses.replace(self.form, scale_type="float16" if half else "float32")
-        method, reason = self.method, ROUTER if site.is_router else ""
+        method, reason = self.method, ROUTER if use.is_router else ""
         for rule in self.rules:
-            if rule.means(site):
+            if rule.means(use):
                 form, method = self._changed(form, rule), rule.method or method
                 if rule.keep_float is not None:
                     kept = f"kept in float by {text_of(rule.nodes)!r}"
                     reason = kept if rule.keep_float else ""
         included = self.nodes_to_include
         if included is not None and not any(
-            matches(pattern, name) for pattern in included for name in site.names
+            matches(pattern, name) for pattern in included for name in use.names
         ):
             reason = reason or "not among nodes_to_include"
         return form, method, reason
 
-    def check_against(self, sites: Sequence[WeightSite], names: Collection[str]) -> list[str]:
+    def check_against(self, uses: Sequence[WeightUse], names: Collection[str]) -> list[str]:
         """Check that every pattern means a node; return notes on optional ones that do not."""
         check_names("nodes_to_include", self.nodes_to_include or (), names, all_patterns=True)
         roles = [rule for rule in self.rules if rule.nodes in (_HEAD, _TABLE, _ROUTER)]
-        unmet = [rule for rule in roles if not any(map(rule.means, sites))]
+        unmet = [rule for rule in roles if not any(map(rule.means, uses))]
         if wrong := [str(rule.nodes) for rule in unmet if not rule.optional]:
             raise QuantizationError(
                 f"rules: {wrong[0]!r} matches no node that can be quantised"

@@ -28,11 +28,12 @@ from ortplugins.errors import UsageError
 from ortplugins.model_io.loading import digest_of_files
 from ortplugins.model_io.tensor_reference import ScratchWriter, TensorReference
 from ortplugins.quantization.statistics.collect import Calibration
-from ortplugins.quantization.weights.group import GroupResult, GroupTask, WeightErrors
+from ortplugins.quantization.weights.group import GroupResult, GroupTask
 from ortplugins.samples.sources import KeptSamples
 
 _MARK = "ortplugins-run"
 _UNFINISHED = ".unfinished"
+_ERRORS = ("weight_error", "output_error", "added_error")
 
 
 class RunFolder:
@@ -110,7 +111,7 @@ class RunFolder:
         recipe = task.recipe
         return self.key(
             method=task.method,
-            statistics=task.watched,
+            statistics=task.statistics_key,
             weights=[
                 (
                     weight.name,
@@ -131,10 +132,16 @@ class RunFolder:
         references, more = found
         for name, target in _outputs(task):
             target.map("r+")[...] = references[name].map()
-        errors = tuple(tuple(WeightErrors(*e) for e in weight) for weight in more["errors"])
+        outputs = tuple(
+            tuple(
+                dataclasses.replace(stored, **dict(zip(_ERRORS, errors, strict=True)))
+                for stored, errors in zip(weight.outputs, found_errors, strict=True)
+            )
+            for weight, found_errors in zip(task.weights, more["errors"], strict=True)
+        )
         scales = references.get("channel_scales")
         channel_scales = None if scales is None else np.array(scales.map())
-        return GroupResult(errors, more["reached"], channel_scales, more["alpha"])
+        return GroupResult(outputs, more["reached"], channel_scales, more["alpha"])
 
     def keep_codes(self, task: GroupTask, result: GroupResult) -> None:
         """Write what a task has found."""
@@ -143,7 +150,10 @@ class RunFolder:
         arrays = {name: target.map() for name, target in _outputs(task)}
         if result.channel_scales is not None:
             arrays["channel_scales"] = result.channel_scales
-        errors = [[dataclasses.astuple(e) for e in weight] for weight in result.errors]
+        errors = [
+            [[getattr(stored, name) for name in _ERRORS] for stored in outputs]
+            for outputs in result.outputs
+        ]
         more = {"errors": errors, "reached": result.reached, "alpha": result.alpha}
         self._write(f"codes-{self.codes_key(task)}", arrays, more)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Quantises the weights of a graph in place, and says what became of each.
 
-find the weights -> watch their activations, in batches that fit into memory
+find the weights -> calibrate their activations, in batches that fit into memory
     -> quantise the weights of each activation, anywhere
     -> if asked for, again in the graph's order, for the inputs that the weights before leave
     -> put the codes into the graph
@@ -62,7 +62,7 @@ from ortplugins.quantization.weights.plan import (
 )
 from ortplugins.quantization.weights.recipe import METHODS, Recipe
 from ortplugins.quantization.weights.run_folder import NOTHING_KEPT, RunFolder
-from ortplugins.quantization.weights.sites import WeightSite
+from ortplugins.quantization.weights.uses import WeightUse
 from rewrite_rules.graph.initializers import FreshNames
 
 _MORE_BITS = 8
@@ -148,7 +148,7 @@ class _Counter:
         """Report that a group is done."""
         self._done += group.elements
         if self._show is not None:
-            self._show(self._done, self._total, group.weights[0].sites[0].label)
+            self._show(self._done, self._total, group.weights[0].uses[0].label)
 
 
 def _note_unreached(plan: WeightPlan) -> None:
@@ -210,7 +210,7 @@ class _Work:
     _cores: int  # of threads that groups share
 
     def __post_init__(self) -> None:
-        self._watched: dict[Group, str] = {}  # the keys of statistics in the run folder
+        self._keys: dict[Group, str] = {}  # the keys of statistics in the run folder
         self._numbers = itertools.count()
         self._sources = ScratchWriter(self._scratch / "weights")
 
@@ -249,7 +249,7 @@ class _Work:
             for group in fixed
         ]
         for group in sorted(groups, key=lambda group: models.places.get(group.names[0], 0)):
-            self._watched[group] = self._run.key(codes_before=before)
+            self._keys[group] = self._run.key(codes_before=before)
             group.task = task = self._task(group, {}, self._cores)
             before = self._run.codes_key(task)
             result = self._run.codes(task)
@@ -295,7 +295,7 @@ class _Work:
         self, groups: Sequence[Group], requests: Sequence[Sequence[ActivationRequest]]
     ) -> dict[Group, Statistics]:
         """Return the groups whose statistics the run folder has; note the keys of all."""
-        # What is kept of an activation depends on those that it is watched with.
+        # What is kept of an activation depends on those that it is calibrated with.
         together = {request.name: each for each in requests for request in each}
         found = {}
         for group in groups:
@@ -303,10 +303,10 @@ class _Work:
                 continue
             names = group.names
             asked = [dataclasses.astuple(request) for request in together[names[0]]]
-            self._watched[group] = self._run.key(
+            self._keys[group] = self._run.key(
                 activations=names, requests=sorted(asked, key=str)
             )
-            statistics = self._run.statistics(self._watched[group])
+            statistics = self._run.statistics(self._keys[group])
             if statistics is not None:
                 found[group] = statistics
         return found
@@ -322,7 +322,7 @@ class _Work:
         reached = [statistics for statistics in found if statistics is not None]
         given = pooled(reached).arrays() if reached else {}
         if self._run.keeps:
-            return self._run.keep_statistics(self._watched[group], given)
+            return self._run.keep_statistics(self._keys[group], given)
         return {name: writer.append(array) for name, array in given.items()}
 
     def _batch(self, groups: Mapping[Group, Statistics]) -> Iterator[Group]:
@@ -351,43 +351,43 @@ class _Work:
 
     def _task(self, group: Group, statistics: Statistics, threads: int) -> GroupTask:
         weights = tuple(map(self._weight_task, group.weights))
-        watched = self._watched.get(group)
-        return GroupTask(weights, self._recipe, group.method, statistics, watched, threads)
+        key = self._keys.get(group)
+        return GroupTask(weights, self._recipe, group.method, statistics, key, threads)
 
     def _weight_task(self, weight: Weight) -> WeightTask:
         """Return the task of a weight in one form; in two where that is yet to be decided."""
         forms, undecided = [weight.form], self._recipe.share_of_8_bits and not weight.outputs
         if undecided and weight.form.bits < _MORE_BITS:
             forms.append(dataclasses.replace(weight.form, bits=_MORE_BITS))
-        site, size = weight.sites[0], (weight.K, weight.N)
+        use, size = weight.uses[0], (weight.K, weight.N)
         # onnxruntime (1.32) reads rows of 2 bits that end within a byte wrongly.
         within_byte = any(form.bits == 2 for form in forms) and weight.N % 4 != 0
         k_last = self._recipe.quant_format != "QDQ" or weight.is_table or within_byte
-        source = self._sources.refer_to(site.tensor)
+        source = self._sources.refer_to(use.tensor)
         # A file for each: whoever works on it may write while others do.
         outputs = (
             StoredCodes.reserve(self._writer("codes"), *size, form, k_last) for form in forms
         )
-        name = site.weight.name or ""
-        return WeightTask(name, source, site.stored_k_last, weight.given, tuple(outputs))
+        name = use.weight.name or ""
+        return WeightTask(name, source, use.stored_k_last, weight.given, tuple(outputs))
 
 
 def _replace_weights(models: PairedModels, group: Group) -> None:
     """Have the quantised model compute with what became of a group."""
     for weight in group.weights:
-        for site in weight.sites:
-            restored = functools.partial(_restored, site, weight.stored, group.channel_scales)
-            models.replace(site.node.outputs[0].name or "", site.index, restored)
+        for use in weight.uses:
+            restored = functools.partial(_restored, use, weight.stored, group.channel_scales)
+            models.replace(use.node.outputs[0].name or "", use.index, restored)
 
 
 def _restored(
-    site: WeightSite, stored: StoredCodes, channel_scales: Floats | None
+    use: WeightUse, stored: StoredCodes, channel_scales: Floats | None
 ) -> npt.NDArray[Any]:
     """Return a quantised weight in the type and orientation that a node reads."""
     weight = stored.dequantized()
     if channel_scales is not None:
         weight /= channel_scales[:, None]
-    return (weight.T if site.wanted_k_last else weight).astype(site.tensor.dtype.numpy())
+    return (weight.T if use.wanted_k_last else weight).astype(use.tensor.dtype.numpy())
 
 
 def _choose_more_bits(groups: Sequence[Group], share: float) -> None:
@@ -402,7 +402,7 @@ def _choose_more_bits(groups: Sequence[Group], share: float) -> None:
     for weight in (weight for group in groups for weight in group.weights):
         size = weight.K * weight.N
         # One that was not measured, or has these bits already, gains nothing.
-        gain = weight.outputs[0][1].added if len(weight.outputs) > 1 else 0.0
+        gain = weight.stored.added_error if len(weight.outputs) > 1 else 0.0
         worth.append((gain / size, size, weight))
     left = share * sum(size for _, size, _ in worth)
     for gain, size, weight in sorted(worth, key=lambda item: -np.nan_to_num(item[0])):
@@ -424,7 +424,7 @@ def _rewrite(plan: WeightPlan, recipe: Recipe) -> QuantizeReport:
             # The codes stay.
             stored_scales = stored.scales.map("r+")
             stored_scales /= divisor[:, None] if stored.k_last else divisor
-        read_through_dequantize(weight.sites, stored, names)
+        read_through_dequantize(weight.uses, stored, names)
     for value in by_value:
         drop_unused(value)
     return reported(plan, recipe)
@@ -448,7 +448,7 @@ def _divide_activations(
             continue
         group.folded = "folded"
         for activation in group.activations:
-            uses, folds = group.uses(activation), None
+            uses, folds = group.reads_of(activation), None
             if recipe.fold_scales:
                 folds = find_folds(activation, uses, scales)
             if folds and not all(_divisible(by_value.get(f.constant), scales) for f in folds):
@@ -456,7 +456,7 @@ def _divide_activations(
             if folds is None:
                 group.folded = "mul"
             # An activation has its weights' type, whether or not the model says so.
-            dtype = group.weights[0].sites[0].tensor.dtype
+            dtype = group.weights[0].uses[0].tensor.dtype
             found.append((folds, activation, uses, scales, dtype))
     for folds, activation, uses, scales, dtype in found:
         if folds is None:

@@ -34,7 +34,7 @@ _RESHAPING = frozenset({"Cast", "Reshape", "Squeeze", "Unsqueeze", "Transpose"})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class WeightSite:
+class WeightUse:
     """A node and the constant matrix that it reads."""
 
     node: ir.Node
@@ -44,7 +44,7 @@ class WeightSite:
     stored_k_last: bool  # the initializer is [N, K], and not [K, N]
     wanted_k_last: bool  # the node's input is, after whatever Transpose is between
     activation: ir.Value | None  # the other operand [..., K]; None for Gather
-    no_statistics: str | None  # why the activation can't be watched
+    no_statistics: str | None  # why the activation can't be calibrated
 
     @property
     def K(self) -> int:
@@ -72,10 +72,10 @@ class WeightSite:
         return self.activation is not None and is_router(self.node.outputs[0])
 
 
-def find_sites(
+def find_uses(
     model: ir.Model, op_types: Collection[str]
-) -> Iterator[tuple[ir.Node, WeightSite | str]]:
-    """Yield every node of some operators that reads a constant: a site, or its refusal."""
+) -> Iterator[tuple[ir.Node, WeightUse | str]]:
+    """Yield every node of some operators that reads a constant: a use, or its refusal."""
     for node in model.graph.all_nodes():
         fused = (node.domain, node.op_type) == ("com.microsoft", "FusedMatMul")
         kind = "MatMul" if fused else node.op_type
@@ -84,12 +84,12 @@ def find_sites(
         for index in (1, 0) if kind != "Gather" else (0,):
             operand = node.inputs[index] if index < len(node.inputs) else None
             try:
-                site = None if operand is None else _site(node, index, operand, model.graph)
+                use = None if operand is None else _use(node, index, operand, model.graph)
             except Refusal as refusal:
                 yield node, str(refusal)
                 break
-            if site is not None:
-                yield node, site
+            if use is not None:
+                yield node, use
                 break
 
 
@@ -118,7 +118,7 @@ def readers_of(value: ir.Value) -> Iterator[tuple[ir.Node | None, str]]:
             yield node, label(node)
 
 
-def _site(node: ir.Node, index: int, operand: ir.Value, main: ir.Graph) -> WeightSite | None:
+def _use(node: ir.Node, index: int, operand: ir.Value, main: ir.Graph) -> WeightUse | None:
     """Read an operand; None where it is not a constant matrix."""
     root, swapped = _root(operand)
     _check_not_quantised(root)
@@ -151,13 +151,13 @@ def _site(node: ir.Node, index: int, operand: ir.Value, main: ir.Graph) -> Weigh
     if gathers:
         if int_attribute(node, "axis", 0) not in (0, -2):
             raise Refusal(f"table {root.name!r} is not gathered by rows: axis 0 is quantised")
-        unwatched = "rows of a table are picked, not multiplied"
-        return WeightSite(node, 0, root, tensor, not swapped, True, None, unwatched)
+        no_statistics = "rows of a table are picked, not multiplied"
+        return WeightUse(node, 0, root, tensor, not swapped, True, None, no_statistics)
     product = read_product(node, index)
     if product.x is None:
         return None  # no valid node
     k_last = product.k_axis == 1
-    return WeightSite(
+    return WeightUse(
         node=node,
         index=index,
         weight=root,
@@ -165,11 +165,11 @@ def _site(node: ir.Node, index: int, operand: ir.Value, main: ir.Graph) -> Weigh
         stored_k_last=k_last != swapped,
         wanted_k_last=k_last,
         activation=product.x,
-        no_statistics=_unwatched(product, product.x, main),
+        no_statistics=_no_statistics(product, product.x, main),
     )
 
 
-def _unwatched(product: Product, activation: ir.Value, main: ir.Graph) -> str | None:
+def _no_statistics(product: Product, activation: ir.Value, main: ir.Graph) -> str | None:
     """Say why statistics of an activation can't be had; None if they can."""
     if product.transpose_x:
         return "K is not the last axis of its activation"

@@ -12,7 +12,7 @@ from builders.text_models import model_of, normal
 
 from ortplugins.errors import ModelFileError, QuantizationError
 from ortplugins.quantization import Rule, quantize
-from ortplugins.quantization.weights.sites import WeightSite, find_sites
+from ortplugins.quantization.weights.uses import WeightUse, find_uses
 
 K, N = 12, 5
 
@@ -20,8 +20,8 @@ K, N = 12, 5
 def found(text: str, weights: dict[str, np.ndarray], *op_types: str) -> dict[str, object]:
     """What is found at each node: ``(index, weight, K, N, stored_k_last)``, or the refusal."""
     answers: dict[str, object] = {}
-    for node, item in find_sites(model_of(text, weights), op_types or ("MatMul", "Gemm")):
-        if isinstance(item, WeightSite):
+    for node, item in find_uses(model_of(text, weights), op_types or ("MatMul", "Gemm")):
+        if isinstance(item, WeightUse):
             weight = item.weight.name
             answers[item.label] = (item.index, weight, item.K, item.N, item.stored_k_last)
         else:
@@ -240,10 +240,10 @@ def routed(name: str):
 def test_what_chooses_experts_stays_in_float(name):
     is_router = ROUTERS[name][1]
     model = routed(name)
-    answers = {node.name: site for node, site in find_sites(model, ("MatMul",))}
+    answers = {node.name: use for node, use in find_uses(model, ("MatMul",))}
     assert answers["scores"].is_router == is_router
-    others = [site for node, site in answers.items() if node != "scores"]
-    assert not any(isinstance(site, WeightSite) and site.is_router for site in others)
+    others = [use for node, use in answers.items() if node != "scores"]
+    assert not any(isinstance(use, WeightUse) and use.is_router for use in others)
     if "expert" in answers:
         rows = {row.node: row for row in quantize(model).report.nodes}
         assert (rows["scores"].bits, rows["expert"].bits) == (0 if is_router else 4, 4)
