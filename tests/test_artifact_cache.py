@@ -10,7 +10,9 @@ import os
 import pwd
 import random
 import re
+import shutil
 import stat
+import subprocess
 import tempfile
 import time
 import warnings
@@ -21,7 +23,7 @@ import onnx_ir as ir
 import pytest
 from builders.cache_entries import backdate
 from builders.dequantized_models import DequantizedMatMul
-from builders.processes import keep_mapped_files, result_of, spawn
+from builders.processes import disk, keep_mapped_files, result_of, spawn
 from builders.sessions import CPU, check, options, save, source, start
 
 import ortplugins
@@ -485,3 +487,46 @@ def test_a_name_given_twice_changes_no_key(model_path):
         )
         assert session.ortplugins_report.source == expected
         expected = "cache"
+
+
+# An image that serves: a cache that was warmed, and only what sessions need is installed.
+
+SERVING = """
+import sys
+for name in ("onnx", "onnx_ir", "onnxscript", "ml_dtypes", "filelock", "platformdirs"):
+    sys.modules[name] = None
+from ortplugins.runtime import machine
+machine._version_of = lambda name: "unknown"
+import hashlib
+from ortplugins.cache import store
+store._MEMO_SIZE = 0
+def file_digest(*_):
+    raise AssertionError("a file is read whole")
+hashlib.file_digest = file_digest
+"""
+
+
+def test_a_serving_image_hits_without_what_builds(
+    model_path, cache_dir, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(store, "_MEMO_SIZE", 0)
+    (warmed,) = ortplugins.warm([model_path], ["dq_matmulnbits_fusion"], cache_dir=cache_dir)
+    assert not warmed.error
+    original = tmp_path.rename(tmp_path.with_name(f"{tmp_path.name}-built"))
+    place = tmp_path.with_name(f"{tmp_path.name}-cache")
+    with disk(tmp_path, 8 << 20), disk(place, 8 << 20):
+        # As layers of images have them: other inodes, and times in whole seconds.
+        for folder, copy in ((original, tmp_path), (cache_dir, place / "cache")):
+            shutil.copytree(folder, copy, dirs_exist_ok=True)
+            for path in copy.rglob("*"):
+                os.utime(path, (int(path.stat().st_mtime),) * 2)
+        subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
+        monkeypatch.setenv("ORTPLUGINS_CACHE_DIR", str(place / "cache"))
+        for name, expected in (
+            ("dq_matmulnbits_fusion", "cache"),
+            ("trim_padding", "untouched"),
+        ):
+            found = result_of(spawn(model_path, name, prelude=SERVING))
+            assert found["source"] == expected
+            asked = ["pip install onnx onnx_ir onnxscript" in x for x in found["warnings"]]
+            assert asked == ([True] if expected == "untouched" else [])

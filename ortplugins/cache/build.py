@@ -16,7 +16,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +26,7 @@ from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarnin
 from ortplugins.model_io.data_in_place import data_file, data_folders, in_place
 from ortplugins.optimization.request import BuildRequest
 from ortplugins.runtime.child_process import child_environment, child_python
+from ortplugins.runtime.machine import missing_packages
 from session_options import OptionError, Plan
 from session_options.caller_warnings import warn_caller
 from session_options.keys import PREFIX, parse_size
@@ -58,13 +59,32 @@ class KeyContent(NamedTuple):
         model: str = self.parts["digest"][: store.MODEL_CHARACTERS]
         return hashlib.sha256(text.encode()).hexdigest()[: 40 - len(model)] + model
 
+    def is_like(self, parts: Mapping[str, Any]) -> bool:
+        """Whether an entry of these parts will do: all but packages that are missing here."""
+        found = [json.loads(json.dumps(item)) for item in (parts, self.parts)]
+        for item in found:
+            for name in missing_packages():
+                del item["versions"][name]
+        return bool(found[0] == found[1])
+
 
 def look_up(
     request: BuildRequest, cache: ArtifactCache
 ) -> tuple[Entry | None, KeyContent | None]:
     """Return the entry of a request, and its key's content; None where there is none yet."""
     content = key_content(request, cache)
-    return (None if content is None else cache.find(content.key)), content
+    if content is None:
+        return None, None
+    entry = cache.find(content.key)
+    if entry is None and missing_packages():
+        # Built where they are installed, whose versions are not known here.
+        keys = (
+            key
+            for key, parts in cache.made_from(content.parts["digest"])
+            if content.is_like(parts)
+        )
+        entry = next(filter(None, map(cache.find, keys)), None)
+    return entry, content
 
 
 def session_key_content(request: BuildRequest, cache: ArtifactCache) -> KeyContent:
@@ -98,7 +118,7 @@ def is_usable(entry: Entry, plan: Plan, *, warn: bool = False) -> bool:
     retries = (is_old and entry.manifest["provisional"]) or (
         plan.retry_failed and entry.manifest["failed"]
     )
-    return not retries
+    return not retries or bool(missing_packages())
 
 
 def build_entry(request: BuildRequest, spare: Path) -> tuple[Path, str]:

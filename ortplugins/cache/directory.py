@@ -31,8 +31,6 @@ USE_SECONDS = 60.0
 # git's index.
 SETTLED_SECONDS = 2.0
 _SAMPLED_PAGES, _PAGE_BYTES = 16, 4096
-# Of a state, what a copy of the file has, too: size, time of modification, sampled pages.
-_COPIED = 3
 # The state of a file that is not there, and would count if it were.
 ABSENT = "absent 0"
 _PLATFORM: str = sys.platform
@@ -126,6 +124,11 @@ def is_settled(state: str, started: float) -> bool:
     return int(state.rpartition(" ")[2]) / 1e9 < started - SETTLED_SECONDS
 
 
+def seconds_to_settle(state: str) -> float:
+    """Return how long a file of a state has to be left alone until it is settled."""
+    return int(state.rpartition(" ")[2]) / 1e9 + SETTLED_SECONDS + 0.01 - time.time()
+
+
 def recall(root: str | os.PathLike[str], text: str) -> list[str] | None:
     """Return what was kept under a text; None where nothing was, or files have changed."""
     folder = os.path.join(root, MEMOS)
@@ -139,7 +142,6 @@ def recall(root: str | os.PathLike[str], text: str) -> list[str] | None:
 
 def are_unchanged(states: Mapping[str, str], *, copied: bool = False) -> bool:
     """Whether files are as they were, or as copies of them would be, if those will do."""
-    parts = _COPIED if copied else None
     for path, state in states.items():
         try:
             now = state_of(path)
@@ -147,9 +149,22 @@ def are_unchanged(states: Mapping[str, str], *, copied: bool = False) -> bool:
             now = ABSENT
         except OSError:
             return False
-        if now.split()[:parts] != state.split()[:parts]:
+        if now == state:
+            continue
+        if not (copied and _is_copy(now.split(), state.split())):
             return False
     return True
+
+
+def _is_copy(now: list[str], before: list[str]) -> bool:
+    """Whether size, time of change and sampled pages are those of a file that was copied."""
+    same = now[0] == before[0] and now[2:3] == before[2:3]
+    return same and is_same_time(int(now[1]), int(before[1]))
+
+
+def is_same_time(now: int, before: int) -> bool:
+    """Whether times of change, in ns, agree; layers of images have whole seconds."""
+    return now in (before, before - before % 10**9)
 
 
 def read_memo(path: str | os.PathLike[str]) -> list[str] | None:

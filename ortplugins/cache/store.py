@@ -201,7 +201,7 @@ class ArtifactCache:
         damaged = [
             name
             for name, time in manifest["times"].items()
-            if found[name].st_mtime_ns != time
+            if not directory.is_same_time(found[name].st_mtime_ns, time)
             and self.file_digest(folder / name)[0] != manifest["digests"][name]
         ]
         if damaged:
@@ -217,7 +217,7 @@ class ArtifactCache:
             OSError: If it can't be read, or changes while it is.
         """
         name, started = os.path.realpath(path), time.time()
-        text = f"digest of {name}"
+        text = _digest_text(name)
         with open(name, "rb") as file:
             state = directory.state_of_open(file.fileno())
             is_large = os.fstat(file.fileno()).st_size >= _MEMO_SIZE
@@ -237,11 +237,30 @@ class ArtifactCache:
 
     def data_locations(self, digest: str) -> list[str] | None:
         """Return where a model has its external data; None where no entry is made of it."""
+        return next((list(parts["data"]) for _, parts in self.made_from(digest)), None)
+
+    def made_from(self, digest: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the keys of a model's entries, and what each key is made from."""
         for path in (self.root / "entries").glob(f"*{digest[:MODEL_CHARACTERS]}"):
-            made_from = (read_manifest(path) or {}).get("made_from", {})
-            if made_from.get("digest") == digest:
-                return list(made_from["data"])
-        return None
+            parts = (read_manifest(path) or {}).get("made_from", {})
+            if parts.get("digest") == digest:
+                yield path.name, parts
+
+    def share_digests(self, paths: Iterable[str]) -> None:
+        """Keep the digests of files for copies of them, beside which nothing can be written.
+
+        Once no time stamp can hide another change.
+        """
+        for path in paths:
+            if not os.path.exists(path) or os.stat(path).st_size < _MEMO_SIZE:
+                continue
+            digest, state = self.file_digest(path)
+            time.sleep(max(0.0, directory.seconds_to_settle(state)))
+            name = os.path.realpath(path)
+            text = _digest_text(name)
+            directory.remember(
+                self.root, text, {name: state}, [digest], time.time(), shared=True
+            )
 
     def entries(self) -> list[Entry]:
         """Return all published entries, the newest first; their files are not looked at."""
@@ -477,6 +496,10 @@ def warn_rebuilt(folder: Path, damaged: Iterable[str]) -> None:
     """Warn that an entry is built again because files of it changed on disk."""
     text = f"{folder}: {', '.join(damaged)} changed on disk, and is built again"
     warn_caller(text, OrtpluginsWarning)
+
+
+def _digest_text(name: str) -> str:
+    return f"digest of {name}"
 
 
 def disk_size(folder: Path) -> int:

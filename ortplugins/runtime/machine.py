@@ -62,6 +62,14 @@ def package_versions() -> Mapping[str, str]:
 
 
 @functools.cache
+def missing_packages() -> tuple[str, ...]:
+    """Return which of the packages that optimise models are not installed."""
+    import importlib.util
+
+    return tuple(name for name in _PACKAGES if importlib.util.find_spec(name) is None)
+
+
+@functools.cache
 def cpu_features() -> str:
     """Return a checksum of the processor's architecture and instruction sets."""
     if hasattr(os, "uname"):

@@ -57,7 +57,7 @@ def find_or_build(request: BuildRequest, text: str | None = None) -> Artifact:
     if entry is None or content is None or not _can_be_known(request):
         return artifact
     # The files may have changed since the entry was found, or while it was built.
-    if content.key == entry.key and not entry.manifest["provisional"]:
+    if content.is_like(entry.manifest["made_from"]) and not entry.manifest["provisional"]:
         keep_start(
             request.plan, text or _text(request), artifact, entry, content.states, started
         )
@@ -100,7 +100,7 @@ def discard_if_damaged(request: BuildRequest, artifact: Artifact) -> bool:
         return False
     try:
         cache.discard(key, entry.manifest)
-    except OSError:
+    except (OSError, ImportError):  # it is read-only, or filelock is not installed
         return False
     warn_rebuilt(entry.folder, damaged)
     return True
@@ -111,6 +111,13 @@ def _build(request: BuildRequest, cache: ArtifactCache) -> tuple[Artifact, Entry
     import tempfile
     from pathlib import Path
 
+    from ortplugins.runtime.machine import missing_packages
+
+    if missing := missing_packages():
+        raise PassError(
+            f"{request.name}: not in the cache {str(cache.root)!r}, and nothing can be built "
+            f"without {', '.join(missing)}: pip install {' '.join(missing)}, or warm the cache"
+        )
     from ortplugins.cache.build import build_entry, build_in_child
     from ortplugins.cache.store import ArtifactCache
 

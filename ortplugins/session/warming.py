@@ -25,6 +25,7 @@ from session_options import DqMatMulNBitsFusion, OptionError, Pass, Plan, Prepac
 from session_options.keys import PREFIX, stored
 from session_options.plan import entries_of, read_plan
 
+_PROVIDERS = ("CPUExecutionProvider",)
 DEFAULT_PASSES = (DqMatMulNBitsFusion.name, PrepackedWeights.name)
 
 
@@ -105,6 +106,8 @@ def warm(
     for model in models:
         result = _warm_one(model, plan, prepared, disabled_optimizers, cache)
         if cache_dir is not None and not result.error:
+            request = read_request(model, plan, prepared, _PROVIDERS, disabled_optimizers)
+            cache.share_digests(session_key_content(request, cache).states)
             share(cache)
         results.append(result)
     return results
@@ -118,7 +121,7 @@ def explain_miss(
     """Find out what of a session's key differs from the nearest entry; arguments as `warm`."""
     prepared, plan = _prepare(passes, **start)
     cache = cache_of(plan)
-    request = read_request(model, plan, prepared, ["CPUExecutionProvider"], ())
+    request = read_request(model, plan, prepared, _PROVIDERS, ())
     content = session_key_content(request, cache)
     here = dict(_flatten(json.loads(json.dumps(content.parts))))
     compared = [
@@ -197,8 +200,7 @@ def _warm_one(
             # A session would build for itself alone then, which is of no use here.
             without_cache = "ortplugins works without its cache"
             warnings.filterwarnings("error", without_cache, OrtpluginsWarning)
-            providers = ["CPUExecutionProvider"]
-            request = read_request(model, plan, options, providers, disabled_optimizers)
+            request = read_request(model, plan, options, _PROVIDERS, disabled_optimizers)
             artifact = find_or_build(request)
     except (ModelFileError, PassError, OSError) as error:
         return WarmResult(name, error=str(error))
