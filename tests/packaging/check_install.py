@@ -12,6 +12,8 @@ import venv
 from pathlib import Path
 
 import pytest
+from builders.dequantized_models import DequantizedMatMul
+from builders.sessions import save
 
 ROOT = Path(__file__).resolve().parents[2]
 CONSUMER = Path(__file__).with_name("consumer.py")
@@ -100,6 +102,38 @@ def test_with_its_extras_it_works_and_its_types_are_strict(
     for checker in (mypy, pyright):
         run(*checker, consumer, cwd=tmp_path)
         assert "accuracy_level" in run(*checker, wrong, cwd=tmp_path, status=1)
+
+
+SERVE = """
+import sys, onnxruntime, ortplugins
+so = onnxruntime.SessionOptions()
+for name in sys.argv[2:]:
+    so.add_session_config_entry(f"ortplugins.enable_{name}", "1")
+session = ortplugins.InferenceSession(sys.argv[1], so, providers=["CPUExecutionProvider"])
+print(session.ortplugins_report.source, *sorted({"onnx", "onnxscript"} & set(sys.modules)))
+"""
+
+
+def test_an_image_serves_without_what_builds(
+    wheel: Path, empty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A warmed cache, read with onnxruntime, numpy and ours without the rest."""
+    builder = tmp_path / "builder"
+    venv.create(builder, with_pip=True)
+    install(python_of(builder), f"{wheel}[cpu]", cwd=tmp_path)
+    code = "import onnxruntime; print(onnxruntime.__version__)"
+    version = run(python_of(builder), "-c", code, cwd=tmp_path).strip()
+    install(empty, f"onnxruntime=={version}", "numpy", cwd=tmp_path)
+    install(empty, "--no-deps", wheel, cwd=tmp_path)
+    save(DequantizedMatMul(64, 64, 32), model := tmp_path / "model.onnx")
+    warm = "import sys, ortplugins; print(ortplugins.warm(sys.argv[1:2], cache_dir='cache'))"
+    assert "error=''" in run(python_of(builder), "-c", warm, model, cwd=tmp_path)
+    monkeypatch.setenv("ORTPLUGINS_CACHE_DIR", str(tmp_path / "cache"))
+    serve = empty, "-c", SERVE, model
+    passes = "dq_matmulnbits_fusion", "prepacked_weights"
+    assert run(*serve, *passes, cwd=tmp_path) == "cache\n"
+    missed = run(*serve, "trim_padding", cwd=tmp_path)
+    assert "untouched" in missed and "pip install onnx onnx_ir onnxscript" in missed
 
 
 @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13", "3.14"])
