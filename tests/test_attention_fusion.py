@@ -438,7 +438,7 @@ def test_a_merged_decoder_is_right():
             <then_branch = t () => () {{ }}, else_branch = e () => () {{ }}> }}"""
     model = nested(text, small_decoder())
     result, remarks, _ = fused(model)
-    assert "use_cache_branch" in remarks["refused"][0]
+    assert remarks["refused"][0] == "attention: it stands in a subgraph"
     assert len(remarks["fired"]) == 4
     for flagged in (True, False):
         feeds = decoder_feeds(small_decoder(), Run(2, 5, 7), 1)
@@ -517,6 +517,44 @@ def test_inputs_of_unknown_role_are_named():
     model.graph.input[0].type.tensor_type.shape.dim.add().dim_value = 3
     with pytest.raises(Exception, match="input_ids"):
         DecoderInputs(ir.from_proto(model))
+
+
+KEPT_LOGITS = (
+    "y = MatMul(y_rows, o_weight)",
+    """all_rows = MatMul(y_rows, o_weight)
+    before_last = Neg(other) starts = Unsqueeze(before_last, no_axis)
+    y = Slice(all_rows, starts, far, one_axis)""",
+)
+IN_MASK = (
+    "before = LessOrEqual(columns, rows)",
+    """shifted = Add(rows, other)
+    before = LessOrEqual(columns, shifted)""",
+)
+BESIDE = ("rows = Unsqueeze(positions", "unused = Identity(other) rows = Unsqueeze(positions")
+
+
+@pytest.mark.parametrize(
+    ("other", "change", "fired"),
+    [
+        ("int64 other", KEPT_LOGITS, True),
+        ("int64[3, B, S] other", BESIDE, True),
+        ("int64[3, B, S] position_ids", BESIDE, True),
+        ("int64 other", IN_MASK, False),
+    ],
+)
+def test_an_unknown_input_refuses_what_depends_on_it(other, change, fired):
+    change = tuple(text.replace("other", other.split()[-1]) for text in change)
+    numbers = "int64[1] no_axis = {0}, int64[1] far = {9223372036854775807}"
+    model = small_decoder(
+        ("int64[B, T] attention_mask,", f"int64[B, T] attention_mask, {other},"),
+        change,
+        ("int64 zero = {0}", f"int64 zero = {{0}}, {numbers}"),
+    )
+    result = ortplugins.optimize(model, passes=[ortplugins.TransformerFusion()])
+    reasons = [remark.reason for remark in result.report.passes[0].remarks]
+    attention = [reason for reason in reasons if reason.startswith("attention: ")]
+    assert [reason.startswith("attention: grouped queries") for reason in attention] == [fired]
+    assert result.report.fired
 
 
 def test_what_an_encoder_made_has_a_length_of_its_own():

@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from rewrite_rules.facts.axis_roles import AxisRoles
 from rewrite_rules.remarks import Refusal, Trial
 from rewrite_rules.shapes.dimensions import DeclaredNames
 from rewrite_rules.shapes.input_roles import Kind, Role, made_up_values, role_of
@@ -76,7 +77,10 @@ _RANKS = {Kind.BIAS: (1, 2, 3, 4), Kind.IDS: (2,), Kind.MASK: (2,), Kind.POSITIO
 
 
 class DecoderInputs:
-    """The inputs of a transformer by role, read by type, rank and name; others are refused."""
+    """The inputs of a transformer by role, read by type, rank and name.
+
+    What another input holds is made up for trials; nothing is concluded from that.
+    """
 
     def __init__(self, model: ir.Model) -> None:
         self._model = model
@@ -115,6 +119,11 @@ class DecoderInputs:
         numbers = {size for size in totals if _is_fixed(size)}
         return [run for run in found if numbers <= {run.past + run.length}]
 
+    def known(self, run: Run) -> dict[ir.Value, NDArray[Any]]:
+        """Make up the inputs of a run that are known well enough to see what follows."""
+        feeds = self.feeds(run)
+        return {value: feeds[value] for value, one in self._roles.items() if one.known}
+
     def names(self, run: Run) -> DeclaredNames:
         """Return what the names of the inputs' dimensions stand for in a run."""
         sizes = {
@@ -142,7 +151,7 @@ class DecoderInputs:
                 array = rng.standard_normal(sizes) if is_float else rng.integers(0, 2, sizes)
             else:
                 array = made_up_values(value, role, sizes, run.past, run.length, rng)
-            feeds[value] = np.ascontiguousarray(array.astype(value.dtype.numpy()))
+            feeds[value] = np.array(array, value.dtype.numpy(), order="C")
         return feeds
 
     def trials(self, bound: float, timed: bool, row_by_row: bool = False) -> list[Trial]:
@@ -150,7 +159,7 @@ class DecoderInputs:
 
         ``timed``: it has to be faster. ``row_by_row``: no chunks after a cache in batches.
         """
-        found = []
+        found, aligned = [], self._aligned()
         short = self.runs(RUNS)
         long = self.runs(_TIMED_WITH_CACHE if self.has_cache else _TIMED)
         for index, run in enumerate(short + long * timed):
@@ -164,11 +173,21 @@ class DecoderInputs:
                 rank = 1 if output.shape is None else len(output.shape)
                 # One row for each text may be that of padding.
                 nothing = np.zeros((1,) * (rank or 1), np.bool_)
-                compared[str(output.name)] = by_rank.get(rank, nothing)
+                of_tokens = by_rank.get(rank, nothing) if output in aligned else nothing
+                compared[str(output.name)] = of_tokens
             is_long = index >= len(short)
             tokens = kept[:, run.past :] if run.padding else None
             found.append(Trial(str(run), feeds, compared, bound, True, is_long, tokens))
         return found
+
+    def _aligned(self) -> set[ir.Value]:
+        """Return the outputs that may have a row for each token; all, if nothing says less."""
+        outputs = self._model.graph.outputs
+        if all(role.known for role in self._roles.values()):
+            return set(outputs)
+        axes = AxisRoles(self._model)
+        tokens = [axes.dims(v) or () for v in self.all(Kind.IDS, "sequence")]
+        return {v for v in outputs if any((axes.dims(v) or ())[:2] == dims for dims in tokens)}
 
     def _sizes(self, value: ir.Value, role: Role, run: Run) -> list[int]:
         total = run.past + run.length
@@ -228,6 +247,8 @@ def _role(value: ir.Value, facts: ProvedShapes) -> Role:
         fixed = [_is_fixed(size) for size in value.shape]
         if fixed[1:] == [True, False, True]:
             role = Role(Kind.CACHE, ("batch", "heads", "past", "head_size"))
-    if rank not in _RANKS.get(role.kind, range(5) if floating else ()):
+    if rank in _RANKS.get(role.kind, range(5) if floating else ()):
+        return role
+    if role.kind in _DECLARING:
         raise Refusal(f"what input {value.name!r} of rank {rank} holds is not known")
-    return role
+    return dataclasses.replace(role, known=False)

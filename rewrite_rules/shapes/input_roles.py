@@ -44,10 +44,12 @@ class Role:
 
     That is ``batch``, ``sequence`` (the new tokens), ``past``, ``total`` (past and new ones),
     ``source`` (what an encoder reads), ``heads``, ``head_size``; ``""`` if not known.
+    ``known``: whether made-up values show what a model computes from them.
     """
 
     kind: Kind
     axes: tuple[str, ...]
+    known: bool = True
 
 
 # Name of the input, what it is, and its last axes. The first row that fits counts.

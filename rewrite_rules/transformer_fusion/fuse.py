@@ -150,7 +150,7 @@ def _fuse_attention(
     fold_scalars(model, computed)
     runs = {
         run: GraphEvaluator(
-            ProvedShapes(model, inputs.names(run), on_demand=True), inputs.feeds(run), computed
+            ProvedShapes(model, inputs.names(run), on_demand=True), inputs.known(run), computed
         )
         for run in inputs.runs(_MASK_RUNS)
     }
