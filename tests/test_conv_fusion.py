@@ -262,6 +262,14 @@ STAYS = {
     "a bias that is no row": Case(
         "a = Gemm(x, m, bias) y = Mul(a, v)", "does not fit", x=(8, 8)
     ),
+    "a bias that makes axes": Case(
+        "a = MatMul(x, m) d = Add(a, flat) y = Mul(d, v)", "more axes", x=("N", 8)
+    ),
+    "a bias that makes axes, of unknown rank": Case(
+        "s = Shape(x) e = Reshape(x, s) a = MatMul(e, m) d = Add(a, flat) y = Mul(d, v)",
+        "more axes",
+        x=("N", 8),
+    ),
     "another hard swish": Case(
         "t = Add(x, two) u = Clip(t, zero, six) p = Mul(x, u) y = Div(p, six)", ""
     ),
@@ -288,6 +296,7 @@ STAYS = {
 }
 CONSTANTS["single"] = normal(1, 8, 1, 1)
 CONSTANTS["bias"] = normal(8, 1)
+CONSTANTS["flat"] = normal(1, 1, 1, 8)
 
 
 def model_of(case: Case, constants: Mapping[str, np.ndarray] = CONSTANTS) -> onnx.ModelProto:

@@ -131,10 +131,10 @@ class FoldBehind(FoldingRule):
 
     def find(self, out: ir.Value, **values: ir.Value) -> Linear:
         """Return the linear node with the affine one in it."""
-        linear = self._folding.linears.read(producer(values["linear"]), values.get("b"))
+        least = max(1, self._folding.affines.least_rank(values["linear"]))
+        source = producer(values["linear"])
+        linear = self._folding.linears.read(source, values.get("b"), least)
         axis, rank = linear.axis, linear.rank
-        if linear.node.op_type == "MatMul":
-            rank = max(rank, self._folding.affines.least_rank(values["linear"]))
         if "turned" in values:
             order = ints_attribute(producer(values["turned"]), "perm")
             if order is None or sorted(order) != list(range(rank)):

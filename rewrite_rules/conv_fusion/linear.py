@@ -168,20 +168,22 @@ class Linears:
         self._weights: dict[ir.Value, Weight] = {}
         self._biases: dict[ir.Value, Float64] = {}
 
-    def read(self, node: ir.Node, bias: ir.Value | None = None) -> Linear:
+    def read(self, node: ir.Node, bias: ir.Value | None = None, rank: int = 1) -> Linear:
         """Return what a node computes, with the bias that is added behind a MatMul.
 
+        ``rank`` is the least one that the result of a MatMul is known to have.
         Refuses a weight or bias that a run can change, is no float32, or does not fit.
         """
         kind = node.op_type
         weight = self._weight(node)
         outputs = weight.outputs
         if kind in ("Conv", "ConvTranspose"):
-            bias, rank = input_of(node, 2), len(_shape(input_of(node, 1)))
-            return Linear(node, weight, self._bias(bias, outputs), rank, rank - 1)
+            rank = len(_shape(input_of(node, 1)))
+            numbers = self._bias(input_of(node, 2), outputs, 1)
+            return Linear(node, weight, numbers, rank, rank - 1)
         if kind == "MatMul":
-            return Linear(node, weight, self._bias(bias, outputs), 1, 1)
-        numbers = self._bias(input_of(node, 2), outputs)
+            return Linear(node, weight, self._bias(bias, outputs, rank), rank, 1)
+        numbers = self._bias(input_of(node, 2), outputs, 2)
         return Linear(node, weight, numbers * float_attribute(node, "beta", 1.0), 2, 1)
 
     def write(self, op: Any, linear: Linear, x: ir.Value | None = None) -> ir.Value:
@@ -228,7 +230,7 @@ class Linears:
             np.ones((groups, shape[1])),
         )
 
-    def _bias(self, value: ir.Value | None, outputs: int) -> Float64:
+    def _bias(self, value: ir.Value | None, outputs: int, rank: int) -> Float64:
         if value is None:
             return np.zeros(outputs)
         value, tensor = require_constant(value, "bias")
@@ -237,6 +239,8 @@ class Linears:
         shape = tuple(tensor.shape.numpy())
         if tensor.dtype != ir.DataType.FLOAT or math.prod(shape) not in (1, outputs):
             raise Refusal(f"bias {value.name!r} of shape {list(shape)} does not fit")
+        if len(shape) > rank:
+            raise Refusal(f"constant {value.name!r} may have more axes than its other operand")
         if math.prod(shape) > 1 and shape[-1] != outputs:
             raise Refusal(f"bias {value.name!r} of shape {list(shape)} does not fit")
         stored = tensor.numpy().astype(np.float64).reshape(-1)

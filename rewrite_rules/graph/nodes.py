@@ -125,9 +125,11 @@ def drop_copies(nodes: Iterable[ir.Node]) -> None:
     Exporters put them around each Softmax, each convolution, behind each cache.
     """
     for node in nodes:
+        if len(node.inputs) != 1 or len(node.outputs) != 1 or node.domain:
+            continue
         source, result = node.inputs[0], node.outputs[0]
         target = node.attributes.get_int("to", 0)
-        if source is None or len(node.inputs) > 1 or result.is_graph_output() or node.domain:
+        if source is None or result.is_graph_output():
             continue
         if not target or source.dtype == target:
             result.replace_all_uses_with(source)
