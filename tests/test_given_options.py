@@ -20,6 +20,7 @@ from builders.text_models import model_of
 from onnx import helper, numpy_helper
 
 import ortplugins
+from ortplugins.runtime.copied_options import CopiedOptions
 from session_options.keys import stored
 
 CASE = DequantizedMatMul(128, 64, 32, "int4", "transposed")
@@ -125,6 +126,29 @@ def test_weights_given_for_a_model_as_bytes(path, monkeypatch):
     so = options()
     add_external(so, path)
     assert first(start(path.read_bytes(), so)) == 21
+
+
+ENTRIES = {
+    "session.intra_op_thread_affinities": "1",
+    "session.disable_cpu_ep_fallback": "1",
+    "session.model_external_initializers_file_folder_path": "{folder}",
+    "session.set_denormal_as_zero": "1",
+    "ep.context_enable": "1",
+    "ep.context_file_path": "{folder}/context.onnx",
+}
+
+
+def test_no_other_entry_is_taken_for_external_weights(tmp_path):
+    """Nor does asking for them write what the entries ask for."""
+    so = onnxruntime.SessionOptions()
+    so.intra_op_num_threads = 2
+    so.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    for key, text in ENTRIES.items():
+        so.add_session_config_entry(key, text.format(folder=tmp_path))
+    assert not CopiedOptions(so).have_external_weights()
+    add_external(so, tmp_path)
+    assert CopiedOptions(so).have_external_weights()
+    assert list(tmp_path.iterdir()) == []
 
 
 # The object stays as it is.

@@ -14,6 +14,7 @@ has already. A start that is known imports this module, so it imports little.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -32,22 +33,15 @@ MALLOC_THRESHOLD_KEY = "glibc.mmap_threshold"
 # Of glibc's mallopt.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
-# Of a session that is never run.
-_QUIET: dict[str, str | int | bool] = {
-    "graph_optimization_level": "ORT_DISABLE_ALL",
-    "intra_op_num_threads": 1,
-    "log_severity_level": 4,
-    "enable_profiling": False,
-    "optimized_model_filepath": "",
-}
-# Models without a node, and with a byte of external data that a node reads.
+# Models without a node, and with a byte of external data that a node reads. Slashes fill up
+# its location, which has a fixed length.
 _EMPTY_MODEL = b"\x08\x07:\x03\x12\x01gB\x04\n\x00\x10\r"
 _EXTERNAL_MODEL = (
     b'\x08\x07:\xb1\x01\n\x10\n\x01a\x12\x01y"\x08Identity\x12\x01g*\x88\x01\x08\x01\x10\x02B\x01ajp'
-    b"\n\x08location\x12d%bj\x0b\n\x06length\x12\x011p\x01b\x0f\n\x01y\x12\n\n\x08\x08\x02\x12\x04\n"
+    b"\n\x08location\x12d.%bj\x0b\n\x06length\x12\x011p\x01b\x0f\n\x01y\x12\n\n\x08\x08\x02\x12\x04\n"
     b"\x02\x08\x01B\x04\n\x00\x10\r"
 )
-_LOCATION_BYTES = 100
+_LOCATION_BYTES = 99  # and the dot
 
 
 class CopiedOptions:
@@ -73,17 +67,18 @@ class CopiedOptions:
         onnxruntime refuses a model that lacks one of the names, or whose data is in none of
         the files; without any it reads the data from disk, here from a library of its own.
         """
-        folder, name = os.path.split(os.path.realpath(onnxruntime_pybind11_state.__file__))
-        location = b"." + os.fsencode(name).rjust(_LOCATION_BYTES - 1, b"/")
-        own = self.copy(
-            {
-                **_QUIET,
-                DATA_FOLDER_KEY: folder,
-            }
-        )
-        probe = _pybind_state.InferenceSession(own, _EXTERNAL_MODEL % location, False, False)
+        folder, model = _external_model()
+        own = self._native.session_options
+        own.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        own.intra_op_num_threads, own.log_severity_level = 1, 4
+        own.enable_profiling, own.optimized_model_filepath = False, ""
+        own.add_session_config_entry(DATA_FOLDER_KEY, folder)
+        for key in ("session.disable_cpu_ep_fallback", "ep.context_enable"):
+            own.add_session_config_entry(key, "0")
+        probe = _pybind_state.InferenceSession(own, model, False, False)
         try:
-            probe.initialize_session([], [], set())
+            # Not those of a policy, which may be slow to start.
+            probe.initialize_session(["CPUExecutionProvider"], [{}], set())
         except Exception:  # onnxruntime's own classes, none of which is documented
             return True
         return False
@@ -100,6 +95,13 @@ class CopiedOptions:
             except RuntimeError:  # "has already been added"
                 return name
         return None
+
+
+@functools.cache
+def _external_model() -> tuple[str, bytes]:
+    """Return a model with a byte of a library's as external data, and the library's folder."""
+    folder, name = os.path.split(os.path.realpath(onnxruntime_pybind11_state.__file__))
+    return folder, _EXTERNAL_MODEL % os.fsencode(name).rjust(_LOCATION_BYTES, b"/")
 
 
 def running_options(session: onnxruntime.InferenceSession) -> onnxruntime.SessionOptions:
