@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import onnx_ir as ir
-
 # Smaller data is copied: what is saved is little, and the entry needs no other file.
 LEAST_BYTES = 100_000_000
 # With more new tensors than this the data is copied, too: what is inside of an .onnx file lies
@@ -62,27 +60,3 @@ def data_file(location: str, folders: Sequence[str]) -> str:
     """Return the path of external data, links resolved, whether it is there or not."""
     paths = [os.path.join(folder, location) for folder in folders]
     return os.path.realpath(next(filter(os.path.exists, paths), paths[0]))
-
-
-def new_bytes(model: ir.Model, placed: PlacedData) -> int:
-    """Return the bytes of the tensors that lie in none of the files."""
-    from pathlib import Path
-
-    from ortplugins.model_io.loading import initializer_tensors, stored_bytes
-    from ortplugins.model_io.saving import original_of
-
-    size = 0
-    for _, tensor in initializer_tensors(model):
-        path = getattr(original_of(tensor), "path", None)
-        if path is None or placed.folder not in Path(os.path.realpath(path)).parents:
-            size += stored_bytes(tensor)
-    return size
-
-
-def place(model: ir.Model, placed: PlacedData) -> None:
-    """Have the tensors of a model that was read without its data find it."""
-    from ortplugins.model_io.loading import initializer_tensors
-
-    for _, tensor in initializer_tensors(model):
-        if hasattr(tensor, "base_dir"):
-            tensor.base_dir = str(placed.folder)

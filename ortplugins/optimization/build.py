@@ -8,6 +8,7 @@ entry.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,14 @@ from ortplugins.model_io.data_in_place import (
     NEW_BYTES,
     PlacedData,
     in_place,
-    new_bytes,
-    place,
 )
-from ortplugins.model_io.loading import LoadedModel, load_result
-from ortplugins.model_io.saving import save_with_data
+from ortplugins.model_io.loading import (
+    LoadedModel,
+    initializer_tensors,
+    load_result,
+    stored_bytes,
+)
+from ortplugins.model_io.saving import original_of, save_with_data
 from ortplugins.optimization.request import BuildRequest
 from ortplugins.optimization.shape_inference import shapes_while
 from ortplugins.optimization.stages import AfterPass, FailedPass, PassRuns
@@ -75,7 +79,7 @@ def build(
         runs.run("rearrange", model, final_graph=request.final_graph)
 
     if placed is not None and (
-        runs.take_part_in("finish") or new_bytes(model, placed) > NEW_BYTES
+        runs.take_part_in("finish") or _new_bytes(model, placed) > NEW_BYTES
     ):
         placed = None
 
@@ -83,7 +87,7 @@ def build(
         nonlocal baked, placed
         if request.bakes:
             final, baked = _optimized(path, request.optimizers, notes, placed)
-            if placed is not None and new_bytes(final, placed) > NEW_BYTES:
+            if placed is not None and _new_bytes(final, placed) > NEW_BYTES:
                 placed = None  # onnxruntime folded constants
             runs.run("rearrange", final, final_graph=baked)
             save_with_data(
@@ -186,5 +190,17 @@ def _optimized(
         notes.append(f"not baked, so each start runs onnxruntime's optimisers: {error}")
         model, baked = load_result(path), False
     if placed is not None:
-        place(model, placed)
+        for _, tensor in initializer_tensors(model):  # read without its data
+            if hasattr(tensor, "base_dir"):
+                tensor.base_dir = str(placed.folder)
     return model, baked
+
+
+def _new_bytes(model: ir.Model, placed: PlacedData) -> int:
+    """Return the bytes of the tensors that lie in none of the files."""
+    size = 0
+    for _, tensor in initializer_tensors(model):
+        path = getattr(original_of(tensor), "path", None)
+        if path is None or placed.folder not in Path(os.path.realpath(path)).parents:
+            size += stored_bytes(tensor)
+    return size
