@@ -61,6 +61,19 @@ def test_it_is_a_stock_session_in_every_other_respect(tmp_path):
             assert getattr(mine, name) == getattr(theirs, name) != ""
 
 
+@pytest.mark.parametrize("declared", [None, [None, None], ["rows", None], [None, 64]])
+def test_outputs_have_the_sizes_that_stock_reports(tmp_path, declared):
+    nodes = "z = Relu (dq_out)  h = MatMul (x, z)  y = Reshape (h, both)  n = NonZero (h)"
+    proto = ir.to_proto(CASE.model_of(f"{nodes}  both = Shape (h)", ["y", "n"]))
+    for output, shape in zip(proto.graph.output, (declared, None), strict=True):
+        kind = onnx.TensorProto.FLOAT if output.name == "y" else onnx.TensorProto.INT64
+        output.CopyFrom(onnx.helper.make_tensor_value_info(output.name, kind, shape))
+    onnx.save(proto, tmp_path / "m.onnx")
+    stock = ort.InferenceSession(tmp_path / "m.onnx", providers=CPU)
+    mine = start(tmp_path / "m.onnx")
+    assert [v.shape for v in mine.get_outputs()] == [v.shape for v in stock.get_outputs()]
+
+
 def test_untouched_options_give_the_stock_session(model_path, cache_dir):
     for so in (None, ort.SessionOptions()):
         session = ortplugins.InferenceSession(model_path, so, providers=CPU)
