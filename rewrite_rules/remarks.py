@@ -163,6 +163,8 @@ class Trial:
             is allowed where the model before moves that far by rounding alone.
         tokens: Which new tokens count, bool ``[batch, sequence]``, in values that no output
             shows; None for all.
+        guessed: Whether its sizes are guesses: nothing follows where the model before runs no
+            trial, which else withdraws the result.
         optional: Whether the trial is left out where the model before cannot run it, for
             instance because it is longer than the model takes.
         timed: Whether the result is dropped where such runs take more time.
@@ -175,6 +177,7 @@ class Trial:
     optional: bool = False
     timed: bool = False
     tokens: NDArray[np.bool_] | None = None
+    guessed: bool = False
 
     def counted(self, name: str, shape: Sequence[int]) -> NDArray[np.bool_] | None:
         """Return which elements of a value count, broadcast to its shape; None for all.

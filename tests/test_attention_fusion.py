@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 import ortplugins
 from ortplugins.optimization.trials import find_failure
-from rewrite_rules.facts.made_up_batches import RUNS, DecoderInputs, Run
+from rewrite_rules.facts.made_up_batches import RUNS, TRIED, DecoderInputs, Run
 from rewrite_rules.remarks import PassContext, Remarks, Trial
 from rewrite_rules.transformer_fusion.fuse import TransformerOptions, fuse_transformer
 
@@ -83,7 +83,8 @@ def counts(model: ir.Model) -> collections.Counter[str]:
 def test_exports_are_fused_and_right(name: str):
     model = exported(name)
     result, remarks, context = fused(model)
-    assert [trial.name for trial in context.trials] == [str(sizes) for sizes in RUNS]
+    tried = {trial.name for trial in context.trials}
+    assert {str(sizes) for sizes in TRIED if not sizes.one_row} <= tried
     kinds = [text.partition("; mask: ")[2] for text in remarks["fired"] if "mask: " in text]
     windowed = ["sliding window of 6", "causal"] if "gemma3" in name else ["causal"] * LAYERS
     assert kinds == windowed
@@ -475,11 +476,10 @@ def test_attention_that_a_builder_fused_is_left():
 @pytest.mark.parametrize("case", BAD)
 def test_what_stays_is_named(case: str):
     changes, mask, reason = BAD[case]
-    result, remarks, context = fused(small_decoder(*changes, mask=mask))
+    result, remarks, _ = fused(small_decoder(*changes, mask=mask))
     (refused,) = [text for text in remarks["refused"] if "attention: " in text]
     assert reason in refused
     assert not counts(result)["If"]
-    assert not (context.trials and refused.startswith("rotary and"))
 
 
 def test_heads_that_no_kernel_takes_are_grouped():

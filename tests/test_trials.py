@@ -13,10 +13,12 @@ from builders.decoders import SIGNED, small_decoder
 from builders.exports import decoder_feeds, exported, fused, greatest_difference
 from builders.same_numbers import session as opened
 from builders.sessions import CPU
+from builders.text_models import model_of
+from test_transformer_fusion import norm
 
 import ortplugins
 from ortplugins.optimization.trials import OriginalOnTrials, find_failure
-from rewrite_rules.facts.made_up_batches import Run
+from rewrite_rules.facts.made_up_batches import DecoderInputs, Run, trials_of
 from rewrite_rules.graph.nodes import label, producer
 from rewrite_rules.remarks import Trial
 from rewrite_rules.transformer_fusion.norms_and_activations import RmsNorm
@@ -45,7 +47,11 @@ BESIDE_ATTENTION = """exact = MatMul(y_rows, o_weight)
 def greatest(model: onnx.ModelProto, result: ir.Model, trials: list[Trial]) -> float:
     """How far the first output is apart on trials without padding."""
     far = 0.0
-    for feeds in (dict(trial.feeds) for trial in trials if not trial.compared):
+    for feeds in (
+        dict(trial.feeds)
+        for trial in trials
+        if not trial.compared and trial.feeds["input_ids"].size
+    ):
         expected, found = (opened(each).run(["y"], feeds)[0] for each in (model, result))
         far = max(far, float(np.abs(expected - found).max() / np.abs(expected).max()))
     return far
@@ -94,7 +100,7 @@ def test_only_what_fails_is_withdrawn(monkeypatch: pytest.MonkeyPatch, numbers):
     refused = [each for each in report.remarks if each.outcome.value == "refused"]
     assert len(refused) == len(numbers)
     for remark in refused:
-        assert remark.reason.startswith("withdrawn after a trial on 1 x 1 tokens, 0 cached: ")
+        assert remark.reason.startswith("withdrawn after a trial on 1 x 9 tokens, 0 cached: ")
         assert remark.reason.endswith(" (SimplifiedLayerNormalization)")
     fired = collections.Counter(
         remark.reason.partition(":")[0] for remark in result.report.fired
@@ -138,10 +144,55 @@ def test_a_model_that_fails_anyway_is_left(monkeypatch: pytest.MonkeyPatch, pass
     monkeypatch.setattr(OriginalOnTrials, "failure", fails)
     model = exported("llama-dynamo-eager")
     result = ortplugins.optimize(model, passes=[ortplugins.TransformerFusion()])
-    assert len(calls) == (9 if passing else 2)
+    assert len(calls) == (9 if passing else 4)
     # What else may be done where attention stays.
     assert all("query heads share" in remark.reason for remark in result.report.fired)
     if not passing:
         assert not result.report.fired
         kinds, left = ([node.op_type for node in m.graph.node] for m in (model, result.model))
         assert sorted(kinds) == sorted(left)
+
+
+COMPARED = """g (int64[B, S] input_ids, int64[B, S] attention_mask) => (float[B, S, 8] y)
+    <int64 end = {39}, int64 most = {300}, float none = {0}, int64[1] middle = {1},
+     int64[1] last = {2}> {
+        wide = Unsqueeze(input_ids, last)
+        hits = Equal(wide, end)
+        length = Shape<start = 1, end = 2>(input_ids)
+        short = Min(length, most)
+        hidden = Gather(table, input_ids)
+        kept = Where(hits, none, hidden)
+        zero = Sub(short, short)
+        part = Slice(kept, zero, short, middle)
+        square = Mul(part, part)
+        y = Sqrt(square)
+    }"""
+
+
+def test_trials_hold_what_inputs_are_compared_with_and_longer_lengths():
+    model = model_of(COMPARED, {"table": np.ones((48, 8), np.float32)})
+    trials = trials_of(model, 1e-4)
+    ids = [trial.feeds["input_ids"] for trial in trials]
+    assert all((each == 39).any() for each in ids if each.size > 1)
+    assert {each.shape[0] for each in ids} == {0, 1, 2, 3}
+    assert max(each.shape[1] for each in ids) > 300
+    drawn = DecoderInputs(model).feeds(Run(3, 6, 0, "right"))
+    matched = {value.name: array for value, array in drawn.items()}["input_ids"]
+    assert not any(np.array_equal(each, matched) for each in ids)
+
+
+@pytest.mark.parametrize("sizes", ["a, b, c, d, e", "batch, 3, 40"])
+def test_inputs_of_unknown_role_are_tried_in_guessed_sizes(sizes: str):
+    model = model_of(f"g (int64[{sizes}] x) => (y) {{ y = Neg(x) }}")
+    found = trials_of(model, 1e-4)
+    assert all(trial.guessed for trial in found)
+    assert len({trial.feeds["x"].shape for trial in found}) > 1
+
+
+def test_norms_alone_are_tried(monkeypatch: pytest.MonkeyPatch):
+    model = norm(("", ""))
+    wrong_norms(monkeypatch, 0)
+    result = ortplugins.optimize(model, passes=[ortplugins.TransformerFusion()])
+    assert not result.report.fired
+    (remark,) = {each.reason for each in result.report.passes[0].remarks}
+    assert remark.startswith("withdrawn after a trial on 1 x 9 tokens, 0 cached: 'y' differs")

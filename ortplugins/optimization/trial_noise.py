@@ -60,19 +60,21 @@ class Noise:
     ) -> tuple[Trial, str] | None:
         """Return the first difference beyond a trial's bound that is more than noise."""
         beyond = {trial: found for trial, found in differences.items() if found}
+        if not beyond:
+            return None
         for trial, found in beyond.items():
             for name, far in found.items():
                 if far.share > _CEILING:
                     return trial, _reason(name, far, trial.bound)
-        missing = [trial for trial in beyond if trial not in self._moved]
-        feeds = {trial: trial.feeds for trial in missing}
-        self._moved |= self._movement(self._model, feeds, self._expected)
+        feeds = {trial: trial.feeds for trial in beyond if trial not in self._moved}
+        if feeds:
+            self._moved |= self._movement(self._model, feeds, self._expected)
         for trial, found in beyond.items():
             for name, far in found.items():
                 allowed = _allowed(trial, self._moved[trial].get(name, 0.0), _CEILING)
                 if far.share > allowed:
                     return trial, _reason(name, far, allowed)
-        return self._part_that_differs(list(beyond), after) if beyond else None
+        return self._part_that_differs(list(beyond), after)
 
     def _movement(
         self,

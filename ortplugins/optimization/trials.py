@@ -61,12 +61,13 @@ class OriginalOnTrials:
             self._session = None  # two sessions hold the weights twice
         self._outputs = dict(zip(trials, found, strict=True))
         self._noise = Noise(self._before, self._outputs, providers, folder)
-        # Where the original runs none of them, nothing is known of the result.
-        self._counting = {
+        run = {
             trial: outputs
             for trial, outputs in self._outputs.items()
             if not (trial.optional and isinstance(outputs, Exception))
-        } or self._outputs
+        }
+        # Where the original runs none of them, nothing is known of the result.
+        self._counting = run or {t: o for t, o in self._outputs.items() if not t.guessed}
 
     def failure(self, after: ir.Model, names: Container[str]) -> str | None:
         """Return what fails the first trial of these names; None where the models agree."""

@@ -21,6 +21,8 @@ from rewrite_rules.remarks import Candidate, Outcome, PassContext, Remark, Remar
 # quarters of a group, where all of it is wrong. Sixteen find one layer of 30.
 _MAX_ATTEMPTS, _MAX_IN_A_ROW = 16, 7
 _MAX_PARTS = 8
+# Other rules may apply where one is left.
+_MAX_LEVELS = 3
 
 Withheld = Mapping[Candidate, Remark]
 
@@ -71,15 +73,15 @@ def _search(
     beside: OriginalOnTrials,
 ) -> Attempt | None:
     """Return the best attempt that passes; None where not even one without candidates does."""
-    kept, in_a_row = _attempt(_refused(candidates, failure), run_without, beside), 0
-    withheld, waiting = _refused(candidates, failure), collections.deque(_split(candidates))
+    kept, withheld = _without_all(candidates, failure, run_without, beside)
+    waiting, in_a_row = collections.deque(_split(candidates)), 0
     for _ in range(_MAX_ATTEMPTS if kept else 0):
         if not waiting or in_a_row == _MAX_IN_A_ROW:
             break
         group = waiting.popleft()
         tried = {key: remark for key, remark in withheld.items() if key not in group}
-        attempt = _attempt(tried, run_without, beside)
-        if attempt is not None:
+        attempt, failure_of_it = _attempt(tried, run_without, beside)
+        if attempt is not None and failure_of_it is None:
             kept, withheld, in_a_row = attempt, tried, 0
         else:
             in_a_row += 1
@@ -87,15 +89,31 @@ def _search(
     return kept
 
 
+def _without_all(
+    candidates: Withheld,
+    failure: str,
+    run_without: Callable[[Withheld], Attempt],
+    beside: OriginalOnTrials,
+) -> tuple[Attempt | None, dict[Candidate, Remark]]:
+    """Leave all candidates, and those that others are left for; None where that fails."""
+    withheld = _refused(candidates, failure)
+    for _ in range(_MAX_LEVELS):
+        attempt, found = _attempt(withheld, run_without, beside)
+        if attempt is None or found is None:
+            return attempt, withheld
+        withheld |= _refused(attempt.context.remarks.rewritten, found)
+    return None, withheld
+
+
 def _attempt(
     withheld: Withheld, run_without: Callable[[Withheld], Attempt], beside: OriginalOnTrials
-) -> Attempt | None:
-    """Run the pass without some candidates; None where it fails, or its result does."""
+) -> tuple[Attempt | None, str | None]:
+    """Run the pass without some candidates; return its result and what fails of that."""
     try:
         attempt = run_without(withheld)
-    except Exception:  # a pass that cannot do without one of them
-        return None
-    return attempt if _failure(attempt, beside) is None else None
+    except Exception as error:  # a pass that cannot do without one of them
+        return None, str(error)
+    return attempt, _failure(attempt, beside)
 
 
 def _refused(candidates: Withheld, failure: str) -> dict[Candidate, Remark]:

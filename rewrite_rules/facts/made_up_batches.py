@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: MIT
-"""Made-up runs of a transformer: which inputs hold tokens, mask, positions and cache.
+"""Made-up batches: which inputs of a transformer hold tokens, mask, positions and cache.
 
-The same runs serve to see what a mask computes, and to try the result beside the original.
+Runs serve to see what a mask computes, with one seed; and, with others, as trials of a result
+beside the original. Trials have more of them: no rows, no tokens, inputs of one row beside
+larger batches, lengths beyond every number that the graph compares or clips something with,
+and ids that are compared with. Of inputs that are not known to be a transformer's, any sizes
+are tried.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -15,27 +20,35 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from rewrite_rules.facts.axis_roles import AxisRoles
+from rewrite_rules.graph.parameters import constant, constant_ints
 from rewrite_rules.remarks import Refusal, Trial
 from rewrite_rules.shapes.dimensions import DeclaredNames
 from rewrite_rules.shapes.input_roles import Kind, Role, made_up_values, role_of
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
+# Ids and lengths end before.
+_IDS_END = 1 << 31
 # Sizes of axes that count anything else than tokens.
 _OTHER = 5
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Sizes of one run; row r is padded by 2 r positions, ``"left"``, ``"right"`` or not."""
+    """Sizes of one run; row r is padded by 2 r positions, ``"left"``, ``"right"`` or not.
+
+    ``one_row``: positions, and what an encoder made, have one row for the whole batch.
+    """
 
     batch: int
     length: int
     past: int
     padding: str = ""
+    one_row: bool = False
 
     def __str__(self) -> str:
         rows = f"{self.batch} x {self.length} tokens, {self.past} cached"
-        return f"{rows}, {self.padding} padding" if self.padding else rows
+        rows += f", {self.padding} padding" if self.padding else ""
+        return f"{rows}, other inputs of one row" if self.one_row else rows
 
     def kept(self) -> NDArray[np.bool_]:
         """Return which positions hold tokens, ``[batch, past + length]``."""
@@ -58,6 +71,24 @@ RUNS = (
     Run(3, 6, 7, "left"),
     Run(3, 1, 7, "left"),
 )
+# Sizes of trials: others than those of matching, and no more runs.
+TRIED = (
+    Run(1, 9, 0),
+    Run(1, 1, 8),
+    Run(2, 4, 6),
+    Run(3, 1, 0),
+    Run(3, 2, 0, one_row=True),
+    Run(0, 3, 0),
+    Run(2, 1, 13, "left"),
+    Run(3, 5, 0, "left"),
+    Run(3, 6, 0, "right"),
+    Run(3, 3, 6, "left"),
+)
+# Matching draws by seed 0.
+_FIRST_SEED = 1000
+# Lengths beyond numbers in the graph are tried up to here, where inputs stay small; and how
+# many of them.
+_MAX_NUMBER, _MAX_ELEMENTS, _MAX_LENGTHS = 2048, 1 << 21, 3
 # Long enough that attention shows; longer than some models take.
 _TIMED = (Run(1, 16, 0), Run(4, 128, 0, "right"))
 _TIMED_WITH_CACHE = (Run(1, 1, 63),)
@@ -91,6 +122,7 @@ class DecoderInputs:
             for value in graph.inputs
             if str(value.name) not in graph.initializers
         }
+        self._compared = numbers_compared_with(model, self._roles)
         self.has_cache = bool(self.all(Kind.CACHE, "past"))
         self.has_mask = bool(self.all(Kind.MASK, "total"))
         if not self.runs(RUNS):
@@ -142,15 +174,18 @@ class DecoderInputs:
             sizes = self._sizes(value, role, run)
             assert value.dtype is not None
             array: NDArray[Any]
+            rows = slice(1) if run.one_row and role.kind is Kind.POSITIONS else slice(None)
             if role.kind is Kind.MASK and "total" in role.axes:
                 array = kept
             elif role.kind is Kind.POSITIONS and len(sizes) == 2:
-                array = np.maximum(kept.cumsum(axis=1) - 1, 0)[:, run.past :]
+                array = np.maximum(kept.cumsum(axis=1) - 1, 0)[rows, run.past :]
             elif role.kind is Kind.BIAS:
                 is_float = value.dtype.is_floating_point()
                 array = rng.standard_normal(sizes) if is_float else rng.integers(0, 2, sizes)
             else:
                 array = made_up_values(value, role, sizes, run.past, run.length, rng)
+                if seed and role.kind in _INDICES:
+                    array = _with_numbers(array, self._compared.get(value, ()), rng)
             feeds[value] = np.array(array, value.dtype.numpy(), order="C")
         return feeds
 
@@ -160,12 +195,18 @@ class DecoderInputs:
         ``timed``: it has to be faster. ``row_by_row``: no chunks after a cache in batches.
         """
         found, aligned = [], self._aligned()
-        short = self.runs(RUNS)
+        roles = self._roles.values()
+        beside = any(r.kind is Kind.POSITIONS or "source" in r.axes for r in roles)
+        tried = [*(run for run in TRIED if beside or not run.one_row), *self._long_runs()]
+        if row_by_row:  # nor in none
+            tried = [run for run in tried if run.batch and run.length]
+        short = self.runs(tried)
         long = self.runs(_TIMED_WITH_CACHE if self.has_cache else _TIMED)
         for index, run in enumerate(short + long * timed):
             if row_by_row and run.batch > 1 and run.length > 1 and run.past > 0:
                 continue
-            feeds = {str(v.name): array for v, array in self.feeds(run, index).items()}
+            made = self.feeds(run, _FIRST_SEED + index)
+            feeds = {str(v.name): array for v, array in made.items()}
             kept = run.kept()
             by_rank = {3: kept[:, run.past :, None], 4: kept[:, None, :, None]}
             compared = {}
@@ -189,16 +230,35 @@ class DecoderInputs:
         tokens = [axes.dims(v) or () for v in self.all(Kind.IDS, "sequence")]
         return {v for v in outputs if any((axes.dims(v) or ())[:2] == dims for dims in tokens)}
 
+    def _long_runs(self) -> Iterator[Run]:
+        """Yield runs behind numbers that something is compared or clipped with."""
+        numbers = sorted(_numbers_in(self._model))
+        for number in dict.fromkeys((*numbers[: _MAX_LENGTHS - 1], *numbers[-1:])):
+            size = number + 3
+            for run in (Run(1, 1, size), Run(2, size, 0)):
+                shapes = [self._sizes(value, role, run) for value, role in self._roles.items()]
+                elements = sum(math.prod(shape) for shape in shapes)
+                # Scores grow by the square.
+                if elements + (run.length * size) <= _MAX_ELEMENTS:
+                    yield run
+
     def _sizes(self, value: ir.Value, role: Role, run: Run) -> list[int]:
         total = run.past + run.length
         # Whatever a caller adds to scores, or hides of them, is the same for all heads.
         asked = dict(zip(_SCORES, (run.batch, 1, run.length, total), strict=True))
         asked["past"] = run.past
-        axes = ("batch", *role.axes[1:]) if role.axes[:1] == ("",) else role.axes
+        if run.one_row and "source" in role.axes:
+            asked["batch"] = 1
+        axes = _with_batch(role.axes)
         return [
             dim if _is_fixed(dim) else asked.get(counts, _OTHER)
             for dim, counts in zip(value.shape or (), axes, strict=True)
         ]
+
+
+def _with_batch(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Take a first axis of which nothing is known for the batch."""
+    return ("batch", *axes[1:]) if axes[:1] == ("",) else axes
 
 
 def _is_fixed(dim: int | ir.SymbolicDim) -> TypeGuard[int]:
@@ -252,3 +312,106 @@ def _role(value: ir.Value, facts: ProvedShapes) -> Role:
     if role.kind in _DECLARING:
         raise Refusal(f"what input {value.name!r} of rank {rank} holds is not known")
     return dataclasses.replace(role, known=False)
+
+
+# Numbers in the graph
+
+_COMPARES = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
+_CLIPS = frozenset({"Clip", "Max", "Min", "Mod"})
+_HANDS_ON = frozenset({
+    "Cast", "Clip", "Expand", "Flatten", "Gather", "Identity", "Max", "Min", "Reshape",
+    "Slice", "Squeeze", "Transpose", "Unsqueeze",
+})  # fmt: skip
+
+
+def numbers_compared_with(
+    model: ir.Model, inputs: Iterable[ir.Value]
+) -> dict[ir.Value, tuple[int, ...]]:
+    """Return the whole numbers that elements of inputs are compared with."""
+    found = {}
+    for value in inputs:
+        numbers, followed = set[int](), [value]
+        for current in followed:
+            for node in current.consumers() if len(followed) < _MAX_FOLLOWED else ():
+                if node.op_type in _COMPARES:
+                    numbers |= {*_constants_of(node)}
+                elif node.op_type in _HANDS_ON and node.inputs[0] is current:
+                    followed += [made for made in node.outputs if made not in followed]
+        found[value] = tuple(sorted(number for number in numbers if number >= 0))
+    return found
+
+
+def _numbers_in(model: ir.Model) -> set[int]:
+    """Return numbers that lengths may be compared, clipped or cut with."""
+    found = set[int]()
+    for node in model.graph.all_nodes():
+        if node.op_type in _COMPARES or node.op_type in _CLIPS:
+            found |= {*_constants_of(node)}
+        elif node.op_type == "Slice" and len(node.inputs) > 3:
+            axes, source = constant_ints(node.inputs[3]), node.inputs[0]
+            rank = None if source is None or source.shape is None else len(source.shape)
+            # The last axis holds no tokens but in masks, which are compared.
+            if axes is not None and {*axes} <= {0, 1, 2} - {rank and rank - 1}:
+                found |= {*(constant_ints(node.inputs[2]) or ())}
+    return {number for number in found if RUNS[0].length < number <= _MAX_NUMBER}
+
+
+def _constants_of(node: ir.Node) -> Iterator[int]:
+    for value in node.inputs:
+        tensor = constant(value)
+        if tensor is None or tensor.size > _MAX_FOLLOWED or tensor.dtype.is_string():
+            continue
+        for number in tensor.numpy().reshape(-1).astype(np.float64):
+            if abs(number) < _IDS_END and number == int(number):
+                yield int(number)
+
+
+def _with_numbers(
+    array: NDArray[Any], numbers: tuple[int, ...], rng: np.random.Generator
+) -> NDArray[Any]:
+    """Put numbers at about half of the places, each at least once where there are enough."""
+    if not numbers or array.size < 2:
+        return array
+    flat = array.reshape(-1).copy()
+    places = rng.permutation(flat.size)[: max(flat.size // 2, 1)]
+    flat[places] = np.resize(rng.permutation(numbers), places.size)
+    return flat.reshape(array.shape)
+
+
+# Models of other inputs
+
+_SIZES = {"batch": (1, 2, 3), "sequence": (7, 5, 6), "past": (0, 3, 4), "source": (4, 4, 5)}
+
+
+def trials_of(model: ir.Model, bound: float) -> list[Trial]:
+    """Return trials of any model, which count where it runs them."""
+    try:
+        found = DecoderInputs(model).trials(bound, timed=False)
+        return [dataclasses.replace(trial, guessed=True) for trial in found]
+    except Refusal:
+        return list(_guessed_trials(model, bound))
+
+
+def _guessed_trials(model: ir.Model, bound: float) -> Iterator[Trial]:
+    values = [v for v in model.graph.inputs if str(v.name) not in model.graph.initializers]
+    if any(v.dtype is None or v.shape is None or v.dtype.is_string() for v in values):
+        return
+    compared = numbers_compared_with(model, values)
+    for index in range(3):
+        rng = np.random.default_rng(_FIRST_SEED + index)
+        asked = {counts: sizes[index] for counts, sizes in _SIZES.items()}
+        asked["total"] = asked["past"] + asked["sequence"]
+        feeds = {}
+        for value in values:
+            role, symbols = role_of(value), (value.shape or ())
+            sizes = [
+                dim if _is_fixed(dim) else asked.get(counts, _OTHER)
+                for dim, counts in zip(symbols, _with_batch(role.axes), strict=True)
+            ]
+            past, new = asked["past"], asked["sequence"]
+            array = made_up_values(value, role, sizes, past, new, rng)
+            if role.kind in _INDICES and array.dtype.kind in "iu":
+                array = _with_numbers(array, compared[value], rng)
+            feeds[str(value.name)] = np.ascontiguousarray(array)
+        name = f"{asked['batch']} x {asked['sequence']}"
+        yield Trial(name, feeds, bound=bound, optional=True, guessed=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import onnx_ir as ir
 from onnxscript.rewriter import RewriteRule
 
-from rewrite_rules.facts.made_up_batches import RUNS, DecoderInputs
+from rewrite_rules.facts.made_up_batches import RUNS, DecoderInputs, trials_of
 from rewrite_rules.graph.nodes import drop_copies, remove_unused
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.remarks import Outcome, PassContext, Refusal, Remarks
@@ -111,6 +111,9 @@ def fuse_transformer(
     if options.projections and context.cpu_only:
         merge_projections(model, remarks)
     remove_unused(model)
+    is_changed = any(remark.outcome is Outcome.FIRED for remark in remarks)
+    if is_changed and not context.trials:  # norms, projections or activations only
+        context.trials.extend(trials_of(model, _BOUND))
 
 
 def _by_operator(model: ir.Model) -> Mapping[str, list[ir.Node]]:
