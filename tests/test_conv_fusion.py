@@ -56,6 +56,8 @@ CONSTANTS |= {
     "lines3": normal(32, 1, 3),
     "pairs": normal(32, 2, 7),
     "b32": normal(32),
+    "b16": normal(16),
+    "wide3": normal(8, 16, 3, 3),
     "step": np.int64(5),
     "frame": np.int64(12),
     "window": np.hanning(20).astype(np.float32),
@@ -167,9 +169,14 @@ FIRES = {
         "Conv HardSigmoid Mul Conv",
     ),
     "hard swish, an offset under padding": Case(
-        f"""a = Conv(x, w, b) {SWISH} d = Div(p, six) e = Mul(d, two) f = Add(e, three1)
-        y = Conv<pads = [1, 1, 1, 1]>(f, w3)""",
+        f"""a = Conv(x, wide, b16) {SWISH} d = Div(p, six) e = Mul(d, two) f = Add(e, three1)
+        y = Conv<pads = [1, 1, 1, 1]>(f, wide3)""",
         "Conv HardSigmoid Mul BatchNormalization Conv",
+    ),
+    "an offset under padding": Case(
+        """a = Conv(x, wide) r = Relu(a) f = Add(r, three1)
+        y = Conv<pads = [1, 1, 1, 1]>(f, wide3)""",
+        "Conv Relu BatchNormalization Conv",
     ),
     "hard sigmoid": Case(
         "t = Add(x, three) u = Clip(t, zero, six) s = Div(u, six) y = Mul(x, s)",
@@ -292,6 +299,15 @@ STAYS = {
         "y = STFT<onesided = 0>(x, step, window)", "", x=("N", 100, 2)
     ),
     "frames of an unknown kind": Case("y = STFT(x, step, window)", "", x=("N", 100, "H")),
+    "an offset under padding, out of the blocked layout": Case(
+        "r = Elu(x) d = Mul(r, c) f = Add(d, c) y = Conv<pads = [1, 1, 1, 1]>(f, w3)",
+        "padding would be read",
+    ),
+    "an offset under padding, behind a layout that is lost": Case(
+        """a = Conv(x, wide) r = Elu(a) d = Mul(r, two) f = Add(d, three)
+        y = Conv<pads = [1, 1, 1, 1]>(f, wide3)""",
+        "padding would be read",
+    ),
     "a product in double": Case("a = Conv(x, w) d = Cast<to = 11>(a) y = Mul(d, double)", ""),
 }
 CONSTANTS["single"] = normal(1, 8, 1, 1)

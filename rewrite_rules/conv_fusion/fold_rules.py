@@ -284,12 +284,31 @@ def _is_gelu(value: ir.Value | None) -> bool:
     return any(made_by(term, "Erf", "Tanh") for term in terms)
 
 
-# What onnxruntime keeps in the blocked layout, and what makes its own BatchNormalization.
-_BLOCKED = (
-    *("Add", "AveragePool", "BatchNormalization", "Clip", "Concat", "GlobalAveragePool"),
-    *("HardSwish", "LeakyRelu", "MaxPool", "Mul", "Relu", "Resize", "Sigmoid", "Sum"),
+# What onnxruntime keeps in the blocked layout: of its first input, or of all that it reads.
+_OF_FIRST = (
+    *("AveragePool", "BatchNormalization", "Clip", "HardSigmoid", "HardSwish", "LeakyRelu"),
+    *("MaxPool", "Relu", "Sigmoid", "Tanh"),
 )
+_OF_ALL = ("Add", "Concat", "Mul", "Sum")
 _BLOCK = 16
+_MAX_STEPS = 4
+
+
+def _is_blocked(value: ir.Value | None, shapes: ProvedShapes, steps: int = _MAX_STEPS) -> bool:
+    """Whether a value is sure to be in the blocked layout: a convolution's, or made of such.
+
+    Elsewhere onnxruntime's BatchNormalization runs on one thread only.
+    """
+    node = made_by(value, "Conv", *_OF_FIRST, *_OF_ALL)
+    if value is None or node is None or steps < 0:
+        return False
+    if node.op_type == "Conv":
+        return shapes.dims(value, 4) is not None and is_given(node.inputs[1])
+    if node.op_type in _OF_FIRST:
+        return _is_blocked(node.inputs[0], shapes, steps - 1)
+    if node.op_type != "Concat" and len({shapes.shape(v) for v in node.inputs if v}) > 1:
+        return False
+    return all(_is_blocked(each, shapes, steps - 1) for each in node.inputs)
 
 
 class Normalize(FoldingRule):
@@ -315,9 +334,9 @@ class Normalize(FoldingRule):
         channels = affines.channels(x, 4)
         if channels is None or out.dtype != ir.DataType.FLOAT:
             raise Differs(f"{x.name!r} is not known to be float32 of [N, C, H, W]")
-        if made_by(x, *_BLOCKED) is None:
+        if channels % _BLOCK or not _is_blocked(x, self._folding.shapes):
             raise Differs(f"{x.name!r} is not in onnxruntime's blocked layout")
-        if len(self._kinds) == 1 and (channels % _BLOCK or not _is_between(out)):
+        if len(self._kinds) == 1 and not _is_between(out):
             raise Differs("no convolution reads it")
         found = [
             affines.per_channel(kind, node, values[name], channels, 4, 3)
