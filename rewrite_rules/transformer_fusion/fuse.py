@@ -55,7 +55,6 @@ _SHARED = "shared"
 _BOUND = 1e-4
 # Enough to see what a mask does, and what a rotation.
 _MASK_RUNS = (RUNS[1], *RUNS[5:9])
-_ROTARY_RUNS = (RUNS[1], RUNS[5])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,9 +158,8 @@ def _fuse_attention(
     }
     rules = list[RewriteRule]()
     if options.rotary:
-        seen = [runs[run] for run in inputs.runs(_ROTARY_RUNS)]
         for each in (Rotary, SplitRotary):
-            rules += each.rule(shapes, seen, remarks).commute()
+            rules += each.rule(shapes, remarks).commute()
     is_shared = options.kv_cache == _SHARED and inputs.has_cache
     shared = SharedCache(model, inputs) if is_shared else None
     if options.attention:

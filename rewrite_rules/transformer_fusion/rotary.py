@@ -5,8 +5,8 @@
     Concat(x1 * cos - x2 * sin, x2 * cos + x1 * sin)
         -> RotaryEmbedding(x, positions, cos, sin)
 
-``turned`` is found by what it computes: ``[-x2, x1]`` of the halves of a head, or
-``[-x1, x0, -x3, x2, ...]`` of its pairs (interleaved); the sign may stand in ``sin`` instead.
+``turned`` is ``[-x2, x1]`` of the halves of a head, or ``[-x1, x0, -x3, x2, ...]`` of pairs
+(interleaved), by nodes that only move elements; the sign may stand in ``sin`` instead.
 ``cos`` and ``sin`` stay as the graph computes or gathers them, with each number once, and
 serve as the caches of the kernel: row ``b * S + s`` for token s of row b. A rotation of a part
 of each head rotates the Slice that the exporter wrote. Other rotations, and cosines that are
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,9 @@ from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
 from rewrite_rules.graph.nodes import input_of, label, made_by, producer
 from rewrite_rules.remarks import Refusal, Remarks
 from rewrite_rules.shapes.dimensions import number
-from rewrite_rules.shapes.evaluator import Array, CannotEvaluate, GraphEvaluator, NodeEvaluator
+from rewrite_rules.shapes.evaluator import Array, CannotEvaluate
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
+from rewrite_rules.transformer_fusion.columns import columns, moved
 from rewrite_rules.transformer_fusion.head_layout import (
     SPLIT_HEADS,
     batch_and_length,
@@ -50,14 +51,10 @@ def may_be_rotation(node: ir.Node) -> bool:
 class Rotary(RewriteRuleClassBase):
     """``Add(Mul(x, cos), Mul(turned(x), sin)) -> RotaryEmbedding(x, positions, cos, sin)``."""
 
-    def __init__(
-        self, facts: ProvedShapes, runs: Sequence[GraphEvaluator], remarks: Remarks
-    ) -> None:
+    def __init__(self, facts: ProvedShapes, remarks: Remarks) -> None:
         super().__init__(remove_nodes=False)
         self._facts = facts
-        self._runs = runs
         self._remarks = remarks
-        self._nodes = NodeEvaluator()
         self._found: _Rotation | None = None
         self._tables: dict[object, tuple[ir.Value, ...]] = {}
 
@@ -85,21 +82,15 @@ class Rotary(RewriteRuleClassBase):
         sizes = self._facts.dims(x, 4)
         if sizes is None or x.dtype != ir.DataType.FLOAT:
             return result.fail("x is not [B, H, S, D] in float32", x)
-        try:
-            found = [(run.array(cos), run.array(sin)) for run in self._runs]
-        except CannotEvaluate as error:
-            return result.fail(str(error), cos)
-        width = found[0][0].shape[-1] if found and found[0][0].ndim else 0
-        size = width * len(parts)
-        # Only a product with a table of all columns says that x has as many.
-        known = number(sizes[3]) or (size if len(parts) == 1 else None)
-        for array in (array for pair in found for array in pair):
-            if array.ndim != 4 or array.shape[1] != 1 or array.shape[-1] != width:
+        size = number(sizes[3]) or 0
+        width = size // len(parts)
+        for dims in (self._facts.dims(table, 4) for table in (cos, sin)):
+            if dims is None or dims[1] != (1, ()) or dims[3] != (width, ()):
                 return result.fail("cos is not [B, 1, S, D]", cos)
         try:
-            kind = self._kind(x, parts, size) if known == size else None
+            kind = self._kind(x, parts, size)
             if kind is not None and len(parts) == 1:
-                _check_tables(found, *kind)
+                self._check_tables(cos, sin, *kind)
         except Refusal as refusal:
             self._remarks.refused(label(node), f"rotary: {refusal}")
             return result.fail(str(refusal), node)
@@ -117,13 +108,11 @@ class Rotary(RewriteRuleClassBase):
         """
         if size < 2 or size % 2:
             return None
-        array = np.random.default_rng(size).standard_normal((2, 3, 5, size))
-        array = array.astype(np.float32)
-        evaluator = GraphEvaluator(self._facts, {x: array}, self._nodes)
         try:
-            actual = [evaluator.array(part) for part in parts]
+            made = [moved(part, x, size, self._facts) for part in parts]
         except CannotEvaluate:
             return None
+        array, actual = made[0][0], [one for _, one in made]
         if len(parts) == 2 and all(map(np.array_equal, actual, _halves(array, False))):
             return False, 1
         for interleaved, sign in itertools.product((False, True), (1, -1)):
@@ -134,6 +123,18 @@ class Rotary(RewriteRuleClassBase):
             if len(parts) == 1 and np.array_equal(actual[0], expected):
                 return interleaved, sign
         raise Refusal(f"what {x.name!r} becomes is neither its halves nor its pairs turned")
+
+    def _check_tables(
+        self, cos: ir.Value, sin: ir.Value, interleaved: bool, sign: int
+    ) -> None:
+        """Refuse tables that do not hold each number twice, up to the sign of a sine."""
+        for table, factor in ((cos, 1), (sin, sign)):
+            try:
+                first, second = _halves(columns(table, self._facts), interleaved)
+            except CannotEvaluate as error:
+                raise Refusal(str(error)) from error
+            if not np.array_equal(factor * first, second):
+                raise Refusal("the halves of cos or sin differ")
 
     def rewrite(
         self, op: Any, cos: ir.Value, sin: ir.Value, out: ir.Value, **_: object
@@ -192,15 +193,6 @@ class _Rotation:
     size: int
     interleaved: bool
     doubled: bool
-
-
-def _check_tables(tables: Iterable[tuple[Array, Array]], interleaved: bool, sign: int) -> None:
-    """Refuse tables that do not hold each number twice, up to the sign of a sine."""
-    for cos, sin in tables:
-        for array, factor in ((cos, 1), (sin, sign)):
-            first, second = _halves(array, interleaved)
-            if not np.array_equal(factor * first, second):
-                raise Refusal("the halves of cos or sin differ")
 
 
 def _halves(array: Array, interleaved: bool) -> tuple[Array, Array]:
