@@ -74,7 +74,7 @@ class Written:
 
     Attributes:
         caches: Each new cache, and what replaces it.
-        results: What replaces attention in one batch.
+        results: What replaces attention that keeps B and S.
         uncached: Whether any attention has no cache.
     """
 
@@ -189,7 +189,7 @@ class FuseAttention(RewriteRuleClassBase):
                 node.outputs[0].replace_all_uses_with(rows)
         self._written.caches += zip((found.keys, found.values), cache, strict=False)
         self._written.uncached |= not found.cached
-        if found.one_batch:
+        if found.keeps_tokens:
             tokens = tokens_of(found.of_tokens, self._facts)
             result = Result(rows, *tokens, found.heads * found.size)
             self._written.results.append(result)

@@ -92,6 +92,13 @@ class Attention:
         return all(self.same_tokens(heads)[0] for heads in self.both)
 
     @property
+    def keeps_tokens(self) -> bool:
+        """Whether the result is proved to have a row for each query, but for its batch."""
+        dims = None if self.mask is None else self.facts.dims(self.mask, 4)
+        rows = (1, ()) if dims is None else dims[2]
+        return self.one_batch and rows in ((1, ()), self.tokens[1])
+
+    @property
     def appends_tokens(self) -> bool:
         """Whether a cache is proved to get a key and a value for each query."""
         return all(self.same_tokens(heads) == (True, True) for heads in self.both)
@@ -157,17 +164,19 @@ class Attention:
         if heads == groups:
             mixed = op.MatMul(self._weights(op, self._scores(op, query, held)), values)
             return self._results(self._merged(op, mixed), held, values)
-        keys, tokens = op.Shape(held, start=2, end=3), self.sizes(op)[1]
-        count = op.Mul(tokens, ints(op, heads // groups))
+        repeats = ints(op, heads // groups)
 
         def reshape(value: Any, *sizes: int | ir.Value) -> Any:
             # Reshape cannot infer a size of an empty tensor, and where one size alone is not a
             # number, onnxruntime lets it be inferred: B or S may be 0.
             return op.Reshape(value, ints(op, op.Shape(value, start=0, end=1), *sizes))
 
-        rows = reshape(query, groups, count, self.size)
-        each = reshape(self._scores(op, rows, held), heads, tokens, keys)
-        grouped = reshape(self._weights(op, each), groups, count, keys)
+        tokens, keys = op.Shape(query, start=2, end=3), op.Shape(held, start=2, end=3)
+        rows = reshape(query, groups, op.Mul(tokens, repeats), self.size)
+        weights = self._weights(op, reshape(self._scores(op, rows, held), heads, tokens, keys))
+        # A mask may have more rows or columns, where there is one token or key.
+        tokens, keys = (op.Shape(weights, start=axis, end=axis + 1) for axis in (2, 3))
+        grouped = reshape(weights, groups, op.Mul(tokens, repeats), keys)
         mixed = reshape(op.MatMul(grouped, values), heads, tokens, self.size)
         return self._results(self._merged(op, mixed), held, values)
 
@@ -232,7 +241,7 @@ class Attention:
         """Emit ``[B, S, H * D]`` of ``[B, H, S, D]``."""
         split = op.Transpose(mixed, perm=SPLIT_HEADS)
         # A mask of a larger batch is an error where the batch is known to be that of all.
-        sizes = self.sizes(op) if self.one_batch else (0, 0)
+        sizes = self.sizes(op) if self.keeps_tokens else (0, 0)
         return op.Reshape(split, ints(op, *sizes, self.heads * self.size))
 
     def _results(self, mixed: Any, keys: Any, values: Any) -> list[Any]:

@@ -95,6 +95,7 @@ def columns(table: ir.Value, facts: ProvedShapes) -> Array:
     """
     bases, pending = dict[ir.Value, Array](), [table]
     sizes: dict[object, int] = {}
+    rng = np.random.default_rng(0)
     seen = set[ir.Value]()
     while pending:
         value = pending.pop()
@@ -105,7 +106,7 @@ def columns(table: ir.Value, facts: ProvedShapes) -> Array:
         if node is not None and dims is not None and _keeps_columns(node, facts):
             pending += _data(node)
         else:
-            bases[value] = _random(value, facts, sizes)
+            bases[value] = _random(value, facts, sizes, rng)
         if len(seen) > _MAX_NODES:
             raise CannotEvaluate(f"{table.name!r} depends on too much")
     return GraphEvaluator(facts, bases, NodeEvaluator()).array(table)
@@ -120,14 +121,18 @@ def _keeps_columns(node: ir.Node, facts: ProvedShapes) -> bool:
     return axes is not None and dims is not None and axes == {len(dims) - 1}
 
 
-def _random(value: ir.Value, facts: ProvedShapes, sizes: dict[object, int]) -> Array:
+def _random(
+    value: ir.Value,
+    facts: ProvedShapes,
+    sizes: dict[object, int],
+    rng: np.random.Generator,
+) -> Array:
     """Make up a value of which nothing is known but which columns of a constant it has."""
     dims = facts.dims(value)
     if dims is None:
         raise CannotEvaluate(f"the rank of {value.name!r} is not known")
     # Lengths that differ from each other and from 1.
     shape = [number(dim) or sizes.setdefault(dim, len(sizes) + 2) for dim in dims]
-    rng = np.random.default_rng(len(sizes))
     source = _rows_of(value, facts)
     if source is None:
         return rng.standard_normal(shape).astype(np.float32)
