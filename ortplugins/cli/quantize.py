@@ -159,7 +159,7 @@ def quantize(
         console().print(f"not evaluated: {judged}", style="yellow", soft_wrap=True)
     elif judged is not None:
         print_evaluation(judged)
-        typer.echo(f"of {source.text}, which calibration did not read")
+        typer.echo(f"evaluated on the part of {source.text} that calibration did not read")
 
 
 def _evaluate(path: Path, floats: Path, source: TextSamples, progress: Progress) -> Any:
