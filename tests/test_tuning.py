@@ -199,7 +199,7 @@ def test_changes_that_run_longer_than_the_base_keep_to_the_time(
 def test_nothing_is_measured_that_cannot_be_kept(model, tmp_path):
     """Every start of every worker would measure."""
     (tmp_path / "file").touch()
-    with pytest.warns(ortplugins.OrtpluginsWarning, match="so nothing is measured"):
+    with pytest.warns(ortplugins.OrtpluginsWarning, match="nothing is measured, as"):
         session = open_session(model, tmp_path / "file" / "cache")
     assert session.ortplugins_report.source == "untouched"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Looks an entry up in the cache, and builds the one that is not there, here or in a child.
+"""Builds an entry of the cache that is not there, here or in a child.
 
 A child is a process of its own, so that a server never sees the peak. The parent writes a job
 to its standard input: a line of JSON, then the model's bytes where it was given as bytes. The
@@ -10,35 +10,32 @@ from __future__ import annotations
 
 import gc
 import glob
-import hashlib
+import importlib
 import json
 import os
 import sys
-import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from ortplugins.cache import directory, store
-from ortplugins.cache.store import ArtifactCache, Entry
+from ortplugins.cache import store
+from ortplugins.cache.key import cache_of, digest_of, is_usable, key_content, look_up
+from ortplugins.cache.store import ArtifactCache
 from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning, PassError
-from ortplugins.model_io.data_in_place import data_file, data_folders, in_place
 from ortplugins.optimization.request import BuildRequest
 from ortplugins.runtime.child_process import child_environment, child_python
-from ortplugins.runtime.machine import missing_packages
-from session_options import OptionError, Plan
+from session_options import OptionError
 from session_options.caller_warnings import warn_caller
-from session_options.keys import PREFIX, parse_size
 
 if TYPE_CHECKING:
     from ortplugins.model_io.loading import LoadedModel
 
+# Makes the files of an entry in an empty folder, and returns its manifest. A function of a
+# module, which a child imports.
+Build = Callable[[BuildRequest, "LoadedModel", Path], dict[str, Any]]
 
-# Layout of the cache; another number is another cache.
-_FORMAT = 5
-# After this time a start tries again what broke in an earlier one.
-_RETRY_SECONDS = 60.0
+
 # What a child raises goes on here.
 _ERRORS = {cls.__name__: cls for cls in (MissingFileError, ModelFileError, PassError)}
 _ERROR_CHARACTERS = 500
@@ -46,82 +43,7 @@ _SECONDS = 3600  # for a child, where no pass sets a limit
 _IN_PROCESS = "ORTPLUGINS_BUILD_IN_PROCESS"
 
 
-class KeyContent(NamedTuple):
-    """What the key of an entry is made from."""
-
-    parts: dict[str, Any]
-    states: dict[str, str]  # of the files when they were read, by their paths
-
-    @property
-    def key(self) -> str:
-        """The key: a digest, and at its end the beginning of the model's."""
-        text = json.dumps(self.parts, sort_keys=True)
-        model: str = self.parts["digest"][: store.MODEL_CHARACTERS]
-        return hashlib.sha256(text.encode()).hexdigest()[: 40 - len(model)] + model
-
-    def is_like(self, parts: Mapping[str, Any]) -> bool:
-        """Whether an entry of these parts will do: all but packages that are missing here."""
-        found = [json.loads(json.dumps(item)) for item in (parts, self.parts)]
-        for item in found:
-            for name in missing_packages():
-                del item["versions"][name]
-        return bool(found[0] == found[1])
-
-
-def look_up(
-    request: BuildRequest, cache: ArtifactCache
-) -> tuple[Entry | None, KeyContent | None]:
-    """Return the entry of a request, and its key's content; None where there is none yet."""
-    content = key_content(request, cache)
-    if content is None:
-        return None, None
-    entry = cache.find(content.key)
-    if entry is None and missing_packages():
-        # Built where they are installed, whose versions are not known here.
-        keys = (
-            key
-            for key, parts in cache.made_from(content.parts["digest"])
-            if content.is_like(parts)
-        )
-        entry = next(filter(None, map(cache.find, keys)), None)
-    return entry, content
-
-
-def session_key_content(request: BuildRequest, cache: ArtifactCache) -> KeyContent:
-    """Return everything that the entry of a request depends on."""
-    content = key_content(request, cache)
-    if content is None:  # a new model, or one whose data is missing, which loading reports
-        content = key_content(request, cache, list(request.load().data_files))
-    if content is None:
-        raise MissingFileError(f"{request.name}: its data vanished while it was read")
-    return content
-
-
-def cache_of(plan: Plan) -> ArtifactCache:
-    """Return the cache of a plan's sessions."""
-    variable, limit = "ORTPLUGINS_CACHE_LIMIT", None
-    if plan.cache_limit:
-        limit = parse_size(f"{PREFIX}.cache_limit", plan.cache_limit)
-    elif text := os.environ.get(variable, ""):
-        limit = parse_size(f"environment variable {variable}", text)
-    return ArtifactCache(store.cache_root(plan.cache_dir), limit)
-
-
-def is_usable(entry: Entry, plan: Plan, *, warn: bool = False) -> bool:
-    """Whether a session may open an entry; else it is built again."""
-    if any(item.checks_digests() for item in plan.passes) and (damaged := entry.damage()):
-        if warn:
-            store.warn_rebuilt(entry.folder, damaged)
-        return False
-    # Workers that start together don't all try again what has just failed.
-    is_old = abs(time.time() - entry.created) > _RETRY_SECONDS
-    retries = (is_old and entry.manifest["provisional"]) or (
-        plan.retry_failed and entry.manifest["failed"]
-    )
-    return not retries or bool(missing_packages())
-
-
-def build_entry(request: BuildRequest, spare: Path) -> tuple[Path, str]:
+def build_entry(request: BuildRequest, spare: Path, build: Build) -> tuple[Path, str]:
     """Build the entry of a request, one process at a time for each model.
 
     ``spare``, an empty folder, is the cache where the own one cannot be written. Return the
@@ -129,22 +51,19 @@ def build_entry(request: BuildRequest, spare: Path) -> tuple[Path, str]:
     """
     cache = cache_of(request.plan)
     try:
-        return _build_in(cache, request)
+        return _build_in(cache, request, build)
     except MissingFileError:
         raise
     except OSError as error:
-        if request.plan.hint:
-            # Else every start of every worker would measure for a minute.
-            raise PassError(
-                f"hint {request.plan.hint}: its choice cannot be kept in "
-                f"{str(cache.root)!r}, so nothing is measured: {error}"
-            ) from error
+        if reason := request.has_to_be_kept:
+            text = f"it cannot be kept in {str(cache.root)!r}: {error}"
+            raise PassError(f"{reason}, as {text}") from error
         warn_caller(
             f"ortplugins works without its cache in {str(cache.root)!r}: {error}",
             OrtpluginsWarning,
         )
     try:
-        return _build_in(ArtifactCache(spare), request)
+        return _build_in(ArtifactCache(spare), request, build)
     except MissingFileError:
         raise
     except OSError as error:
@@ -152,7 +71,9 @@ def build_entry(request: BuildRequest, spare: Path) -> tuple[Path, str]:
         raise PassError(f"{spare}: nothing can be built there: {error}") from error
 
 
-def build_in_child(request: BuildRequest, spare: Path) -> tuple[Path, str] | None:
+def build_in_child(
+    request: BuildRequest, spare: Path, build: Build
+) -> tuple[Path, str] | None:
     """Have a child do what :func:`.build_entry` does; None where this process has to."""
     import subprocess
 
@@ -161,7 +82,11 @@ def build_in_child(request: BuildRequest, spare: Path) -> tuple[Path, str] | Non
         return None
     limits = (item.child_seconds() for item in request.plan.passes)
     seconds = max((limit for limit in limits if limit is not None), default=_SECONDS)
-    job = {"request": request.as_json(), "spare": os.fspath(spare)}
+    job = {
+        "request": request.as_json(),
+        "spare": os.fspath(spare),
+        "build": [build.__module__, build.__qualname__],
+    }
     content = request.source if isinstance(request.source, bytes) else b""
     code = "from ortplugins.cache.build import build_for_parent; build_for_parent()"
     try:
@@ -228,12 +153,14 @@ def _build_job(job: dict[str, Any], content: bytes) -> tuple[Path, str] | None:
         return None  # another version of a pass has other options
     if json.loads(json.dumps(request.as_json())) != job["request"]:
         return None  # so it is; or only the parent knows a pass, and no entry of it was read
-    return build_entry(request, Path(job["spare"]))
+    module, name = job["build"]
+    build = getattr(importlib.import_module(module), name)
+    return build_entry(request, Path(job["spare"]), build)
 
 
-def _build_in(cache: ArtifactCache, request: BuildRequest) -> tuple[Path, str]:
+def _build_in(cache: ArtifactCache, request: BuildRequest, build: Build) -> tuple[Path, str]:
     """Build in a folder of a cache, and publish it, unless another process just has."""
-    digest, _ = _digest(request, cache)
+    digest, _ = digest_of(request, cache)
     with cache.build(digest) as folder:
         entry, _ = look_up(request, cache)
         if entry is not None and is_usable(entry, request.plan):
@@ -243,12 +170,13 @@ def _build_in(cache: ArtifactCache, request: BuildRequest) -> tuple[Path, str]:
         content = key_content(request, cache, locations)
         if content is None or content.parts["digest"] != digest:
             raise FileNotFoundError("external data vanished while the model was read")
-        manifest = _build(request, loaded, folder)
+        manifest = build(request, loaded, folder)
         # A model replaced meanwhile must not be published under the old one's key.
         again = key_content(request, cache, locations)
         if again is None or again.parts != content.parts:
             raise FileNotFoundError("the model changed while it was read")
-        entry = cache.publish(content.key, folder, {**manifest, "made_from": content.parts})
+        made_from = {"model": request.name, "made_from": content.parts}
+        entry = cache.publish(content.key, folder, {**manifest, **made_from})
     return entry.folder, "built"
 
 
@@ -266,53 +194,3 @@ def _load(request: BuildRequest, cache: ArtifactCache) -> LoadedModel:
     with ThreadPoolExecutor() as pool:
         pool.map(cache.file_digest, filter(Path.is_file, data))
         return request.load()
-
-
-def _build(request: BuildRequest, loaded: LoadedModel, folder: Path) -> dict[str, Any]:
-    if request.plan.hint:
-        from ortplugins.tuning.tune import tune
-
-        manifest = tune(request, loaded, folder).manifest
-    else:
-        from ortplugins.optimization.build import build_artifact
-
-        manifest = build_artifact(request, loaded, folder)
-    return {**manifest, "model": request.name}
-
-
-def key_content(
-    request: BuildRequest, cache: ArtifactCache, locations: Sequence[str] | None = None
-) -> KeyContent | None:
-    """Return what the key is made from; None where data is missing, or not known where."""
-    digest, states = _digest(request, cache)
-    if locations is None and (locations := cache.data_locations(digest)) is None:
-        return None
-    folders = data_folders(request.name, request.data_folder)
-    files = {x: Path(data_file(x, folders)) for x in locations}
-    data = {}
-    try:
-        for location, path in files.items():
-            data[location], state = cache.file_digest(path)
-            # By the paths that may lead there: a link may come to lead elsewhere.
-            paths = [os.path.join(folder, location) for folder in folders]
-            number = next(i for i, x in enumerate(paths) if os.path.exists(x))
-            states |= {**dict.fromkeys(paths[:number], directory.ABSENT), paths[number]: state}
-    except (OSError, StopIteration):
-        return None
-    parts, placed = request.key_parts(), in_place(files)
-    if placed is not None and any(x != name for x, name in placed.names.items()):
-        parts["data_names"] = placed.names
-    return KeyContent({"format": _FORMAT, "digest": digest, "data": data, **parts}, states)
-
-
-def _digest(request: BuildRequest, cache: ArtifactCache) -> tuple[str, dict[str, str]]:
-    """Return the digest of the .onnx file; and, by its path, the state that it was read in."""
-    if isinstance(request.source, bytes):
-        return hashlib.sha256(request.source).hexdigest(), {}
-    try:
-        digest, state = cache.file_digest(request.name)
-    except FileNotFoundError:
-        raise MissingFileError(f"{request.name}: no such model file") from None
-    except OSError as error:
-        raise ModelFileError(f"{request.name}: cannot be read: {error}") from error
-    return digest, {request.name: state}

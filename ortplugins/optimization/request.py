@@ -83,6 +83,12 @@ class BuildRequest(NamedTuple):
         return [(name, given[name]) if name in given else name for name in self.providers]
 
     @property
+    def has_to_be_kept(self) -> str:
+        """Why nothing is built where it cannot be kept; empty where it is."""
+        # Else every start of every worker would measure for a minute.
+        return f"hint {self.plan.hint}: nothing is measured" if self.plan.hint else ""
+
+    @property
     def final_graph(self) -> bool:
         """Whether the session runs no optimiser."""
         return self.optimizers.level == "ORT_DISABLE_ALL"

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Which file a session opens: the artifact of a request, found or built.
 
-What earlier starts found for files that have not changed since is a shortcut past
-:mod:`.build`, whose key is the files' content: no file is read twice. Whatever is not known
-exactly takes the long way.
+The key in the cache is the files' content. What a start found is kept, so that later ones on
+files that have not changed since read none of them.
 """
 
 from __future__ import annotations
@@ -24,12 +23,14 @@ from ortplugins.cache.directory import (
     remember,
     state_of,
 )
-from ortplugins.errors import PassError
 from ortplugins.session.hit import Artifact, fields_of
 from session_options.passes import Pass
 
 if TYPE_CHECKING:
-    from ortplugins.cache.store import ArtifactCache, Entry
+    from pathlib import Path
+
+    from ortplugins.cache.store import Entry
+    from ortplugins.model_io.loading import LoadedModel
     from ortplugins.optimization.request import BuildRequest
     from session_options.plan import Plan
 
@@ -40,21 +41,28 @@ def find_or_build(request: BuildRequest, text: str | None = None) -> Artifact:
     It is kept under the ``text`` of a start, see :mod:`ortplugins.session.hit`, for others
     like it. Without one, its key is kept under what the request depends on.
     """
-    from ortplugins.cache.build import cache_of, is_usable, look_up
+    from ortplugins.cache.get_or_build import get_or_build
+    from ortplugins.cache.key import cache_of
 
     root, started = cache_folder(request.plan.cache_dir), time.time()
-    cache = cache_of(request.plan)
     if text is None and _can_be_known(request):
         found = recall(root, _text(request))
-        if found is not None and (entry := cache.find(found[0])) is not None:
-            return _artifact(entry.folder, entry.manifest, "cache", request)
-    entry, content = look_up(request, cache)
-    if entry is not None and is_usable(entry, request.plan, warn=True):
-        artifact = _artifact(entry.folder, entry.manifest, "cache", request)
-    else:
-        artifact, entry = _build(request, cache)
-        _, content = look_up(request, cache)
-    if entry is None or content is None or not _can_be_known(request):
+        known = None if found is None else cache_of(request.plan).find(found[0])
+        if known is not None:
+            return _artifact(known.folder, known.manifest, "cache", request)
+    if request.plan.hint:
+        from ortplugins.runtime.session_settings import custom_op_libraries
+
+        request = request._replace(custom_op_libraries=custom_op_libraries())
+    entry, origin, content, temporary = get_or_build(request, _build)
+    artifact = _artifact(entry.folder, entry.manifest, origin, request)
+    if temporary is not None:  # the cache cannot be written
+        if artifact.model is None:
+            temporary.cleanup()
+        else:
+            artifact.temporary = temporary
+        return artifact
+    if content is None or not _can_be_known(request):
         return artifact
     # The files may have changed since the entry was found, or while it was built.
     if content.is_like(entry.manifest["made_from"]) and not entry.manifest["provisional"]:
@@ -87,7 +95,7 @@ def discard_if_damaged(request: BuildRequest, artifact: Artifact) -> bool:
     """Take an artifact that changed on disk out of the cache; return whether that was so."""
     from pathlib import Path
 
-    from ortplugins.cache.build import cache_of
+    from ortplugins.cache.key import cache_of
     from ortplugins.cache.store import warn_rebuilt
 
     if artifact.model is None or artifact.temporary is not None:
@@ -106,44 +114,15 @@ def discard_if_damaged(request: BuildRequest, artifact: Artifact) -> bool:
     return True
 
 
-def _build(request: BuildRequest, cache: ArtifactCache) -> tuple[Artifact, Entry | None]:
-    """Return what was built; the entry too, unless it goes with the session."""
-    import tempfile
-    from pathlib import Path
-
-    from ortplugins.runtime.machine import missing_packages
-
-    if missing := missing_packages():
-        raise PassError(
-            f"{request.name}: not in the cache {str(cache.root)!r}, and nothing can be built "
-            f"without {', '.join(missing)}: pip install {' '.join(missing)}, or warm the cache"
-        )
-    from ortplugins.cache.build import build_entry, build_in_child
-    from ortplugins.cache.store import ArtifactCache
-
+def _build(request: BuildRequest, loaded: LoadedModel, folder: Path) -> dict[str, Any]:
+    """Make the files of an entry in a folder; return its manifest."""
     if request.plan.hint:
-        from ortplugins.runtime.session_settings import custom_op_libraries
+        from ortplugins.tuning.tune import tune
 
-        request = request._replace(custom_op_libraries=custom_op_libraries())
-    try:
-        temporary = tempfile.TemporaryDirectory(prefix="ortplugins-")
-    except OSError as error:
-        raise PassError(f"no temporary folder to build in: {error}") from error
-    keep = False
-    try:
-        spare = Path(temporary.name)
-        folder, origin = build_in_child(request, spare) or build_entry(request, spare)
-        is_spare = folder.is_relative_to(spare)
-        entry = (ArtifactCache(spare) if is_spare else cache).find(folder.name)
-        if entry is None:
-            raise PassError(f"{folder}: was removed as soon as it was built")
-        artifact = _artifact(folder, entry.manifest, origin, request)
-        keep = is_spare and artifact.model is not None
-        artifact.temporary = temporary if keep else None
-        return artifact, None if is_spare else entry
-    finally:
-        if not keep:
-            temporary.cleanup()
+        return tune(request, loaded, folder).manifest
+    from ortplugins.optimization.build import build_artifact
+
+    return build_artifact(request, loaded, folder)
 
 
 def _artifact(

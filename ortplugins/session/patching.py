@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 import threading
 import weakref
@@ -137,6 +138,10 @@ class _Patch:
         # Read by constructors without the lock.
         self.in_force: Entries | None = None
 
+    def renew_lock(self) -> None:
+        """Have a lock that nobody holds."""
+        self._lock = threading.Lock()
+
     def set_base(self, switched: Entries | None) -> None:
         with self._lock:
             self._base = switched
@@ -223,3 +228,5 @@ _replacements: weakref.WeakKeyDictionary[Any, Callable[..., None]] = (
 # Whether a thread is preparing a session, ``now``: what a pass opens then is not caught.
 _working = threading.local()
 _patch = _Patch()
+if hasattr(os, "register_at_fork"):  # another thread may hold the lock then
+    os.register_at_fork(after_in_child=_patch.renew_lock)

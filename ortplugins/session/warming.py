@@ -14,7 +14,7 @@ from typing import Any
 
 import onnxruntime
 
-from ortplugins.cache.build import cache_of, session_key_content
+from ortplugins.cache.key import cache_of, session_key_content
 from ortplugins.cache.store import ArtifactCache, Entry, disk_size, share
 from ortplugins.errors import ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.optimization.request import read_request
