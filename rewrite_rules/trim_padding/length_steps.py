@@ -53,7 +53,7 @@ _LOOKING_UP = frozenset({"Gather", "GatherElements", "GatherND"})
 _MAX_NUMBERS = 64
 _TINY = 1e-6
 # Sizes that mean "to the end".
-_NO_END = 1 << 31
+NO_END = 1 << 31
 
 
 @dataclasses.dataclass
@@ -67,7 +67,7 @@ class LengthSteps:
 
     runs: Runs
     within: set[float] = dataclasses.field(default_factory=set)
-    longest: int = _NO_END
+    longest: int = NO_END
 
     def counts(
         self,
@@ -112,7 +112,7 @@ class LengthSteps:
         length = np.array(sizes)
         for ends_at in (starts, ends):
             bound = np.array(ends_at)
-            if abs(bound).max(initial=0) < _NO_END:
+            if abs(bound).max(initial=0) < NO_END:
                 from_end = np.where(bound < 0, bound + length, length - bound)
                 self._zeros([from_end], continuous=True)
 

@@ -27,6 +27,7 @@ from rewrite_rules.facts.operator_table import (
 from rewrite_rules.graph.parameters import axes_of, axis_of, constant, type_attribute
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import known
+from rewrite_rules.trim_padding.length_steps import NO_END
 from rewrite_rules.trim_padding.token_axes import (
     BATCH,
     UNFIT,
@@ -218,6 +219,7 @@ def _arg_reduce(site: Site) -> Axes | Evaluated:
     if choice is None:
         return _reduced(site, {site.axis(0)}, "")
     site.flow.choices.append(choice)
+    site.flow.unpackable = "padding may be pooled"
     keep = site.integer("keepdims", 1)
     places = site.runs.real_positions()
     return Evaluated(tuple(one[:, None] if keep else one for one in places))
@@ -248,6 +250,8 @@ def _cumulative_sum(site: Site) -> Axes:
     axis = axes[axis_of(number, len(axes))]
     if not site.exact or site.integer("reverse", 0) or len(axis) != 1:
         site.mixes([axis], beside=axes)
+    else:
+        site.flow.unpackable = "padded positions count for others"
     beside = changed(axes, Sequence.reduced)
     # Where zeros are added, the sum stays.
     stays = all(factor.zero for factor in sequences_of(axis))
@@ -333,6 +337,8 @@ def _note_bounds(site: Site, axes: Axes, along: Collection[int]) -> None:
             for each in bounds
         )
         site.flow.steps.slice(site.runs.size(axes[axis]), first, last)
+        if sequences_of(axes[axis]) and max(last) < NO_END:
+            site.flow.unpackable = "the model ends at some length"
 
 
 def _gather(site: Site) -> Axes:

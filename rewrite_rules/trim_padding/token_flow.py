@@ -108,6 +108,7 @@ class TokenFlow:
         masked_by: Nodes that leave padded positions out, by the mask.
         choices: What has to choose real positions: where it does not, nothing may be cut.
         steps: Lengths at which the model computes otherwise.
+        unpackable: Why other numbers at padded positions, or fewer rows, would show; or empty.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class TokenFlow:
         self.masked_by: list[ir.Node] = []
         self.choices: list[Choice] = []
         self.steps = LengthSteps(runs)
+        self.unpackable = ""
         self._rules = rules
         self._functions = {identifier[:2] for identifier in model.functions}
         self._evaluator = NodeEvaluator()
@@ -340,8 +342,10 @@ class Site(node_facts.Site):
         if not all(flag and getattr(one, flag) for one in found):
             raise Refusal("mixes positions, and no mask leaves padding out")
         left_out = all(flag and getattr(one, flag) for one in sequences_of(*beside))
-        if any(BATCH in axis for axis in axes) and not self.exact and not left_out:
-            raise Refusal("mixes rows, and no mask leaves their padding out")
+        if any(BATCH in axis for axis in axes) and not left_out:
+            if not self.exact:
+                raise Refusal("mixes rows, and no mask leaves their padding out")
+            self.flow.unpackable = "padded positions count for others"
         if found:
             self.flow.masked_by.append(self.node)
             self.exact = False

@@ -112,7 +112,7 @@ def trim_padding(
     _forget_lengths(model, proof.flow)
     # Packing puts other values in place of outputs.
     places = [axes.get(value) for value in model.graph.outputs]
-    packable = pack and not proof.flow.choices
+    packable = pack and not proof.flow.unpackable
     packed = pack_regions(model, proof.flow, proof.mask, names) if packable else 0
     inputs = [value for value in model.graph.inputs if value in axes]
     outputs = [(v, at) for v, at in zip(model.graph.outputs, places, strict=True) if at]
@@ -128,8 +128,8 @@ def trim_padding(
         gained += f"; {packed} nodes run on real tokens only"
     elif pack:
         unpacked = "nothing works token by token for long enough to pack it"
-        if proof.flow.choices:
-            unpacked = "padding may be pooled: not packed"
+        if proof.flow.unpackable:
+            unpacked = f"{proof.flow.unpackable}: not packed"
         context.remarks.note(_MODEL, unpacked)
     sizes = {v: (proof.rows[v], *axes[v]) for v in inputs if v in proof.rows}
     asked = Conditions(proof.flow.choices, sizes, proof.flow.steps.longest)
