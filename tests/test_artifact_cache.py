@@ -265,6 +265,17 @@ def test_two_that_publish_one_key_without_locks(cache_dir, monkeypatch):
     assert list((cache_dir / "building").iterdir()) == []
 
 
+def test_pruning_forgets_starts_whose_entry_is_gone(model_path, cache_dir, monkeypatch):
+    all_is_settled(monkeypatch)
+    start(model_path)
+    cache = ArtifactCache(cache_dir)
+    assert cache.own("known")
+    (entry,) = cache.entries()
+    backdate(entry.folder, 1000)
+    prune(cache, max_size=0)
+    assert cache.own("known") == []
+
+
 def test_pruning_forgets_what_belongs_to_no_entry(model_path, cache_dir, monkeypatch):
     monkeypatch.setattr(store, "_MEMO_SIZE", 0)
     all_is_settled(monkeypatch)

@@ -33,6 +33,7 @@ _MEMO_SIZE = 1 << 20
 _OPENING_SECONDS = 2 * directory.USE_SECONDS
 # What belongs to no entry after this time will not get one.
 _INDEX_SECONDS = 86400.0
+_KEY_LENGTH = 40
 KEY_CHARACTERS = 12  # of a key, to people
 # The end of a key: the beginning of the model's digest. It names the model's lock, too.
 MODEL_CHARACTERS = 16
@@ -432,8 +433,11 @@ def _holds(path: Path) -> bool:
     """Whether what a memo says is so still."""
     if (memo := directory.read_memo(path)) is None:
         return path.suffix != ".memo" and path.suffix != ".json" and not _is_old(path)
-    _, shared, states, _ = directory.split_memo(memo)
-    return directory.are_unchanged(states, copied=bool(shared))
+    _, shared, states, found = directory.split_memo(memo)
+    entries = path.parent.with_name("entries")
+    # Of an entry by its key, of a digest, or of no entry.
+    is_there = not found or len(found[0]) != _KEY_LENGTH or (entries / found[0]).exists()
+    return is_there and directory.are_unchanged(states, copied=bool(shared))
 
 
 def _is_old(path: Path) -> bool:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import onnxruntime
 
-from ortplugins.runtime.copied_options import CopiedOptions
 from ortplugins.session import hit
 from ortplugins.session.recorded_options import Record, record_of
 
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from ortplugins.errors import ModelFileError
     from ortplugins.optimization.request import BuildRequest
     from ortplugins.report import Report
+    from ortplugins.runtime.copied_options import CopiedOptions
     from session_options.keys import Lookup
     from session_options.plan import Plan
 
@@ -154,6 +154,8 @@ class Start:
         if (report := self._open_without_work(plan, started)) is not None:
             return report
         try:
+            from ortplugins.runtime.copied_options import CopiedOptions
+
             given = CopiedOptions(self._options)
             providers = _providers_by_name(*self._providers)
         except Exception as error:  # most likely no session can be made of them
@@ -184,6 +186,8 @@ class Start:
             if artifact.model is None and not artifact.settings:
                 self._open_given()
             else:
+                from ortplugins.runtime.copied_options import CopiedOptions
+
                 given = CopiedOptions(self._options)
                 self._open_artifact(artifact, given)
                 self._present(given)
