@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 # object would take a start longer than reading the entry.
 ReportDict = Mapping[str, Any]
 _WRITTEN_DATA_KEY = "session.optimized_model_external_initializers_file_name"
+_RUNS = "; the untouched model runs"
 STOCK: ReportDict = {"source": "stock", "passes": (), "notes": (), "artifact": ""}
 
 
@@ -160,10 +161,13 @@ class Start:
             providers = _providers_by_name(*self._providers)
         except Exception as error:  # most likely no session can be made of them
             self._open_given()
-            return _untouched(f"SessionOptions or providers cannot be read: {error}")
+            return _untouched(f"SessionOptions or providers cannot be read: {error}{_RUNS}")
         if given.have_external_weights():
             self._open_given()
-            return _untouched("external initializers were added to the SessionOptions")
+            return _untouched(
+                "external initializers were added to the SessionOptions; "
+                "the untouched model runs"
+            )
         return self._open_planned(plan, given, providers)
 
     def _open_known(
@@ -209,7 +213,7 @@ class Start:
             if (states := lacks_operators(_name_of(self._model), plan)) is None:
                 return None
         if is_ort:
-            report = _untouched("a model in ORT format was optimised already")
+            report = _untouched(f"a model in ORT format was optimised already{_RUNS}")
         else:  # a Report would take milliseconds to import, and nobody may ask for it
             remark = {"node": "model", "outcome": "note", "reason": NOTHING_TO_DO}
             passes = [
@@ -313,8 +317,11 @@ class Start:
         known = not artifact.source  # what follows was not set then
         added = None if known else given.added_initializer(artifact.source["initializers"])
         if added is not None:
-            text = f"initializer {added!r} was added to the SessionOptions"
-            notes = [*report["notes"], *_untouched(text)["notes"]]
+            note = (
+                f"initializer {added!r} was added to the SessionOptions; "
+                "the untouched model runs"
+            )
+            notes = [*report["notes"], note]
             return {**report, "source": "untouched", "notes": notes, "artifact": ""}, False
         model: str | bytes = artifact.model
         if artifact.as_bytes:
@@ -392,7 +399,7 @@ class Start:
                 raise _as_both(error, refused) from refused
             raise  # the caller may expect this very error
         if isinstance(error, MissingFileError):  # its data may come from elsewhere
-            return _untouched(str(error))
+            return _untouched(f"{error}{_RUNS}")
         is_worded = isinstance(error, ModelFileError | PassError | OptionError)
         text = str(error) if is_worded else f"{type(error).__name__}: {error}"
         return untouched_report(text)
@@ -499,7 +506,7 @@ def untouched_report(reason: str) -> ReportDict:
     from ortplugins.errors import OrtpluginsWarning
     from session_options.caller_warnings import warn_caller
 
-    report = _untouched(reason)
+    report = _untouched(f"{reason}{_RUNS}")
     warn_caller(report["notes"][0], OrtpluginsWarning)
     return report
 
@@ -515,9 +522,8 @@ def whole_report(report: ReportDict) -> ReportDict:
     return {**whole, **changed, "notes": [*whole["notes"], *report["notes"]]}
 
 
-def _untouched(reason: str) -> ReportDict:
-    notes = [f"{reason}; the untouched model runs"]
-    return {**STOCK, "source": "untouched", "notes": notes}
+def _untouched(note: str) -> ReportDict:
+    return {**STOCK, "source": "untouched", "notes": [note]}
 
 
 def _has_providers(options: onnxruntime.SessionOptions) -> bool:
