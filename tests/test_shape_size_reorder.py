@@ -362,9 +362,25 @@ def test_an_order_that_holds_more_is_left():
     found, names = ordered(model), [node.name for node in model.graph]
     assert found.ours.peak > found.default.peak + found.chain_bytes
     remarks = Remarks("shape_size_reorder")
-    _run_in_file_order(found, PassContext(remarks))
+    _run_in_file_order(model, found, PassContext(remarks))
     assert "default runs a Shape late, and holds less so" in next(iter(remarks)).reason
     assert [node.name for node in model.graph] == names
+
+
+@pytest.mark.parametrize("custom", [0, 1, 99])
+def test_custom_operators_run_in_the_order_that_they_ran_in(custom):
+    """What holds state would count in another order."""
+    for seed in range(99):
+        model = inferred(order_graphs.random_model(seed=seed, nodes=30, subgraphs=0))
+        found, remarks = ordered(model), Remarks("shape_size_reorder")
+        if found.worthwhile and found.ours.peak < found.default.peak:
+            break
+    for node in [node for node in model.graph if not is_constant(node)][:custom]:
+        node.domain = "maker"
+    _run_in_file_order(model, found, PassContext(remarks))
+    (remark,) = remarks
+    assert remark.outcome == ("refused" if custom == 99 else "fired")
+    assert custom != 99 or "is a custom operator" in remark.reason
 
 
 @settings(deadline=None, max_examples=40)

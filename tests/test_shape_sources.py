@@ -330,6 +330,13 @@ def test_shapes_become(name):
         assert set(found) == {"Constant"}
 
 
+def test_custom_operators_stay_though_nothing_reads_them():
+    model = parse("""g (float[a] x) => (int64[k] o, int64[k] p) { h = Relu (x)  i = Exp (h)
+        log = maker.Log (i)  s = Shape (x)  t = Shape (i)  o = Neg (s)  p = Abs (t) }""")
+    assert "t: is 's', its like" in simplify(model, infer=False)
+    assert [n.op_type for n in model.graph] == ["Relu", "Exp", "Log", "Shape", "Neg", "Abs"]
+
+
 def test_a_size_of_minus_1_is_no_proof():
     before = parse("g (float[a, 3] x) => (int64[k] o) { h = Relu (x)\n o = Shape (h) }")
     before.graph.inputs[0].shape = ir.Shape([-1, 3])  # as Paddle's exporter writes it

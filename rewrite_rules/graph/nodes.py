@@ -137,14 +137,25 @@ def drop_copies(nodes: Iterable[ir.Node]) -> None:
             node.graph.remove(node, safe=True)
 
 
+def is_custom(node: ir.Node, model: ir.Model) -> bool:
+    """Whether a node's operator is neither onnxruntime's nor a function of the model."""
+    own = not node.domain or node.domain.startswith(_OWN_DOMAINS)
+    return not own and node.op_identifier() not in model.functions
+
+
 def remove_unused(model: ir.Model) -> None:
-    """Remove nodes that nothing reads, and initializers; graph outputs stay."""
+    """Remove nodes that nothing reads, and initializers; graph outputs stay.
+
+    So do custom operators, which may do more than compute.
+    """
     functions = (function.graph for function in model.functions.values())
     for graph in reversed([*functions, *model.graphs()]):
         unused = set[ir.Node]()
         for node in reversed(graph):
             readers = (use.node for value in node.outputs for use in value.uses())
             fetched = any(value.is_graph_output() for value in node.outputs)
+            if is_custom(node, model):
+                continue
             if not fetched and unused.issuperset(readers):
                 unused.add(node)
         graph.remove(unused, safe=True)
