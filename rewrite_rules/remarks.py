@@ -197,7 +197,11 @@ class Trial:
             ]
             others = [axis for axis in range(1, len(shape)) if axis not in places[:1]]
             counted = np.expand_dims(self.tokens, others) if places else None
-        return None if counted is None else np.broadcast_to(counted, shape)
+        if counted is None:
+            return None
+        # A model may drop what lies behind some length.
+        first = tuple(map(slice, shape[len(shape) - counted.ndim :]))
+        return np.broadcast_to(counted[first], shape)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -185,7 +185,7 @@ class DecoderInputs:
             else:
                 array = made_up_values(value, role, sizes, run.past, run.length, rng)
                 if seed and role.kind in _INDICES:
-                    array = _with_numbers(array, self._compared.get(value, ()), rng)
+                    array = with_numbers(array, self._compared.get(value, ()), rng)
             feeds[value] = np.array(array, value.dtype.numpy(), order="C")
         return feeds
 
@@ -314,6 +314,57 @@ def _role(value: ir.Value, facts: ProvedShapes) -> Role:
     return dataclasses.replace(role, known=False)
 
 
+# Batches of an encoder
+
+_LENGTH, _LONG = 24, 160
+# Name, rows of (padding in front, real positions), and the length with padding.
+_BATCHES: tuple[tuple[str, tuple[tuple[int, int], ...], int], ...] = (
+    ("one token", ((0, 1),), _LENGTH),
+    ("odd lengths", ((0, 7), (0, 5), (0, 3)), _LENGTH),
+    ("full length", ((0, _LENGTH), (0, _LENGTH)), _LENGTH),
+    ("mixed lengths", ((0, 2), (0, 17), (0, 1), (0, 11)), _LENGTH),
+    ("left padding", ((5, 19), (0, _LENGTH), (23, 1)), _LENGTH),
+    ("padding on both sides", ((3, 9), (0, 14), (0, 4)), _LENGTH),
+    ("a row of padding only", ((0, 9), (0, 0), (0, 4)), _LENGTH),
+    ("no rows", (), _LENGTH),
+    ("long rows", ((0, 140), (0, 71)), _LONG),
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PaddedBatch:
+    """Which positions of a batch are real, bool ``[batch, length]``.
+
+    ``optional``: not every model takes its sizes.
+    """
+
+    name: str
+    real: NDArray[np.bool_]
+    optional: bool
+
+
+def padded_batches(model: ir.Model, mask: ir.Value) -> Iterator[PaddedBatch]:
+    """Yield batches in the sizes that a mask ``[batch, length]`` declares."""
+    assert mask.shape is not None
+    rows_fixed, length_fixed = (n if isinstance(n, int) else None for n in mask.shape)
+    behind = [n + 3 for n in sorted(_numbers_in(model)) if n + 3 > _LONG][-1:]
+    more = ((f"{n} positions", ((0, n - 1), (0, 5)), n) for n in behind)
+    for name, rows, length in (*_BATCHES, *more):
+        if length_fixed is not None:
+            if length > _LENGTH:
+                continue
+            length = length_fixed
+        if rows_fixed is not None:
+            rows = (rows * rows_fixed)[:rows_fixed]
+            if not rows:
+                continue
+        real = np.zeros((len(rows), length), np.bool_)
+        for row, (front, count) in zip(real, rows, strict=True):
+            # With a fixed length the rows reach as far as it lets them.
+            row[front : length if count == _LENGTH else front + count] = True
+        yield PaddedBatch(name, real, (length > _LENGTH and length_fixed is None) or not rows)
+
+
 # Numbers in the graph
 
 _COMPARES = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
@@ -366,7 +417,7 @@ def _constants_of(node: ir.Node) -> Iterator[int]:
                 yield int(number)
 
 
-def _with_numbers(
+def with_numbers(
     array: NDArray[Any], numbers: tuple[int, ...], rng: np.random.Generator
 ) -> NDArray[Any]:
     """Put numbers at about half of the places, each at least once where there are enough."""
@@ -411,7 +462,7 @@ def _guessed_trials(model: ir.Model, bound: float) -> Iterator[Trial]:
             past, new = asked["past"], asked["sequence"]
             array = made_up_values(value, role, sizes, past, new, rng)
             if role.kind in _INDICES and array.dtype.kind in "iu":
-                array = _with_numbers(array, compared[value], rng)
+                array = with_numbers(array, compared[value], rng)
             feeds[str(value.name)] = np.ascontiguousarray(array)
         name = f"{asked['batch']} x {asked['sequence']}"
         yield Trial(name, feeds, bound=bound, optional=True, guessed=True)

@@ -20,6 +20,11 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from rewrite_rules.facts.axis_roles import AxisRoles
+from rewrite_rules.facts.made_up_batches import (
+    numbers_compared_with,
+    padded_batches,
+    with_numbers,
+)
 from rewrite_rules.graph.initializers import FreshNames, name_apart
 from rewrite_rules.remarks import PassContext, Refusal, Trial
 from rewrite_rules.shapes.dimensions import Dim
@@ -58,19 +63,6 @@ _LONG_RUNS = (
 _MIDDLE_RUNS = ((("1" * 31, "1" * 17, "0" * 5 + "1" * 20), 43, 33), (("1" * 10,), 40, 12))
 # Lengths at which the model computes otherwise, beside each of which two runs lie.
 _MAX_STEPS = 12
-# Batches that are tried.
-_LENGTH, _LONG = 24, 160
-# Name, rows of (padding in front, real positions), and whether the batch is a long one.
-_BATCHES: tuple[tuple[str, tuple[tuple[int, int], ...], int], ...] = (
-    ("one token", ((0, 1),), _LENGTH),
-    ("odd lengths", ((0, 7), (0, 5), (0, 3)), _LENGTH),
-    ("full length", ((0, _LENGTH), (0, _LENGTH)), _LENGTH),
-    ("mixed lengths", ((0, 2), (0, 17), (0, 1), (0, 11)), _LENGTH),
-    ("left padding", ((5, 19), (0, _LENGTH), (23, 1)), _LENGTH),
-    ("padding on both sides", ((3, 9), (0, 14), (0, 4)), _LENGTH),
-    ("a row of padding only", ((0, 9), (0, 0), (0, 4)), _LENGTH),
-    ("long rows", ((0, 140), (0, 71)), _LONG),
-)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -343,40 +335,36 @@ def _trial_batches(model: ir.Model, proof: _Proof) -> Iterator[Trial]:
     mask, flow = proof.mask, proof.flow
     assert mask.shape is not None and mask.dtype is not None
     rng = np.random.default_rng(17)
-    rows_fixed, length_fixed = (n if isinstance(n, int) else None for n in mask.shape)
-    for name, rows, length in _BATCHES:
-        if length_fixed is not None:
-            if length == _LONG:
-                continue
-            length = length_fixed
-        if rows_fixed is not None:
-            rows = (rows * rows_fixed)[:rows_fixed]
-        real = np.zeros((len(rows), length), np.bool_)
-        for row, (front, count) in zip(real, rows, strict=True):
-            # With a fixed length the rows reach as far as it lets them.
-            row[front : length if count == _LENGTH else front + count] = True
+    compared_with = numbers_compared_with(model, proof.inputs)
+    for batch in padded_batches(model, mask):
+        real = batch.real
         # As in the proof; nothing is cut.
-        run = Runs([(real, length)], flow.runs.own)
+        run = Runs([(real, real.shape[1])], flow.runs.own)
         feeds = {
             str(value.name): real.astype(mask.dtype.numpy())
             if isinstance(known, Evaluated)
-            else _array(value, known, run, rng)
+            else _array(value, known, run, compared_with[value], rng)
             for value, known in proof.inputs.items()
             if value.name not in model.graph.initializers
         }
         compared = {str(v.name): _counted(flow.tokens(v), real) for v in model.graph.outputs}
-        yield Trial(name, feeds, compared, optional=length == _LONG)
+        yield Trial(batch.name, feeds, compared, optional=batch.optional)
 
 
 def _array(
-    value: ir.Value, known: Tokens, run: Runs, rng: np.random.Generator
+    value: ir.Value,
+    known: Tokens,
+    run: Runs,
+    numbers: tuple[int, ...],
+    rng: np.random.Generator,
 ) -> NDArray[Any]:
     sizes = [run.size(axis)[0] for axis in known.axes or ()]
     assert value.dtype is not None
     dtype = value.dtype.numpy()
     if dtype.kind == "f":
         return rng.standard_normal(sizes).astype(dtype)
-    return rng.integers(0, rows_below(value) or 2, sizes).astype(dtype)
+    array = rng.integers(0, rows_below(value) or 2, sizes)
+    return with_numbers(array, numbers, rng).astype(dtype)
 
 
 def _counted(known: Tokens, real: NDArray[np.bool_]) -> NDArray[np.bool_]:
