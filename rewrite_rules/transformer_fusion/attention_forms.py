@@ -9,7 +9,7 @@ from typing import Any
 import onnx_ir as ir
 
 from rewrite_rules.graph.nodes import producer
-from rewrite_rules.shapes.dimensions import Dim
+from rewrite_rules.shapes.dimensions import Dim, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.head_layout import (
     SPLIT_HEADS,
@@ -93,10 +93,8 @@ class Attention:
 
     @property
     def keeps_tokens(self) -> bool:
-        """Whether the result is proved to have a row for each query, but for its batch."""
-        dims = None if self.mask is None else self.facts.dims(self.mask, 4)
-        rows = (1, ()) if dims is None else dims[2]
-        return self.one_batch and rows in ((1, ()), self.tokens[1])
+        """Whether the result has a row for each query; a mask that has more is an error."""
+        return self.one_batch and (self.mask is None or number(self.tokens[1]) != 1)
 
     @property
     def appends_tokens(self) -> bool:
@@ -240,7 +238,7 @@ class Attention:
     def _merged(self, op: Any, mixed: ir.Value) -> Any:
         """Emit ``[B, S, H * D]`` of ``[B, H, S, D]``."""
         split = op.Transpose(mixed, perm=SPLIT_HEADS)
-        # A mask of a larger batch is an error where the batch is known to be that of all.
+        # Nodes would repeat one text or token for a mask of more.
         sizes = self.sizes(op) if self.keeps_tokens else (0, 0)
         return op.Reshape(split, ints(op, *sizes, self.heads * self.size))
 

@@ -96,7 +96,7 @@ def read_attention(match: Match, facts: ProvedShapes) -> Attention:
 def _read_parts(match: Match, facts: ProvedShapes) -> _Parts:
     scores = read_scores(producer(match.softmax).inputs[0])
     if scores is None:
-        raise Refusal(f"{match.softmax.name!r} is not of scaled scores and masks")
+        raise Refusal(f"{match.softmax.name!r} is not scaled scores and masks")
     (keys, keys_apart), (values, values_apart) = (
         _heads(operand, what, facts)
         for operand, what in (
