@@ -21,6 +21,7 @@ import ortplugins
 from ortplugins import DqMatMulNBitsFusion, OrtpluginsWarning
 from ortplugins.optimization import request
 from ortplugins.session import find_or_build as finding
+from ortplugins.session.recorded_options import record_of
 from rewrite_rules.remarks import PassContext
 from session_options import registry
 from session_options.keys import stored
@@ -374,3 +375,26 @@ def test_the_options_of_a_session_can_open_another(model_path):
     for name in ir.load(model_path).graph.initializers:
         # Refuses a name that is there already.
         opened.get_session_options().add_initializer(name, value)
+
+
+def test_what_was_set_is_noted_as_onnxruntime_keeps_it():
+    so = ort.SessionOptions()
+    for key, value in (("a.b", "1"), (b"c.d", b"2"), ("e.f", "3\0rest"), ("a.b", "4")):
+        so.add_session_config_entry(key, value)
+    record = record_of(so)
+    assert record is not None and record.others == []
+    assert record.entries == {"a.b": "4", "c.d": "2", "e.f": "3"}
+    for key, value in record.entries.items():
+        assert so.get_session_config_entry(key) == value
+    with pytest.raises(TypeError):
+        so.add_session_config_entry(key="g.h", value="5")
+    so.add_free_dimension_override_by_name("rows", 3)
+    assert record.others == ["add_free_dimension_override_by_name"]
+
+
+def test_options_made_before_their_methods_note_are_asked(model_path):
+    code = START.replace("import onnxruntime as ort, ortplugins", "import onnxruntime as ort")
+    code = code.replace("session = ", "import ortplugins\nsession = ")
+    for expected in ("built", "cache", "cache"):
+        done = python("-c", f"import sys\n{code}", str(model_path), "on", expected)
+        assert done.returncode == 0, done.stderr

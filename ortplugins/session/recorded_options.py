@@ -52,13 +52,16 @@ def _note_new(options: Any, *_: Any, **__: Any) -> None:
     _records[options] = Record()
 
 
-def _note_entry(options: Any, *args: Any, **kwargs: Any) -> None:
-    if (record := _records.get(options)) is None:
-        return
-    if len(args) == 2:
-        record.entries[args[0]] = args[1]
-    else:
-        record.others.append("an entry by keywords")
+def _note_entry(options: Any, key: Any, value: Any) -> None:
+    if (record := _records.get(options)) is not None:
+        record.entries[_as_kept(key)] = _as_kept(value)
+
+
+def _as_kept(text: Any) -> str:
+    """Return a text as onnxruntime keeps it: it takes bytes, too, and cuts at a NUL."""
+    if isinstance(text, bytes):
+        text = text.decode("utf-8", "surrogateescape")
+    return str(text).partition("\0")[0]
 
 
 def _install(cls: type[Any]) -> None:
