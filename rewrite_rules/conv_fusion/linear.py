@@ -28,7 +28,6 @@ from rewrite_rules.graph.parameters import (
 from rewrite_rules.remarks import Refusal
 
 Float64 = NDArray[np.float64]
-LINEAR_OPERATORS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 _FLOAT32 = np.finfo(np.float32)
 _CHUNK = 1 << 20
 # Smaller ones leave subnormal numbers, of few digits, of ordinary weights.
