@@ -53,7 +53,8 @@ _NEVER = PerToken(zero=lambda _: False, low=lambda _: False, packs=False)
 
 
 def _joined(flags: list[Sequence], row: PerToken) -> Sequence:
-    zero = row.zero([f.zero for f in flags])
+    # Infinity times 0 is NaN.
+    zero = row.zero([f.zero for f in flags]) and not any(f.low for f in flags)
     return Sequence(
         zero,
         row.low([f.low for f in flags]),
@@ -143,7 +144,7 @@ def _softmax(site: Site) -> Axes:
 def _product(site: Site, one: Axes, other: Axes) -> Axes:
     """Multiply stacks of matrices; a zero row makes zeros."""
     pairs = zip(sequences_of(one[-1]), sequences_of(other[-2]), strict=False)
-    both = [Sequence(zero=a.zero or b.zero) for a, b in pairs]
+    both = [Sequence(zero=(a.zero or b.zero) and not (a.low or b.low)) for a, b in pairs]
     if plain([one[-1]]) != plain([other[-2]]):
         if site.runs.size(one[-1]) != site.runs.size(other[-2]):
             raise Refusal(UNFIT)
