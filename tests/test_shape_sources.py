@@ -187,6 +187,12 @@ BECOMES = {
         ["o = Shape(x)", "p = p"],
         feeds([(2, 3, 4)], [(1, 5, 4)]),
     ),
+    "one channel under the scales of three": (
+        """g (float[a, b, c] x) => (int64[k] o) <float[3] three = {1, 2, 3}> {
+        h = GroupNormalization <num_groups = 1> (x, three, three)  o = Shape (h) }""",
+        ["o = Shape(h)"],
+        feeds([(2, 3, 4)]),
+    ),
     # onnxruntime takes x[1, 3] with y[5, 3]: the sum has 5 rows.
     "equal names prove nothing": (
         """g (float[n, 3] x, float[n, 3] y) => (int64[k] o, int64 r) <int64 zero = {0}> {

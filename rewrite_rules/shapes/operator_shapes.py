@@ -40,7 +40,7 @@ _KEEPS = frozenset({
     "Abs", "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "BatchNormalization",
     "Bernoulli", "BitwiseNot", "Cast", "CastLike", "Ceil", "Celu", "Clip", "Cos", "Cosh",
     "CumSum", "DequantizeLinear", "Dropout", "DynamicQuantizeLinear", "Elu", "Erf", "Exp",
-    "EyeLike", "Floor", "Gelu", "GroupNormalization", "HardSigmoid", "HardSwish", "Hardmax",
+    "EyeLike", "Floor", "Gelu", "HardSigmoid", "HardSwish", "Hardmax",
     "Identity", "InstanceNormalization", "IsInf", "IsNaN", "LRN", "LayerNormalization",
     "LeakyRelu", "Log", "LogSoftmax", "LpNormalization", "MeanVarianceNormalization", "Mish",
     "Neg", "Not", "QuantizeLinear", "RMSNormalization", "RandomNormalLike",
@@ -99,6 +99,12 @@ def output_shapes(site: Site) -> Sequence[Shape | None]:
         if op_type not in _KEEPS_RANK or not site.integer("keepdims", 1):
             raise
         return [site.unknowns.fresh_dims(len(site.dims(0)))]
+
+
+def _group_normalization(site: Site) -> Sequence[Shape]:
+    # A function in onnxruntime: one channel broadcasts with the scales of several.
+    dims, scale = site.dims(0), site.dims(1)
+    return [dims] if len(dims) > 1 and scale == dims[1:2] else []
 
 
 def _transpose(site: Site) -> Sequence[Shape]:
@@ -542,6 +548,7 @@ _STANDARD: dict[str, _Rule] = {
     "GatherElements": lambda site: [site.shape(1)],
     "GatherND": _gather_nd,
     "Gemm": _fused_matmul,
+    "GroupNormalization": _group_normalization,
     "NonZero": _non_zero,
     "OneHot": _one_hot,
     "Pad": _pad,
