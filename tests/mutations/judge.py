@@ -199,6 +199,10 @@ def _counted(array: NDArray, run: _Run) -> NDArray:
             others = [i for i in range(1, array.ndim) if i != axis]
             counted &= np.expand_dims(rows, others)
             found = True
+    every = run.kept.all(axis=0)
+    if not found and array.shape[:1] == every.shape != (run.sizes.batch,):
+        # The positions of one row: which, is not known.
+        return counted & np.expand_dims(every, list(range(1, array.ndim)))
     return counted if found else counted & bool(array.ndim == 2)
 
 
