@@ -36,6 +36,8 @@ CONSTANTS = {
     "nothing_f": np.array([0], np.float32),
     "last_200": np.array([-200]),
     "end": np.array([1 << 40]),
+    "minus_1": np.array([-1]),
+    "far_front": np.array([-(1 << 40)]),
     "depth": np.int64(32),
     "values": np.array([0, 1], np.float32),
     "wider": np.array([1, 1, 2], np.float32),
@@ -48,6 +50,7 @@ INPUTS = {
     "gate": (["rows", "places", 8], "float"),
     "short": (["rows", "places"], "int64"),
     "positions": (["places"], "int64"),
+    "biases": ([1, 1, "queries", "keys"], "float"),
 }
 ROWS = [("111", "11111"), ("1", "1"), ("00111", "1"), ("000", "11"), ("1" * 300, "1" * 4)]
 
@@ -103,6 +106,7 @@ def fed(model: onnx.ModelProto, rows: tuple[str, ...], labels: int) -> dict[str,
         "gate": rng.standard_normal((count, 1, 8), np.float32),
         "short": np.zeros((count, 1), np.int64),
         "positions": np.arange(length) % VOCABULARY,
+        "biases": rng.standard_normal((1, 1, length, 1 if labels else length), np.float32),
     }
     return feed | {v.name: made[v.name] for v in model.graph.input if v.name in made}
 
@@ -138,7 +142,20 @@ def test_what_looks_trimmable(attack):
             assert_same_where_real(found, expected, feed["attention_mask"].astype(bool))
 
 
+def test_an_output_has_another_rank_than_declared():
+    mask, head, _ = ATTACKS["biases of the caller"]
+    model = attacked(mask, head.replace("y = Squeeze(m, first)", "y = Identity(m)"))
+    stale = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["a", "n", 8])
+    model.graph.output[0].CopyFrom(stale)
+    result = ortplugins.optimize(model, passes=[ortplugins.TrimPadding()])
+    assert result.report.fired
+    feed = fed(model, ("111", "11111"), 0)
+    (found,), (expected,) = (run(m, feed) for m in (result.model, model))
+    assert_same_where_real(found[0], expected[0], feed["attention_mask"].astype(bool))
+
+
 NAMES = (("s10", "s70"), ("s43", "s53"), ("s77", "s88"))
+MASK_OF_ONE_NAME = (("batch", "sequence"), ("n", "n"), ("s77", "s88"))
 ONE_NAME = (("batch", "sequence"),) * 3
 
 
@@ -146,6 +163,7 @@ ONE_NAME = (("batch", "sequence"),) * 3
     ("shapes", "count"),
     [
         *((names, count) for names in (NAMES, ONE_NAME) for count in (3, 16, 20)),
+        (MASK_OF_ONE_NAME, 3),
         ((("batch", 16),) * 3, 16),
         (((2, 16),) * 3, 16),
     ],
@@ -182,7 +200,14 @@ def test_scores_that_the_model_masks_keep_their_best(multiple):
 
 
 @pytest.mark.parametrize(
-    "attack", ["products of what is 0", "ends at 200", "sums of all before"]
+    "attack",
+    [
+        "products of what is 0",
+        "ends at 200",
+        "sums of all before",
+        "a row for all",
+        "a row for all by Gather",
+    ],
 )
 def test_what_is_packed_computes_the_same(attack):
     """Packing puts copies of real tokens at padded positions; the proof alone has to see."""

@@ -35,6 +35,7 @@ from rewrite_rules.trim_padding.token_axes import (
     Axis,
     Sequence,
     changed,
+    check_rows,
     marked,
     plain,
     sequences_of,
@@ -144,15 +145,18 @@ def _softmax(site: Site) -> Axes:
 def _product(site: Site, one: Axes, other: Axes) -> Axes:
     """Multiply stacks of matrices; a zero row makes zeros."""
     pairs = zip(sequences_of(one[-1]), sequences_of(other[-2]), strict=False)
-    both = [Sequence(zero=(a.zero or b.zero) and not (a.low or b.low)) for a, b in pairs]
+    both: Axis = tuple(
+        Sequence(zero=(a.zero or b.zero) and not (a.low or b.low)) for a, b in pairs
+    )
     if plain([one[-1]]) != plain([other[-2]]):
         if site.runs.size(one[-1]) != site.runs.size(other[-2]):
             raise Refusal(UNFIT)
-        both = [Sequence()] * len(both)
+        both = (Sequence(),) * len(both)
     rows = tuple(factor for factor in one[-1] if factor == BATCH)
     mixes = site.mixes([(*rows, *both)], "zero", (*one[:-1], *other[:-2], other[-1]))
     lead = _broadcast([one[:-2], other[:-2]], _EITHER_ZERO)
     made = (*lead, one[-2], other[-1])
+    check_rows((*made, both))
     new = _beside(made, mixes)
     # A row of zeros makes zeros.
     zero = iter(sequences_of(*made))
@@ -292,12 +296,25 @@ def _repeated(site: Site) -> Axes:
     return tuple(result)
 
 
+def _rows_picked(site: Site, axes: Axes, *along: int) -> Axes:
+    """Return axes behind a node that picks or joins rows, which are then not as in the mask.
+
+    Which of their positions are padding is not known any more.
+    """
+    if not any(BATCH in axes[i] for i in along):
+        return axes
+    site.mixes([axes[i] for i in along], beside=axes)
+    return changed(axes, Sequence.reduced)
+
+
 def _concat(site: Site) -> Axes:
     parts, axis = site.operands(), site.axis(0)
     (after,) = site.sizes()
     if any(sequences_of(axes[axis]) for axes in parts):
         raise Refusal("changes the axis of the sequence")
     made = site.runs.axis(after[axis])
+    if len(parts) > 1:
+        parts = [_rows_picked(site, axes, axis) for axes in parts]
     joined = _broadcast([(*axes[:axis], (), *axes[axis + 1 :]) for axes in parts], _ALL_KEPT)
     return (*joined[:axis], made, *joined[axis + 1 :])
 
@@ -306,6 +323,7 @@ def _split(site: Site) -> list[Axes]:
     axes, axis = site.tokens(), site.axis(0)
     if sequences_of(axes[axis]):
         raise Refusal("changes the axis of the sequence")
+    axes = _rows_picked(site, axes, axis)
     return [
         (*axes[:axis], site.runs.axis(sizes[axis]), *axes[axis + 1 :])
         for sizes in site.sizes()
@@ -319,11 +337,13 @@ def _slice(site: Site) -> Axes:
     for start, axis, step in zip(starts, along, steps, strict=True):
         axis = axis_of(axis, len(axes))
         in_front = start == known(0) and step == 1
+        whole = in_front and after[axis] == site.runs.size(axes[axis])
         if not sequences_of(axes[axis]):
+            axes = axes if whole else list(_rows_picked(site, tuple(axes), axis))
             axes[axis] = site.runs.axis(after[axis])
             if sequences_of(axes[axis]) and not in_front:
                 raise Refusal(UNFIT)
-        elif not in_front or after[axis] != site.runs.size(axes[axis]):
+        elif not whole:
             if not in_front or set(after[axis]) != {1} or len(axes[axis]) != 1:
                 raise Refusal(_UNSURE)
             axes[axis] = ()
@@ -349,6 +369,7 @@ def _gather(site: Site) -> Axes:
         return (*axes[:axis], *places, *axes[axis + 1 :])
     if sequences_of(axes[axis]) and (len(axes[axis]) != 1 or not site.is_zero(1)):
         raise Refusal(_UNSURE)
+    axes = _rows_picked(site, axes, axis)
     return (*axes[:axis], *_looked_up(site.tokens(1)), *axes[axis + 1 :])
 
 
@@ -390,6 +411,7 @@ def _gather_elements(site: Site) -> Axes:
     data, indices, axis = site.tokens(0), site.tokens(1), site.axis(0)
     if sequences_of(data[axis]):
         raise Refusal(_UNSURE)
+    data = _rows_picked(site, data, axis)
     beside = [(*axes[:axis], *axes[axis + 1 :]) for axes in (data, indices)]
     if plain(beside[0]) != plain(beside[1]):
         raise Refusal(UNFIT)
@@ -401,9 +423,9 @@ def _gather_nd(site: Site) -> Axes:
     data, indices = site.tokens(0), site.tokens(1)
     skipped = site.integer("batch_dims", 0)
     picked = skipped + site.runs.size(indices[-1])[0]
-    if any(map(sequences_of, data[:picked])) and (
-        skipped or not _picks_real(site, data[:picked], joined=True)
-    ):
+    if not any(map(sequences_of, data[:picked])):
+        data = _rows_picked(site, data, *range(skipped, picked))
+    elif skipped or not _picks_real(site, data[:picked], joined=True):
         raise Refusal(_UNSURE)
     return (*_looked_up(indices[:-1]), *data[picked:])
 

@@ -52,7 +52,8 @@ class Conditions:
 
     Attributes:
         choices: What has to choose real positions.
-        sizes: Where inputs have the batch, if they do, and the sequence: as the mask's are.
+        sizes: Where inputs have the batch, if they do, and where the sequence, each time: as
+            large as the mask's.
         longest: Greatest length.
     """
 
@@ -84,7 +85,7 @@ class PaddingNodes:
         if conditions.choices:  # a mask of length 1 stands for all positions, here as well
             mask = op.Expand(mask, op.Shape(conditions.choices[0].source))
         numbers = op.Cast(op.is_real(mask), to=ir.DataType.INT32)
-        longest = self._greatest(numbers, 0)
+        longest = self._greatest(numbers, 0, keepdims=0)
         for holds in self._conditions(conditions, numbers):
             longest = op.Mul(longest, holds)
         backwards = op.Slice(longest, back, integers([_INT64_MIN + 1]), integers([0]), back)
@@ -132,21 +133,25 @@ class PaddingNodes:
         self._graph.insert_before(self._graph[0], self._before.nodes)
         self._graph.extend(self._after.nodes)
 
-    def _greatest(self, numbers: ir.Value, axis: int) -> Any:
+    def _greatest(self, numbers: ir.Value, axis: int, keepdims: int) -> Any:
+        op = self._before
         if self._opset < _ATTRIBUTE_AXES_UNTIL:
-            return self._before.ReduceMax(numbers, axes=[axis], keepdims=0)
-        return self._before.ReduceMax(numbers, self._before.integers([axis]), keepdims=0)
+            return op.ReduceMax(numbers, axes=[axis], keepdims=keepdims)
+        return op.ReduceMax(numbers, op.integers([axis]), keepdims=keepdims)
 
     def _conditions(self, asked: Conditions, numbers: ir.Value) -> Iterator[Any]:
         """Yield what is 1 where a condition holds; 0 where it does not."""
         op = self._before
-        yield op.ReduceMin(self._greatest(numbers, 1), keepdims=1)
+        # Of another rank than the longest row: under one name for both axes of the mask,
+        # onnxruntime would let them share a buffer.
+        yield op.ReduceMin(self._greatest(numbers, 1, keepdims=1), keepdims=0)
         sizes = op.Shape(self._mask)
         for rows in (True, False):
             compared = [
-                self._sizes_at(value, axes, rows)
-                for value, axes in asked.sizes.items()
-                if (axes[0] is not None) == rows
+                self._sizes_at(value, [axis] if row is None else [row, axis])
+                for value, (row, *axes) in asked.sizes.items()
+                for axis in axes
+                if (row is not None) == rows
             ]
             if compared:
                 own = sizes if rows else op.Gather(sizes, op.integers([1]), axis=0)
@@ -162,11 +167,10 @@ class PaddingNodes:
         for choice in asked.choices:
             yield self._is_real(choice, numbers)
 
-    def _sizes_at(self, value: ir.Value, axes: tuple[int | None, ...], rows: bool) -> Any:
+    def _sizes_at(self, value: ir.Value, places: list[int | None]) -> Any:
         sizes, op = self._before.Shape(value), self._before
         assert value.shape is not None
-        places = axes[:2] if rows else axes[1:2]
-        whole = list(places) == list(range(len(value.shape)))
+        whole = places == list(range(len(value.shape)))
         return sizes if whole else op.Gather(sizes, op.integers(places), axis=0)
 
     def _is_real(self, choice: Choice, numbers: ir.Value) -> ir.Value:

@@ -55,6 +55,7 @@ class Sequence:
 
 
 BATCH = "batch"
+MIXED_ROWS = "mixes rows, and no mask leaves their padding out"
 UNFIT = "has sizes that do not follow from the length: export with a dynamic one"
 Factor = int | str | Sequence
 # The factors in row-major order, without ones.
@@ -160,6 +161,12 @@ def split_axes(axes: Axes, targets: Iterable[Sizes], runs: Runs) -> Axes:
     if set(runs.size(tuple(factors))) != {1}:
         raise Refusal(UNFIT)
     return tuple(result)
+
+
+def check_rows(axes: Axes) -> None:
+    """Refuse positions of two rows at once: which of them are real is not followed."""
+    if sequences_of(*axes) and sum(axis.count(BATCH) for axis in axes) > 1:
+        raise Refusal(MIXED_ROWS)
 
 
 def sequences_of(*axes: Axis) -> list[Sequence]:

@@ -34,12 +34,14 @@ from rewrite_rules.shapes.operator_shapes import output_shapes
 from rewrite_rules.trim_padding.length_steps import LengthSteps
 from rewrite_rules.trim_padding.token_axes import (
     BATCH,
+    MIXED_ROWS,
     UNFIT,
     Axes,
     Axis,
     Runs,
     Sequence,
     Sizes,
+    check_rows,
     sequences_of,
 )
 
@@ -208,6 +210,8 @@ class TokenFlow:
         if isinstance(found, Evaluated):
             return [found]
         each = found if isinstance(found, list) else [found] * len(node.outputs)
+        for axes in each:
+            check_rows(axes)
         return [Tokens(axes, site.exact) for axes in each]
 
     def _evaluate(self, node: ir.Node, inputs: Collection[Value | None]) -> list[Value]:
@@ -344,7 +348,7 @@ class Site(node_facts.Site):
         left_out = all(flag and getattr(one, flag) for one in sequences_of(*beside))
         if any(BATCH in axis for axis in axes) and not left_out:
             if not self.exact:
-                raise Refusal("mixes rows, and no mask leaves their padding out")
+                raise Refusal(MIXED_ROWS)
             self.flow.unpackable = "padded positions count for others"
         if found:
             self.flow.masked_by.append(self.node)

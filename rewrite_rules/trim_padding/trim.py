@@ -54,8 +54,9 @@ _PADDED_TYPES = _MASK_TYPES | {
 }  # fmt: skip
 # Rows of masks without their padding, the length with it and the one that is kept. Positions
 # beyond 128 show what windows of local attention do; shorter ones do for models that end
-# before. Together they lie on both sides of every length between.
-_SHORT_RUNS = ((("1" * 8, "111", "00111111", "1001001"), 13, 8), (("1", "1"), 9, 1))
+# before. Together they lie on both sides of every length between. The first row hides what is
+# real in others.
+_SHORT_RUNS = ((("111", "1" * 8, "00111111", "1001001"), 13, 8), (("1", "1"), 9, 1))
 _LONG_RUNS = (
     (("1" * 131, "1" * 64 + "0" * 9 + "1" * 20, "0" * 5 + "1" * 100), 150, 133),
     (("1" * 10,), 147, 12),
@@ -302,7 +303,8 @@ def _sequence_axes(model: ir.Model, proof: _Proof) -> dict[ir.Value, dict[int, S
                     f"{value.name!r} is set behind the longest row by the model itself, to "
                     "different values"
                 )
-        if value.shape is None:  # an output of onnxruntime's own operators
+        # An output of onnxruntime's own operators, or one declared with another rank.
+        if value.shape is None or len(value.shape) != len(axes):
             value.shape = ir.Shape([None] * len(axes))
         result[value] = found
     return result
