@@ -209,6 +209,20 @@ MASKS: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
     ),
     "a mask multiplied": ((), "number = Cast<to = 1>(seen)\nmasked = Mul(scaled, number)"),
     "a mask subtracted": ((), "number = Cast<to = 1>(seen)\nmasked = Sub(number, scaled)"),
+    "a scale of 0": (
+        (
+            ("Mul(product, scale)", "Mul(product, other)"),
+            (NUMBERS, f"{NUMBERS}, float other = {{0}}"),
+        ),
+        ADDED,
+    ),
+    "a scale below 0": (
+        (
+            ("Mul(product, scale)", "Mul(product, other)"),
+            (NUMBERS, f"{NUMBERS}, float other = {{-0.3}}"),
+        ),
+        ADDED,
+    ),
     "a scale by data": (
         (),
         """peak = ReduceMax<keepdims = 1>(product, last)

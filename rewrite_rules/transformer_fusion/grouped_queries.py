@@ -79,7 +79,9 @@ class GroupQueries(RewriteRuleClassBase):
             f"{heads.repeats} query heads share each of {heads.groups} heads of "
             f"{heads.source.name!r}",
         )
-        return op.Reshape(product, ints(op, before, query_heads, queries, width))
+        # Of one text of queries and several of keys, the product has several.
+        texts = before if rows[:-3] == columns[:-3] else op.Shape(product, end=-3)
+        return op.Reshape(product, ints(op, texts, query_heads, queries, width))
 
     def _read(self, left: ir.Value, right: ir.Value) -> RepeatedHeads | None:
         rows, columns = self._facts.dims(left), self._facts.dims(right)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Sequence
 
@@ -200,6 +201,8 @@ _REFUSALS: tuple[tuple[Callable[[_Parts], bool], str], ...] = (
         lambda parts: parts.query.dtype != ir.DataType.FLOAT,
         "computes in {0.dtype}, not in float32",
     ),
+    # GroupQueryAttention takes 0 for no scale at all, and Attention takes positive ones only.
+    (lambda parts: not 0 < parts.scale < math.inf, "its scale is not a positive number"),
     (_are_read_elsewhere, "its scores or weights are read elsewhere"),
     (_sizes_differ, "keys and values are not known to have heads of one size"),
     (lambda parts: parts.heads is None, "how many heads {0.name!r} has is not known"),

@@ -37,6 +37,7 @@ from rewrite_rules.transformer_fusion.head_layout import (
     ints,
     is_transposed_heads,
     rows,
+    token_dims,
     unsplit,
 )
 
@@ -145,7 +146,7 @@ class Rotary(RewriteRuleClassBase):
         x, shape = found.x, self._facts.shape(found.x)
         assert isinstance(shape, tuple)
         # Layers share the rows: the kernel fails where they are not those of its tokens.
-        key = (cos, sin, found.interleaved)
+        key = (cos, sin, found.interleaved, token_dims(x, self._facts))
         if key not in self._tables:
             self._tables[key] = _tables(op, self._facts, found, cos, sin)
         attributes = {"interleaved": int(found.interleaved), "_domain": "com.microsoft"}
