@@ -367,8 +367,9 @@ def test_an_order_that_holds_more_is_left():
     assert [node.name for node in model.graph] == names
 
 
+@pytest.mark.parametrize("domain", ["maker", "ai.onnx.contrib", "com.microsoft.extensions"])
 @pytest.mark.parametrize("custom", [0, 1, 99])
-def test_custom_operators_run_in_the_order_that_they_ran_in(custom):
+def test_custom_operators_run_in_the_order_that_they_ran_in(custom, domain):
     """What holds state would count in another order."""
     for seed in range(99):
         model = inferred(order_graphs.random_model(seed=seed, nodes=30, subgraphs=0))
@@ -376,7 +377,7 @@ def test_custom_operators_run_in_the_order_that_they_ran_in(custom):
         if found.worthwhile and found.ours.peak < found.default.peak:
             break
     for node in [node for node in model.graph if not is_constant(node)][:custom]:
-        node.domain = "maker"
+        node.domain = domain
     _run_in_file_order(model, found, PassContext(remarks))
     (remark,) = remarks
     assert remark.outcome == ("refused" if custom == 99 else "fired")

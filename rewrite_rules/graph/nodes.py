@@ -10,6 +10,8 @@ import onnx_ir as ir
 _QUANTIZING_DOMAINS = ("", "com.microsoft")
 # Of functions in them, onnxruntime runs its own operators of the same name.
 _OWN_DOMAINS = ("ai.onnx", "com.microsoft")
+# Domains of others that begin alike: those of onnxruntime-extensions.
+_EXTENSIONS = frozenset({"ai.onnx.contrib", "com.microsoft.extensions"})
 # Nodes that a model's functions may be once they are inlined.
 _MAX_INLINED = 200_000
 
@@ -140,6 +142,7 @@ def drop_copies(nodes: Iterable[ir.Node]) -> None:
 def is_custom(node: ir.Node, model: ir.Model) -> bool:
     """Whether a node's operator is neither onnxruntime's nor a function of the model."""
     own = not node.domain or node.domain.startswith(_OWN_DOMAINS)
+    own = own and node.domain not in _EXTENSIONS
     return not own and node.op_identifier() not in model.functions
 
 
