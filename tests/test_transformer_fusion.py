@@ -341,6 +341,14 @@ def test_two_draws_stay_two(call: str):
     assert first is not second
 
 
+def test_the_sign_of_0_makes_two_nodes():
+    model = proto_of("""g (float[9] x) => (float[9] y) {
+        a = LeakyRelu<alpha = 0.0>(x) b = LeakyRelu<alpha = 0.0>(x) y = Div(a, b) }""")
+    model.graph.node[1].attribute[0].f = -0.0
+    result, *_ = fused(model)
+    assert op_types(result).count("LeakyRelu") == 2
+
+
 def test_equal_nodes_are_one():
     model = proto_of("""g (float[9] x) => (float[9] y) {
         a = Relu(x) b = Relu(x) c = Exp(a) d = Exp(b) y = Add(c, d) }""")

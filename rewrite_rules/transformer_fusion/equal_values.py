@@ -62,6 +62,8 @@ def _computes(node: ir.Node) -> Hashable:
         value = attribute.value
         if attribute.type is ir.AttributeType.TENSOR and value.size <= _MAX_SHARED:
             value = str(value.dtype), tuple(value.shape.numpy()), value.tobytes()
+        elif attribute.type in (ir.AttributeType.FLOAT, ir.AttributeType.FLOATS):
+            value = repr(value)  # 0.0 equals -0.0, by which a division differs
         elif isinstance(value, (list, tuple)):
             value = tuple(value)
         elif not isinstance(value, (int, float, str)):
