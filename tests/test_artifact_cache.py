@@ -29,7 +29,8 @@ from builders.sessions import CPU, check, options, save, source, start
 import ortplugins
 from ortplugins.cache import directory, store
 from ortplugins.cache.store import ArtifactCache, Entry, cache_root, prune
-from ortplugins.optimization import build
+from ortplugins.optimization import build, request
+from ortplugins.session import hit
 from session_options import registry
 
 CASE = DequantizedMatMul(512, 512, 32)
@@ -488,6 +489,11 @@ def test_entries_that_a_pass_sets_change_no_key(model_path, monkeypatch):
     assert [source(model_path, so) for _ in range(3)] == ["built", "cache", "cache"]
     so.add_session_config_entry("session.disable_double_qdq_remover", "1")
     assert source(model_path, so) == "built"
+
+
+def test_a_known_start_goes_by_all_attributes_that_a_build_goes_by():
+    # Each has a list of its own: a known start imports no request.
+    assert {*request._ATTRIBUTES} <= {*hit._ATTRIBUTES}
 
 
 def test_a_name_given_twice_changes_no_key(model_path):
