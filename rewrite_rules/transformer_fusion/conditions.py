@@ -75,7 +75,8 @@ class Conditions:
     def of_cached(self, op: Any, found: Attention) -> Answers:
         """Emit which form takes the tokens of attention with a cache."""
         unproved = [each for each in found.both if found.same_tokens(each) != (True, True)]
-        key = found.mask, found.tokens[1], *(each.source for each in unproved)
+        compared = [(found.tokens[0], each.source) for each in unproved]
+        key = found.mask, found.tokens[1], *compared
         if key not in self._answers:
             batch, length = found.sizes(op)
             some = op.Less(ints(op, 0), batch)
