@@ -51,12 +51,12 @@ test: check
 # What make test samples: all layouts of the matrix and of exporters, all bad inputs, long fuzzes.
 test-exhaustive: $(VENV)/.installed-dev
 	ORTPLUGINS_EXHAUSTIVE=1 ORTPLUGINS_FUZZ=20 $(BIN)/python -m pytest -n 2 --dist loadgroup \
-	  tests/test_layout_matrix.py tests/test_bad_input.py tests/test_fuzz.py \
-	  tests/test_shape_fuzz.py
+	  tests/rewrite_rules/weights/test_layout_matrix.py tests/rewrite_rules/test_bad_input.py tests/rewrite_rules/test_fuzz.py \
+	  tests/rewrite_rules/shapes/test_shape_fuzz.py
 
-# Each line of tests/strength/mutations.txt, in a copy of the project.
+# Each line of tests/checks/strength/mutations.txt, in a copy of the project.
 test-strength: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -p no:randomly -n 2 tests/strength/check_strength.py
+	$(BIN)/python -m pytest -p no:randomly -n 2 tests/checks/strength/check_strength.py
 
 # Models that mean something else, or look so; those that come out wrong go to .cache/mutants.
 # COUNT and SEED choose others.
@@ -66,34 +66,34 @@ test-mutations: $(VENV)/.installed-dev
 
 # Virtual environments for the old versions go to .cache; without a registry it skips them.
 test-versions: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -p no:randomly tests/versions/check_versions.py tests/upstream/check_findings.py
+	$(BIN)/python -m pytest -p no:randomly tests/checks/versions/check_versions.py tests/checks/upstream/check_findings.py
 
 # Builds, checks and installs the wheel where nothing else is; needs the registry.
 test-packaging: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -p no:randomly tests/packaging/check_install.py
+	$(BIN)/python -m pytest -p no:randomly tests/checks/packaging/check_install.py
 
 test-pythons: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -p no:randomly -s -k a_python_runs_the_wheel tests/packaging/check_install.py
+	$(BIN)/python -m pytest -p no:randomly -s -k a_python_runs_the_wheel tests/checks/packaging/check_install.py
 
 # A clone, torch, an export, int4, a server: every command of the page; needs the registry.
 test-tutorial: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -p no:randomly -s tests/packaging/check_tutorial.py
+	$(BIN)/python -m pytest -p no:randomly -s tests/checks/packaging/check_tutorial.py
 
 # Chromium by the system, axe by npm; without them it is skipped.
 test-pages: $(VENV)/.installed-docs $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -p no:randomly tests/pages/check_pages.py
+	$(BIN)/python -m pytest -p no:randomly tests/checks/pages/check_pages.py
 
 # The packages go to .cache, with torch for two of them; what can't be installed is skipped.
 test-packages: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -p no:randomly tests/packages/check_packages.py
+	$(BIN)/python -m pytest -p no:randomly tests/checks/packages/check_packages.py
 
 # Needs the registry: torch and transformers go to .cache/exporters.
 test-exporters: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -p no:randomly tests/exporters/check_exporters.py
+	$(BIN)/python -m pytest -p no:randomly tests/checks/exporters/check_exporters.py
 
 # The servers of examples/, stock beside ours; prints the rows of docs/serving.md.
 test-servers: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -p no:randomly -s tests/servers/check_servers.py
+	$(BIN)/python -m pytest -p no:randomly -s tests/checks/servers/check_servers.py
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks.run

@@ -15,8 +15,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 from builders import decoders, encoders, exports, layout_matrix, order_graphs
+from builders.transformer_parts import LAYOUTS, REPEATS, attention, gelu, norm
 from numpy.typing import NDArray
-from test_transformer_fusion import LAYOUTS, REPEATS, attention, gelu, norm
 
 from ortplugins import (
     DqMatMulNBitsFusion,

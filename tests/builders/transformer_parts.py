@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: MIT
+"""Text of attention on shared heads, of norms and of GELUs, as exporters spell them."""
+
+import onnx
+import onnx_ir as ir
+
+from builders.text_models import proto_of
+
+# Query heads, key and value heads, size of a head.
+H, G, D = 6, 2, 4
+
+
+R = H // G
+
+
+# How ``k[B, G, T, D]`` becomes ``k_all[B, H, T, D]``.
+_TARGET = """k_b = Shape<start = 0, end = 1>({sizes})
+    k_t = Shape<start = 2, end = 3>({sizes})
+    k_target = Concat<axis = 0>(k_b, groups, repeats, k_t, head_size)
+    k_merged = Concat<axis = 0>(k_b, heads, k_t, head_size)
+    k_one = Unsqueeze(k, two)"""
+
+
+REPEATS = {
+    "expand": _TARGET.format(sizes="k")
+    + """
+    k_many = Expand(k_one, k_target)
+    k_all = Reshape(k_many, k_merged)""",
+    # torch.onnx by tracing: sizes of -1 are replaced, though there is none.
+    "expand where": _TARGET.format(sizes="k")
+    + """
+    k_rank = Shape(k_target)
+    k_ones = ConstantOfShape<value = int64[1] {1}>(k_rank)
+    k_minus = Mul(k_ones, minus)
+    k_equal = Equal(k_target, k_minus)
+    k_sizes = Where(k_equal, k_ones, k_target)
+    k_many = Expand(k_one, k_sizes)
+    k_all = Reshape(k_many, k_merged)""",
+    # torch.onnx by export: sizes of another layer's cache.
+    "expand elsewhere": _TARGET.format(sizes="other")
+    + """
+    k_many = Expand(k_one, k_target)
+    k_all = Reshape<allowzero = 1>(k_many, k_merged)""",
+    "tile": _TARGET.format(sizes="k")
+    + """
+    k_many = Tile(k_one, tiles)
+    k_all = Reshape(k_many, k_merged)""",
+    "concat": _TARGET.format(sizes="k")
+    + """
+    k_many = Concat<axis = 2>(k_one, k_one, k_one)
+    k_all = Reshape(k_many, k_merged)""",
+    "gather": "k_all = Gather<axis = 1>(k, interleaved)",
+}
+
+
+# How ``k_all`` becomes the right operand of the scores' MatMul.
+LAYOUTS = {
+    "transpose": "k_right = Transpose<perm = [0, 1, 3, 2]>(k_all)",
+    "through three axes": """k_flat_sizes = Concat<axis = 0>(minus, k_t_now, head_size)
+    k_b_now = Shape<start = 0, end = 2>(k_all)
+    k_t_now = Shape<start = 2, end = 3>(k_all)
+    k_flat = Reshape(k_all, k_flat_sizes)
+    k_turned = Transpose<perm = [0, 2, 1]>(k_flat)
+    k_back_sizes = Concat<axis = 0>(k_b_now, head_size, k_t_now)
+    k_right = Reshape(k_turned, k_back_sizes)""",
+    "scaled": """k_turned = Transpose<perm = [0, 1, 3, 2]>(k_all)
+    k_right = Mul(scale, k_turned)""",
+}
+
+
+def parsed(text: str, change: tuple[str, str]) -> onnx.ModelProto:
+    """Read a model from its text, with a part of it exchanged; ``""`` for none."""
+    assert change[0] in text
+    return proto_of(text.replace(*change) if change[0] else text)
+
+
+def attention(
+    repeat: str = "expand", layout: str = "transpose", change: tuple[str, str] = ("", "")
+) -> onnx.ModelProto:
+    """``Softmax(q @ k') @ v`` of ``q[B, H, S, D]`` and repeated heads of k and v."""
+    keys = f"{REPEATS[repeat]}\n    {LAYOUTS[layout]}"
+    values = REPEATS[repeat].replace("k_", "v_").replace("(k,", "(v,").replace("(k)", "(v)")
+    text = f"""attention (float[B, {H}, S, {D}] q, float[B, {G}, T, {D}] k,
+    float[B, {G}, T, {D}] v, float[C, {G}, U, {D}] other) => (float[B, {H}, S, {D}] y)
+<int64[1] groups = {{{G}}}, int64[1] repeats = {{{R}}}, int64[1] heads = {{{H}}},
+ int64[1] head_size = {{{D}}}, int64[1] two = {{2}}, int64[1] minus = {{-1}},
+ int64[5] tiles = {{1, 1, {R}, 1, 1}}, float scale = {{0.5}},
+ int64[{H}] interleaved = {{{", ".join(str(h // R) for h in range(H))}}}> {{
+    {keys}
+    {values}
+    scores = MatMul(q, k_right)
+    weights = Softmax<axis = -1>(scores)
+    y = MatMul(weights, v_all)
+}}"""
+    # The nodes are written in the order of reading.
+    graph = ir.from_proto(parsed(text, change))
+    graph.graph.sort()
+    model = ir.to_proto(graph)
+    onnx.checker.check_model(model)
+    return model
+
+
+SQUARES = {"power": "square = Pow(x, two)", "product": "square = Mul(x, x)"}
+
+
+INVERSES = {
+    "reciprocal": "inverse = Reciprocal(root) normal = Mul(x, inverse)",
+    "one over": "inverse = Div(one, root) normal = Mul(inverse, x)",
+    "division": "normal = Div(x, root)",
+}
+
+
+WEIGHTS = {"behind": "y = Mul(normal, weight)", "before": "y = Mul(weight, normal)"}
+
+
+def rms_norm(
+    square: str, inverse: str, weight: str, change: tuple[str, str] = ("", "")
+) -> onnx.ModelProto:
+    """The root-mean-square norm of ``a + b``; outputs ``y`` and the sum ``x``."""
+    text = f"""n (float[2, 3, 8] a, float[2, 3, 8] b) => (float[B, S, 8] y, float[B, S, 8] x)
+    <float two = {{2}}, float one = {{1}}, float epsilon = {{1e-6}}, int64[1] last = {{-1}},
+     float[8] weight = {{1, 2, 3, 4, 5, 6, 7, 8}}> {{
+        x = Add(a, b)
+        {SQUARES[square]}
+        mean = ReduceMean<keepdims = 1>(square, last)
+        shifted = Add(mean, epsilon)
+        root = Sqrt(shifted)
+        {INVERSES[inverse]}
+        {WEIGHTS[weight]}
+    }}"""
+    return parsed(text, change)
+
+
+POWERS = {
+    "pow": "square = Pow(x, two) cube = Pow(x, three)",
+    "products": "square = Mul(x, x) cube = Mul(square, x)",
+}
+
+
+INNERS = {
+    "torch, gpt2": "c = Mul(cube, cubic) b = Add(x, c) a = Mul(b, root)",
+    "bloom": "c = Mul(x, cubic) d = Mul(c, x) b = Add(d, one) e = Mul(x, root) a = Mul(e, b)",
+    "a square": "c = Mul(square, cubic) b = Add(one, c) e = Mul(root, x) a = Mul(e, b)",
+}
+
+
+LASTS = {
+    "half of x": "h = Mul(x, half) y = Mul(h, g)",
+    "half of all": "h = Mul(x, g) y = Mul(h, half)",
+    "half of the sum": "h = Mul(g, half) y = Mul(x, h)",
+}
+
+
+def tanh_gelu(
+    powers: str, inner: str, last: str, change: tuple[str, str] = ("", "")
+) -> onnx.ModelProto:
+    text = f"""gelu (float[B, 8] x) => (float[B, 8] y)
+    <float one = {{1}}, float two = {{2}}, float three = {{3}}, float half = {{0.5}},
+     float cubic = {{0.044715}}, float root = {{0.7978845834732056}}> {{
+        {POWERS[powers]} {INNERS[inner]} t = Tanh(a) g = Add(t, one) {LASTS[last]}
+    }}"""
+    return parsed(text, change)
+
+
+def norm(change: tuple[str, str]) -> onnx.ModelProto:
+    return rms_norm("power", "division", "behind", change)
+
+
+def gelu(change: tuple[str, str]) -> onnx.ModelProto:
+    return tanh_gelu("products", "torch, gpt2", "half of x", change)

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: MIT
+"""Breaks the code in one place at a time and expects the nearest tests to notice.
+
+    cd tests/checks/strength
+    python -m pytest check_strength.py          all of mutations.txt
+    python -m pytest check_strength.py -k grid  those whose line has the word
+
+A mutation is a line with the file, two colons and what to run, then the text to replace behind
+``- `` and the new text behind ``+ ``; both may have several lines. It is an error if the text
+no longer stands in its file exactly once: write the mutation anew for the code as it is.
+"""
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+COPIED = ("ortplugins", "rewrite_rules", "session_options", "tests", "docs", "examples",
+          "benchmarks", "pyproject.toml", "pytest_ortplugins.py", "README.md")  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """One place to break, and the tests that have to fail then."""
+
+    file: str
+    tests: tuple[str, ...]
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        line = " ".join((self.new or "nothing").split())
+        return f"{Path(self.file).stem}: {line}"[:100]
+
+
+def read_mutations(text: str) -> list[Mutation]:
+    """Read the table; comments and empty lines divide."""
+    found, header, parts = [], "", {"- ": [], "+ ": []}
+
+    def finish() -> None:
+        if header:
+            file, _, tests = header.partition(" :: ")
+            old, new = ("\n".join(parts[sign]) for sign in ("- ", "+ "))
+            found.append(Mutation(file, tuple(tests.split(" ")), old, new))
+
+    for line in text.splitlines():
+        if line[:2] in parts:
+            parts[line[:2]].append(line[2:])
+        elif " :: " in line:
+            finish()
+            header, parts = line, {"- ": [], "+ ": []}
+    finish()
+    return found
+
+
+MUTATIONS = read_mutations(Path(__file__).with_name("mutations.txt").read_text("utf-8"))
+
+
+@pytest.fixture(scope="session")
+def copy(tmp_path_factory):
+    """A copy of the project that may be broken."""
+    folder = tmp_path_factory.mktemp("project")
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            ignored = shutil.ignore_patterns("__pycache__", "*.onnx")
+            shutil.copytree(source, folder / name, ignore=ignored)
+        else:
+            shutil.copy(source, folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def test_the_nearest_tests_notice(copy, mutation):
+    file = copy / mutation.file
+    text = file.read_text("utf-8")
+    assert text.count(mutation.old) == 1, f"{mutation.file} has not once: {mutation.old!r}"
+    file.write_text(text.replace(mutation.old, mutation.new), "utf-8")
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:randomly", "-p",
+             "no:cacheprovider", *mutation.tests],
+            cwd=copy,
+            env={**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )  # fmt: skip
+    finally:
+        file.write_text(text, "utf-8")
+    # 1: tests ran, and some failed. An error of collection, or no test at all, proves nothing.
+    assert done.returncode == 1, done.stdout[-1500:]

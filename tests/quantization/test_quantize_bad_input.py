@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: MIT
+"""Whatever goes wrong: a clear error, the output as it was, and no folder left behind."""
+
+import concurrent.futures
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from builders.dequantized_models import run
+from builders.processes import disk
+from builders.quantized_files import arrays_of, dequantised, read
+from builders.samples import Reader
+from builders.text_models import matmul_of, model_of, normal
+
+from ortplugins.errors import CalibrationError, ModelFileError
+from ortplugins.model_io.saving import scratch_within
+from ortplugins.quantization import quantize
+
+D = 32
+METHODS = ("rtn", "awq_lite", "awq_clip", "awq_full", "gptq", "awq_gptq")
+
+
+def pair(size: int = D, **weights: np.ndarray) -> ir.Model:
+    text = f"""g (float[T, {size}] x) => (float[T, {size}] y) {{
+        [m] h = MatMul(x, V)
+        [n] y = MatMul(h, W)
+    }}"""
+    return model_of(
+        text, {"V": normal(size, size, seed=1), "W": normal(size, size, seed=2)} | weights
+    )
+
+
+def data(count: int = 2, size: int = D) -> list[dict[str, np.ndarray]]:
+    return [{"x": normal(8, size, seed=seed)} for seed in range(count)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Holds an earlier output, which has to be the same in the end, alone."""
+    (tmp_path / "out.onnx").write_text("an earlier model")
+    (tmp_path / "out.onnx.data").write_text("and its data")
+    yield tmp_path
+    assert {path.name for path in tmp_path.iterdir()} == {"out.onnx", "out.onnx.data"}
+    assert (tmp_path / "out.onnx").read_bytes() == b"an earlier model"
+    assert (tmp_path / "out.onnx.data").read_bytes() == b"and its data"
+
+
+def into(folder: Path, model, **options):
+    return quantize(model, folder / "out.onnx", overwrite=True, external_data=True, **options)
+
+
+X = normal(8, D)
+HUGE = np.full((8, D), 1e38, np.float32)
+
+
+@pytest.mark.parametrize("method", ["rtn", "awq_full"])
+@pytest.mark.parametrize(
+    ("samples", "options", "error", "message"),
+    [
+        # What else may be wrong with them is reported in test_calibration.py.
+        ([{"x": X}, {"X": X}], {}, CalibrationError, "sample 1.*'X'.*not an input.*'x'"),
+        ([{"x": X[:0]}], {}, CalibrationError, "token"),
+        ([], {}, CalibrationError, "empty"),
+        (data(), {"calibration_providers": ["No"]}, (CalibrationError, ValueError), "No"),
+        (data(), {"op_types": ["Gather"]}, ModelFileError, "nothing to quantise: no Gather"),
+        (data(), {"work_dir": "nowhere/at/all"}, OSError, "nowhere"),
+    ],
+)
+def test_bad_samples_and_options_are_reported(
+    folder, samples, options, error, message, method
+):
+    options = {"method": method, "calibration_data_reader": samples} | options
+    with pytest.raises(error, match=f"(?s){message}"):
+        into(folder, pair(), **options)
+
+
+def failing(left: int, error: BaseException) -> Iterator[dict[str, np.ndarray]]:
+    yield from [{"x": X}] * left
+    raise error
+
+
+def test_a_reader_that_raises_half_way_is_reported_with_its_error(folder):
+    error = KeyError("text")
+    with pytest.raises(CalibrationError, match=r"sample 2.*KeyError.*text") as caught:
+        into(
+            folder,
+            pair(),
+            method="awq_lite",
+            calibration_data_reader=Reader(failing(2, error)),
+        )
+    assert caught.value.__cause__ is error
+    stop = Reader(failing(1, KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        into(folder, pair(), method="gptq", calibration_data_reader=stop)
+
+
+@pytest.mark.parametrize("method", METHODS[1:])
+def test_activations_that_overflow_are_reported(folder, method):
+    model = pair(V=normal(D, D, seed=1) * 1e3)
+    with pytest.raises(CalibrationError, match=r"'h'.*(NaN|infinite)"):
+        into(folder, model, method=method, calibration_data_reader=[{"x": HUGE}])
+
+
+@pytest.mark.parametrize("size", [1e15, 0], ids=["huge", "zeros"])
+@pytest.mark.parametrize("method", METHODS[1:])
+def test_huge_activations_and_nothing_but_zeros_are_fine(method, size):
+    samples = [{"x": normal(40, D, seed=seed) * np.float32(size)} for seed in range(2)]
+    result = quantize(pair(), method=method, bits=8, calibration_data_reader=samples)
+    x = normal(4, D) * np.float32(size or 1)
+    before, after = run(pair(), {"x": x})[0], run(result.model, {"x": x})[0]
+    assert abs(after - before).max() < 0.03 * abs(before).max()
+
+
+@pytest.mark.parametrize("method", ["rtn", "awq_full", "gptq"])
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf], ids=str)
+@pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=["float32", "float16"])
+def test_a_weight_that_is_not_a_number_is_reported_by_name(folder, number, method, dtype):
+    weight = normal(D, D, dtype=dtype)
+    weight[3, 5] = number
+    model = matmul_of(weight)
+    samples = [{"x": X.astype(dtype)}]
+    with pytest.raises(ValueError, match=r"'W'.*(NaN|infinite)|\[m\]|'y'"):
+        into(folder, model, method=method, calibration_data_reader=samples)
+    with pytest.raises(ValueError, match=r"'W'.*(NaN|infinite)"):
+        into(folder, model)
+
+
+@pytest.mark.parametrize(
+    ("layout", "is_symmetric"),
+    [("QDQ", True), ("QDQ_transposed", False), ("MatMulNBits", False)],
+)
+@pytest.mark.parametrize("method", METHODS)
+def test_zeros_stay_zeros(method, is_symmetric, layout):
+    weight = normal(2 * D, 6)
+    weight[:, 1] = 0
+    weight[:D, 2] = 0
+    samples = [{"x": normal(80, 2 * D, seed=seed)} for seed in range(2)]
+    options = {"method": method, "is_symmetric": is_symmetric, "quant_format": layout}
+    result = quantize(matmul_of(weight), calibration_data_reader=samples, **options)
+    found = dequantised(read(result.model))["m"]
+    assert np.isfinite(found).all()
+    assert (found[:, 1] == 0).all()
+    if "gptq" not in method:  # which makes up for other blocks in this one
+        assert (found[:D, 2] == 0).all()
+
+
+@pytest.mark.parametrize("factor", [2.0**57, 2.0**100], ids=str)
+@pytest.mark.parametrize("count", [8, 300])  # all tokens are kept, or second moments
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "awq_clip"},
+        {"method": "gptq"},
+        {"method": "gptq", "quantized_inputs": True},
+        {"method": "rtn", "share_of_8_bits": 0.5},
+    ],
+    ids=str,
+)
+def test_the_unit_of_activations_changes_nothing(options, count, factor):
+    def quantized(size):
+        samples = [{"x": normal(count, D, seed=seed) * np.float32(size)} for seed in (1, 2)]
+        return quantize(pair(), calibration_data_reader=samples, **options)
+
+    ordinary, huge = quantized(1), quantized(factor)
+    for one, other in zip(ordinary.report.nodes, huge.report.nodes, strict=True):
+        assert (one.bits, one.method) == (other.bits, other.method)
+        assert other.output_error == pytest.approx(one.output_error, rel=1e-3)
+    expected, found = (dequantised(read(result.model))["n"] for result in (ordinary, huge))
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("method", ["rtn", "awq_lite", "gptq"])
+def test_one_huge_token_does_not_end_the_run(method):
+    x = normal(400, D)
+    x[7, 3] = 3e19
+    report = quantize(pair(), method=method, calibration_data_reader=[{"x": x}]).report
+    assert all(0 < row.output_error < 0.2 for row in report.nodes)
+
+
+ROUTED = model_of(
+    f"""g (float[T, {D}] x, bool[T] some, bool[T] none) => (float[a, 8] p, float[b, 8] q) {{
+        [proj] h = MatMul(x, V)
+        s = Compress <axis = 0> (h, some)
+        n = Compress <axis = 0> (h, none)
+        [expert0] p = MatMul(s, W0)
+        [expert1] q = MatMul(n, W1)
+    }}""",
+    {"V": normal(D, D), "W0": normal(D, 8), "W1": normal(D, 8, seed=1)},
+)
+
+
+def routed(count: int, to_none: bool = False) -> list[dict[str, np.ndarray]]:
+    masks = {"some": np.arange(count) % 2 == 0, "none": np.full(count, to_none)}
+    return [{"x": normal(count, D, seed=seed), **masks} for seed in range(3)]
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["", "run_folder"])
+@pytest.mark.parametrize(
+    "options",
+    [{"method": method} for method in METHODS]
+    + [
+        {"method": "gptq", "quantized_inputs": True},
+        {"method": "awq_gptq", "quantized_inputs": True, "share_of_8_bits": 0.1},
+    ],
+    ids=str,
+)
+def test_an_expert_without_tokens_is_rounded_to_nearest_and_named(tmp_path, options, kept):
+    model = tmp_path / "routed.onnx"
+    ir.save(ROUTED, model)
+    where = {"run_folder": tmp_path / "run"} if kept else {}
+    nearest = dequantised(read(quantize(model).model))["expert1"]
+    for _ in range(1 + kept):  # and again, from what was kept
+        result = quantize(model, calibration_data_reader=routed(16), **options, **where)
+        rows = {row.node: row for row in result.report.nodes}
+        expected = options["method"] == "rtn" or "no token of the samples reaches it"
+        assert rows["expert1"].method == "rtn"
+        assert expected is True or rows["expert1"].reason == expected
+        assert rows["expert0"].method == options["method"] or rows["expert0"].bits == 8
+        assert rows["expert0"].output_error < 0.2
+        if expected is not True:
+            (note,) = result.report.notes
+            assert re.fullmatch("1 weights are rounded to nearest, .*: W1", note)
+        np.testing.assert_array_equal(dequantised(read(result.model))["expert1"], nearest)
+
+
+def test_the_folder_of_a_run_that_was_killed_is_removed_by_the_next(tmp_path):
+    program = f"""
+import os, signal, sys
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from builders.text_models import matmul_of, normal
+from ortplugins.quantization import quantize
+
+def killed(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+quantize(matmul_of(normal(64, 64)), {str(tmp_path / "out.onnx")!r}, progress=killed)
+"""
+    process = subprocess.run([sys.executable, "-c", program])
+    assert process.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    with scratch_within(tmp_path) as used:  # another run is at work, and stays
+        assert not left.exists()
+        quantize(matmul_of(normal(64, 64)), tmp_path / "out.onnx")
+        assert {path.name for path in tmp_path.iterdir()} == {
+            "out.onnx",
+            Path(used).parent.name,
+        }
+    assert [path.name for path in tmp_path.iterdir()] == ["out.onnx"]
+
+
+def test_float16_scales_neither_vanish_nor_overflow():
+    for size in (6e-8, 1e-7, 1e-6, 65504.0):
+        weight = (normal(D, 4).clip(-1, 1) * size).astype(np.float16)
+        for is_symmetric in (True, False):
+            result = quantize(matmul_of(weight), is_symmetric=is_symmetric)
+            proto = read(result.model)
+            for name, array in arrays_of(proto).items():
+                if name.endswith("_scales"):
+                    assert (array != 0).all()
+                    assert np.isfinite(array).all()
+            error = abs(dequantised(proto)["m"] - weight).max()
+            assert error <= abs(weight.astype(float)).max()
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("stop"), KeyboardInterrupt()], ids=["error", "stop"]
+)
+@pytest.mark.parametrize("call", [0, 1, 2, 5])
+def test_progress_that_raises_stops_everything(folder, error, call):
+    calls = []
+
+    def progress(*reported):
+        calls.append(reported)
+        if len(calls) > call:
+            raise error
+
+    with pytest.raises(type(error)):
+        options = {"method": "awq_lite", "progress": progress}
+        into(folder, pair(128), calibration_data_reader=data(2, 128), **options)
+    assert call < len(calls) < call + 4  # tensors are written by several threads
+
+
+class Broken(concurrent.futures.Executor):
+    """Loses its workers after some tasks."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def submit(self, task, /, *args, **keywords):
+        future = concurrent.futures.Future()
+        self.left -= 1
+        if self.left < 0:
+            future.set_exception(concurrent.futures.BrokenExecutor("a worker was killed"))
+        else:
+            future.set_result(task(*args, **keywords))
+        return future
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_worker_that_is_killed_is_reported(folder, left):
+    with pytest.raises(concurrent.futures.BrokenExecutor, match="killed"):
+        into(folder, pair(), executor=Broken(left))
+
+
+def test_external_data_of_a_model_that_has_no_folder(folder, tmp_path_factory):
+    """What a file may name is in test_model_files.py."""
+    proto = ir.to_proto(pair())
+    tensor = proto.graph.initializer[0]
+    tensor.ClearField("raw_data")
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="weights")
+    root = tmp_path_factory.mktemp("source")
+    (root / "weights").write_bytes(normal(D, D).tobytes())
+    with contextlib.chdir(root), pytest.raises(ModelFileError, match="'V'"):
+        into(folder, proto)
+
+
+TESTS = [str(folder) for folder in Path(__file__).parents[:2]]
+
+
+@pytest.mark.parametrize("method", ["rtn", "awq_gptq"])
+@pytest.mark.parametrize("kilobytes", [600, 700, 760])
+def test_a_full_disk_is_reported(tmp_path, kilobytes, method):
+    with disk(tmp_path / "disk", kilobytes << 10) as root:
+        samples = data(2, 256)
+        options = {"method": method, "external_data": True, "calibration_data_reader": samples}
+        with pytest.raises(OSError, match=r"[Nn]o space left"):
+            quantize(pair(256), root / "out.onnx", **options)
+        assert not list(root.iterdir())
+
+
+BLOCKED = """
+import sys
+sys.path[:0] = {tests!r}
+from test_quantize_bad_input import *
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's "&" has it ignored
+def wait(*_):
+    if any(Path({folder!r}).glob(".ortplugins-*/*")):
+        print("writing", flush=True)
+        sys.stdin.read()  # until the signal
+options = dict(method="gptq", calibration_data_reader=data(4, 256), progress=wait)
+into(Path({folder!r}), pair(256), **options)
+print("done", flush=True)
+"""
+
+
+def test_a_signal_leaves_the_output_as_it_was(folder):
+    text = BLOCKED.format(tests=TESTS, folder=str(folder))
+    pipe = subprocess.PIPE
+    child = subprocess.Popen(
+        [sys.executable, "-c", text], stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "writing\n"
+    child.send_signal(signal.SIGINT)
+    out, errors = child.communicate()
+    assert "done" not in out
+    assert "KeyboardInterrupt" in errors

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: MIT
+"""Attention on shared heads, and norms, are fused whoever spelled them."""
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from builders.dequantized_models import assert_same_outputs, op_types, run
+from builders.exports import fused
+from builders.text_models import normal, proto_of
+from builders.transformer_parts import (
+    INNERS,
+    INVERSES,
+    LASTS,
+    LAYOUTS,
+    POWERS,
+    REPEATS,
+    SQUARES,
+    WEIGHTS,
+    D,
+    G,
+    H,
+    attention,
+    gelu,
+    norm,
+    rms_norm,
+    tanh_gelu,
+)
+
+
+def feeds(batch: int, queries: int, keys: int, seed: int = 0) -> dict[str, np.ndarray]:
+    names = enumerate(("k", "v", "other"), 3 * seed)
+    cache = {name: normal(batch, G, keys, D, seed=number) for number, name in names}
+    return {"q": normal(batch, H, queries, D, seed=seed), **cache}
+
+
+def check(result: ir.Model, model: onnx.ModelProto, inputs: dict[str, np.ndarray]) -> None:
+    assert_same_outputs(result, model, inputs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("repeat", REPEATS)
+def test_heads_are_read_once(repeat: str, layout: str):
+    model = attention(repeat, layout)
+    result, remarks, _ = fused(model)
+    assert len(remarks["fired"]) == 2
+    assert not remarks["refused"]
+    assert not {"Expand", "Tile", "Gather"} & set(op_types(result))
+    for seed, sizes in enumerate(((1, 1, 9), (2, 3, 5), (3, 1, 1), (2, 5, 7))):
+        check(result, model, feeds(*sizes, seed=seed))
+
+
+def test_a_repetition_that_stretches_other_axes_fails_as_loudly():
+    """Sizes of another layer's cache that stretched the keys must not go unseen."""
+    model = attention("expand elsewhere")
+    result, *_ = fused(model)
+    inputs = feeds(1, 1, 1) | {"other": feeds(1, 1, 3)["other"]}
+    assert run(model, inputs)[0].shape == (1, H, 1, D)
+    with pytest.raises(Exception, match="reshape"):
+        run(result, inputs)
+
+
+@pytest.mark.parametrize(
+    "nodes", ["y = MatMul(q, k)", "all = Expand(k, heads) y = MatMul(q, all)"]
+)
+def test_one_head_is_repeated_by_matmul(nodes: str):
+    model = proto_of(f"""g (float[B, {H}, S, {D}] q, float[B, 1, {D}, T] k)
+        => (float[B, {H}, S, T] y) <int64[4] heads = {{1, {H}, 1, 1}}> {{
+            {nodes} }}""")
+    result, remarks, _ = fused(model)
+    assert remarks["fired"] == [f"{H} query heads share each of 1 heads of 'k'"]
+    check(result, model, {"q": normal(2, H, 3, D), "k": normal(2, 1, D, 5)})
+
+
+ADDENDS = {"a": normal(2, 3, 8), "b": normal(2, 3, 8, seed=1)}
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("inverse", INVERSES)
+@pytest.mark.parametrize("square", SQUARES)
+def test_a_norm_and_its_residual_are_one_node(square: str, inverse: str, weight: str):
+    model = rms_norm(square, inverse, weight)
+    result, *_ = fused(model)
+    assert op_types(result) == ["SkipSimplifiedLayerNormalization"]
+    check(result, model, ADDENDS)
+
+
+def test_norms_share_what_they_read():
+    """One sum and one mean under two norms, and the sum read before them."""
+    model = rms_norm("power", "division", "behind", ("mean =", "early = Relu(x)\nmean ="))
+    again = onnx.helper.make_node("Mul", ["weight", "normal"], ["again"])
+    twice = onnx.helper.make_node("Mul", ["y", "again"], ["both"])
+    model.graph.node.extend([again, twice])
+    for name in ("early", "both"):
+        model.graph.output.append(onnx.helper.make_tensor_value_info(name, 1, None))
+    result, *_ = fused(model)
+    assert op_types(result) == [
+        *("Mul", "Relu", "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization")
+    ]
+    check(result, model, ADDENDS)
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float64])
+def test_norms_of_other_types(kind: type):
+    model = rms_norm("power", "reciprocal", "behind")
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.elem_type = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(kind))
+    for tensor in model.graph.initializer:
+        array = onnx.numpy_helper.to_array(tensor)
+        if tensor.name != "last":
+            tensor.CopyFrom(onnx.numpy_helper.from_array(array.astype(kind), tensor.name))
+    result, *_ = fused(model)
+    assert "ReduceMean" not in op_types(result)
+    inputs = {name: array.astype(kind) for name, array in ADDENDS.items()}
+    assert_same_outputs(result, model, inputs, rtol=1e-2 if kind is np.float16 else 1e-7)
+
+
+@pytest.mark.parametrize("last", LASTS)
+@pytest.mark.parametrize("inner", INNERS)
+@pytest.mark.parametrize("powers", POWERS)
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_gelu_by_tanh_is_one_node(powers: str, inner: str, last: str, exchanged: bool):
+    model = tanh_gelu(powers, inner, last)
+    for node in model.graph.node if exchanged else ():
+        if node.op_type in ("Add", "Mul"):
+            node.input[:] = node.input[::-1]
+    result, remarks, _ = fused(model)
+    assert op_types(result) == ["FastGelu"]
+    assert remarks["fired"] == ["FastGelu"]
+    check(result, model, {"x": np.linspace(-8, 8, 96, dtype=np.float32).reshape(-1, 8)})
+
+
+def gathered(change: tuple[str, str]) -> onnx.ModelProto:
+    return attention("gather", change=change)
+
+
+WEIGHT = "float[8] weight = {1, 2, 3, 4, 5, 6, 7, 8}"
+
+
+@pytest.mark.parametrize(
+    ("made", "old", "new", "left"),
+    [
+        # Heads in turn, 0 1 0 1 ..., are not the repetition of attention.
+        (gathered, "{0, 0, 0, 1, 1, 1}", "{0, 1, 0, 1, 0, 1}", "Gather"),
+        (norm, "last = {-1}", "last = {1}", "ReduceMean"),
+        (norm, "float two = {2}", "float two = {3}", "ReduceMean"),
+        (norm, WEIGHT, "float weight = {3}", "ReduceMean"),
+        # The kernel wants a weight for each element of the axis, and does not broadcast one.
+        (norm, WEIGHT, "float[1] weight = {3}", "ReduceMean"),
+        # A sum that broadcasts has no kernel.
+        (norm, "float[2, 3, 8] b)", "float[8] b)", "SimplifiedLayerNormalization"),
+        # Names of dimensions are no sizes: one of the terms may be broadcast.
+        (norm, "float[2, 3, 8] b)", "float[B, S, 8] b)", "SimplifiedLayerNormalization"),
+        (norm, "float[2, 3, 8] a,", "float[B, S, 8] a,", "SimplifiedLayerNormalization"),
+        # A weight that makes the last axis longer, and constants that add axes.
+        (
+            norm,
+            "float[2, 3, 8] a, float[2, 3, 8] b",
+            "float[2, 3, 1] a, float[2, 3, 1] b",
+            "ReduceMean",
+        ),
+        (norm, "float epsilon = {1e-6}", "float[1, 1, 1, 1] epsilon = {1e-6}", "ReduceMean"),
+        (norm, "float epsilon = {1e-6}", "float epsilon = {-1}", "ReduceMean"),
+        (gelu, "half = {0.5}", "half = {0.25}", "Tanh"),
+        (gelu, "cubic = {0.044715}", "cubic = {0.044}", "Tanh"),
+        (gelu, "root = {0.7978845834732056}", "root = {0.798}", "Tanh"),
+        (gelu, "Mul(square, x)", "Mul(square, square)", "Tanh"),
+        (gelu, "Mul(x, half)", "Mul(cube, half)", "Tanh"),
+        (gelu, "float[B, 8] y", "float[B, 8] y, float[B, 8] g", "Tanh"),
+        (gelu, "float[B, 8] x)", "float[B, 8] x, float half)", "Tanh"),
+        (gelu, "float", "double", "Tanh"),
+    ],
+)
+def test_what_stays(made, old: str, new: str, left: str):
+    result, remarks, _ = fused(made((old, new)))
+    assert left in op_types(result)
+    assert not remarks["refused"]
+
+
+def test_heads_that_are_mixed_stay_and_are_named():
+    """The batch and the heads change places."""
+    result, remarks, _ = fused(
+        attention(change=("[0, 1, 3, 2]>(k_all)", "[1, 0, 3, 2]>(k_all)"))
+    )
+    assert op_types(result).count("MatMul") == 2
+    assert ["mixes heads" in text for text in remarks["refused"]] == [True]
+
+
+DRAWS = {
+    "Bernoulli": "Bernoulli(x)",
+    "Dropout in training": "Dropout(x, ratio, training)",
+    "RandomNormal": "RandomNormal<shape = [9]>()",
+    "RandomNormalLike": "RandomNormalLike(x)",
+    "RandomUniformLike": "RandomUniformLike(x)",
+    "Multinomial": "Multinomial<sample_size = 9>(rows)",
+    "of a function": "mine.draw(x)",
+    "of a custom operator": "com.microsoft.BiasDropout(x, bias, , ratio, training)",
+}
+
+
+@pytest.mark.parametrize("call", DRAWS.values(), ids=DRAWS)
+def test_two_draws_stay_two(call: str):
+    model = proto_of(
+        f"""g (float[9] x, float[1, 9] rows) => (a, b)
+        <float ratio = {{0.5}}, bool training = {{1}},
+         float[9] bias = {{1, 1, 1, 1, 1, 1, 1, 1, 1}}> {{
+            a_draw = {call} b_draw = {call} a = Identity(a_draw) b = Identity(b_draw) }}"""
+    )
+    for value in model.graph.output:
+        value.ClearField("type")
+    result, *_ = fused(model)
+    first, second = (value.producer().inputs[0] for value in result.graph.outputs)
+    assert first is not second
+
+
+def test_the_sign_of_0_makes_two_nodes():
+    model = proto_of("""g (float[9] x) => (float[9] y) {
+        a = LeakyRelu<alpha = 0.0>(x) b = LeakyRelu<alpha = 0.0>(x) y = Div(a, b) }""")
+    model.graph.node[1].attribute[0].f = -0.0
+    result, *_ = fused(model)
+    assert op_types(result).count("LeakyRelu") == 2
+
+
+def test_equal_nodes_are_one():
+    model = proto_of("""g (float[9] x) => (float[9] y) {
+        a = Relu(x) b = Relu(x) c = Exp(a) d = Exp(b) y = Add(c, d) }""")
+    result, *_ = fused(model)
+    assert op_types(result) == ["Add", "Exp", "Relu"]

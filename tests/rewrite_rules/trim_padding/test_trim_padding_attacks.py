@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: MIT
+"""Graphs that look trimmable and are not, or only in part, beside those that are.
+
+Each is a head behind an encoder, with inputs of its own. It is refused for the reason that is
+given, or computes the same with inputs that neither the proof nor the trials have seen.
+"""
+
+import collections
+import re
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from builders.encoders import ADDITIVE, BOOLEAN, VOCABULARY, batch, encoder
+from builders.same_numbers import session
+
+import ortplugins
+from rewrite_rules.remarks import PassContext, Remarks
+from rewrite_rules.trim_padding.trim import trim_padding
+
+CASES = Path(__file__).with_name("attacks.txt")
+CONSTANTS = {
+    "unit": np.int64(1),
+    "span": -np.ones((8, 1), np.float32),
+    "far": np.float32(-1e4),
+    "five": np.float32(5),
+    "no": np.float32(0),
+    "kernel": np.ones((8, 8, 3), np.float32),
+    "n20": np.array([20]),
+    "n30": np.array([30]),
+    "n200": np.array([200]),
+    "f200": np.array([200], np.float32),
+    "unit_f": np.array([1], np.float32),
+    "nothing_f": np.array([0], np.float32),
+    "last_200": np.array([-200]),
+    "end": np.array([1 << 40]),
+    "minus_1": np.array([-1]),
+    "far_front": np.array([-(1 << 40)]),
+    "depth": np.int64(32),
+    "values": np.array([0, 1], np.float32),
+    "wider": np.array([1, 1, 2], np.float32),
+    "n105": np.array([105]),
+    "half": np.float32(0.5),
+    "scalar_200": np.int64(200),
+}
+INPUTS = {
+    "labels": (["texts", "kinds"], "int64"),
+    "gate": (["rows", "places", 8], "float"),
+    "short": (["rows", "places"], "int64"),
+    "positions": (["places"], "int64"),
+    "biases": ([1, 1, "queries", "keys"], "float"),
+}
+ROWS = [("111", "11111"), ("1", "1"), ("00111", "1"), ("000", "11"), ("1" * 300, "1" * 4)]
+
+
+def sections() -> dict[str, str]:
+    """Return the text below each line that is not indented."""
+    found, name = collections.defaultdict[str, str](str), ""
+    for line in CASES.read_text().splitlines():
+        if line.startswith(("    ", "#")):
+            found[name] += line[4:] + "\n" if line.startswith(" ") else ""
+        else:
+            name = line
+    return found
+
+
+def attacks() -> dict[str, tuple[str, str, str]]:
+    """Return the mask, the head and the refusal of each case; none where it is trimmed."""
+    texts, cases = sections(), {}
+    for line, body in texts.items():
+        if line.count("|") == 2:
+            head = re.sub(r"@\w+", lambda snippet: texts[snippet[0]], body)
+            name, mask, refused = map(str.strip, line.split("|"))
+            cases[name] = (MASKS[mask], head, "" if refused == "trimmed" else refused)
+    return cases
+
+
+MASKS = {"additive": ADDITIVE, "boolean": BOOLEAN}
+ATTACKS = attacks()
+
+
+def attacked(mask: str, head: str) -> onnx.ModelProto:
+    """Return an encoder with the inputs that the head reads."""
+    text = f"{mask} {head}"
+    extra = {name: array for name, array in CONSTANTS.items() if name in text}
+    model = encoder(mask, head, extra=extra)
+    for name, (shape, kind) in INPUTS.items():
+        if f" {name})" in text or f"({name}" in text:
+            dtype = getattr(onnx.TensorProto, kind.upper())
+            model.graph.input.append(onnx.helper.make_tensor_value_info(name, dtype, shape))
+    if "y = Mul(labels" in head:
+        model.graph.output[0].type.tensor_type.elem_type = onnx.TensorProto.INT64
+    del model.graph.value_info[:]
+    return onnx.shape_inference.infer_shapes(model)
+
+
+def fed(model: onnx.ModelProto, rows: tuple[str, ...], labels: int) -> dict[str, np.ndarray]:
+    """Draw inputs; labels are as many as tokens, or fewer."""
+    feed = batch(*rows, length=max(9, max(map(len, rows)) + 5))
+    count, length = feed["input_ids"].shape
+    rng = np.random.default_rng(count * length)
+    made = {
+        "labels": rng.integers(0, VOCABULARY, (count, labels or length)),
+        "gate": rng.standard_normal((count, 1, 8), np.float32),
+        "short": np.zeros((count, 1), np.int64),
+        "positions": np.arange(length) % VOCABULARY,
+        "biases": rng.standard_normal((1, 1, length, 1 if labels else length), np.float32),
+    }
+    return feed | {v.name: made[v.name] for v in model.graph.input if v.name in made}
+
+
+def run(model: onnx.ModelProto, feed: dict[str, np.ndarray]) -> list[np.ndarray]:
+    return session(model).run(None, feed)
+
+
+def assert_same_where_real(found: np.ndarray, expected: np.ndarray, real: np.ndarray) -> None:
+    """Compare; padding counts where the model sets it, which is where it is one value."""
+    assert found.shape == expected.shape
+    if expected.shape[:2] == real.shape:
+        behind = int(np.flatnonzero(real.any(axis=0)).max(initial=-1)) + 1
+        tail = expected[:, behind:]
+        if not (tail == tail[:, :1]).all():
+            found, expected = found[real], expected[real]
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_what_looks_trimmable(attack):
+    mask, head, refused = ATTACKS[attack]
+    model = attacked(mask, head)
+    result = ortplugins.optimize(model, passes=[ortplugins.TrimPadding()])
+    (remark,) = (r for r in result.report.passes[0].remarks if r.outcome.value != "note")
+    assert remark.outcome.value == ("refused" if refused else "fired"), remark
+    assert refused in remark.reason
+    sessions = [session(one) for one in (result.model, model)]
+    for rows in ROWS if not refused else ():
+        for labels in (0, 3):
+            feed = fed(model, rows, labels)
+            (found,), (expected,) = (one.run(None, feed) for one in sessions)
+            assert_same_where_real(found, expected, feed["attention_mask"].astype(bool))
+
+
+def test_an_output_has_another_rank_than_declared():
+    mask, head, _ = ATTACKS["biases of the caller"]
+    model = attacked(mask, head.replace("y = Squeeze(m, first)", "y = Identity(m)"))
+    stale = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["a", "n", 8])
+    model.graph.output[0].CopyFrom(stale)
+    result = ortplugins.optimize(model, passes=[ortplugins.TrimPadding()])
+    assert result.report.fired
+    feed = fed(model, ("111", "11111"), 0)
+    (found,), (expected,) = (run(m, feed) for m in (result.model, model))
+    assert_same_where_real(found[0], expected[0], feed["attention_mask"].astype(bool))
+
+
+NAMES = (("s10", "s70"), ("s43", "s53"), ("s77", "s88"))
+MASK_OF_ONE_NAME = (("batch", "sequence"), ("n", "n"), ("s77", "s88"))
+ONE_NAME = (("batch", "sequence"),) * 3
+
+
+@pytest.mark.parametrize(
+    ("shapes", "count"),
+    [
+        *((names, count) for names in (NAMES, ONE_NAME) for count in (3, 16, 20)),
+        (MASK_OF_ONE_NAME, 3),
+        ((("batch", 16),) * 3, 16),
+        (((2, 16),) * 3, 16),
+    ],
+)
+def test_neither_names_nor_sizes_make_a_sequence(shapes, count):
+    model = attacked(*ATTACKS["labels"][:2])
+    for value, shape in zip(model.graph.input, shapes, strict=True):
+        declared = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.INT64, shape)
+        value.type.CopyFrom(declared.type)
+    model = onnx.shape_inference.infer_shapes(model)
+    result = ortplugins.optimize(model, passes=[ortplugins.TrimPadding()])
+    (fired,) = result.report.fired
+    assert "'labels'" not in fired.reason
+    feed = batch("111", "11111", length=16)
+    feed["labels"] = np.random.default_rng(0).integers(0, VOCABULARY, (2, count))
+    found, expected = (
+        session(m, optimised=False).run(None, feed) for m in (result.model, model)
+    )
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_scores_that_the_model_masks_keep_their_best(multiple):
+    mask, head, _ = ATTACKS["minus infinity"]
+    model = attacked(mask, head)
+    passes = [ortplugins.TrimPadding(multiple=multiple)]
+    result = ortplugins.optimize(model, passes=passes).model
+    feed = batch("111", "11111", length=19)
+    (found,), (expected,) = (
+        session(m, optimised=False).run(None, feed) for m in (result, model)
+    )
+    np.testing.assert_array_equal(found == -np.inf, expected == -np.inf)
+    np.testing.assert_array_equal(found.argmax(axis=1), expected.argmax(axis=1))
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "products of what is 0",
+        "ends at 200",
+        "sums of all before",
+        "a row for all",
+        "a row for all by Gather",
+    ],
+)
+def test_what_is_packed_computes_the_same(attack):
+    """Packing puts copies of real tokens at padded positions; the proof alone has to see."""
+    model = attacked(*ATTACKS[attack][:2])
+    result, remarks = ir.from_proto(model), Remarks("trim_padding")
+    trim_padding(result, PassContext(remarks), pack=True)
+    assert any(remark.outcome.value == "fired" for remark in remarks)
+    for rows in ROWS:
+        feed = fed(model, rows, 0)
+        (found,), (expected,) = (run(m, feed) for m in (ir.to_proto(result), model))
+        assert_same_where_real(found, expected, feed["attention_mask"].astype(bool))

@@ -1,0 +1,437 @@
+# SPDX-License-Identifier: MIT
+"""Flags in, an ordered plan out; and passes of other packages."""
+
+import dataclasses
+import importlib
+import itertools
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import onnx
+import onnxruntime as ort
+import pytest
+from builders.dequantized_models import DequantizedMatMul
+from builders.installed_passes import EXAMPLE, install_passes, installed
+from builders.processes import python
+from builders.sessions import start
+from builders.text_models import proto_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+import session_options
+from ortplugins.runtime.copied_options import running_options
+from session_options import (
+    DqMatMulNBitsFusion,
+    OptionError,
+    Pass,
+    Plan,
+    configure,
+    option,
+    read,
+    registered_passes,
+)
+from session_options.keys import options_of, stored
+from session_options.plan import GENERAL_OPTIONS, make_plan, plan_from_settings
+from session_options.registry import (
+    BUILTIN_PASSES,
+    NO_ENTRY_POINTS,
+    PassWarning,
+    _installed_entry_points,
+    find,
+)
+
+FUSION = DqMatMulNBitsFusion()
+CASE = DequantizedMatMul(64, 32, 32)
+ENABLE = "ortplugins.enable_dq_matmulnbits_fusion"
+ACCURACY_LEVEL = "ortplugins.dq_matmulnbits_fusion.accuracy_level"
+ONNXRUNTIMES_ACCURACY_LEVEL = "session.qdq_matmulnbits_accuracy_level"
+
+
+def with_entries(content: dict[str, str]) -> ort.SessionOptions:
+    options = ort.SessionOptions()
+    for key, text in content.items():
+        options.add_session_config_entry(key, text)
+    return options
+
+
+@dataclasses.dataclass(frozen=True)
+class Everything(Pass):
+    """One option of each type."""
+
+    name: ClassVar[str] = "everything"
+    summary: ClassVar[str] = "have options"
+
+    flag: bool = option(False, "A flag.")
+    count: int = option(3, "A count.", choices=(3, 5))
+    share: float = option(0.5, "A share.", onnxruntime_key="session.share")
+    mode: str = option("fast", "A mode.")
+
+
+def test_fields_are_the_options():
+    specs = options_of(Everything)
+    assert [(spec.name, spec.default, spec.help) for spec in specs] == [
+        ("flag", False, "A flag."),
+        ("count", 3, "A count."),
+        ("share", 0.5, "A share."),
+        ("mode", "fast", "A mode."),
+    ]
+    assert (specs[1].choices, specs[2].onnxruntime_key) == ((3, 5), "session.share")
+    name = DqMatMulNBitsFusion.name
+    assert session_options.enable_key(name) == ENABLE
+    assert session_options.option_key(name, "accuracy_level") == ACCURACY_LEVEL
+    for cls in registered_passes().values():
+        assert cls.summary
+        assert all(spec.help.endswith(".") for spec in options_of(cls))
+
+
+def test_general_options_are_the_plans_fields():
+    general = {spec.name: spec.default for spec in GENERAL_OPTIONS}
+    assert Plan._field_defaults == {"passes": (), **general}
+
+
+@pytest.mark.parametrize(
+    "field",
+    [dataclasses.field(default=1), option(None, "Has no type."), option((), "Is a list.")],
+    ids=["not by option()", "None", "tuple"],
+)
+def test_a_field_that_is_no_option_is_refused(field):
+    cls = dataclasses.make_dataclass(
+        "Odd", [("what", object, field)], bases=(Pass,), namespace={"name": "odd"}, frozen=True
+    )
+    with pytest.raises(TypeError, match=r"Odd\.what: declare it with session_options\.option"):
+        options_of(cls)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"count": 4}, r"ortplugins\.everything\.count is 4: one of 3, 5 is expected"),
+        ({"count": True}, r"ortplugins\.everything\.count is True: a int is expected"),
+        ({"flag": 1}, r"ortplugins\.everything\.flag is 1: a bool is expected"),
+        ({"mode": None}, r"ortplugins\.everything\.mode is None: a str is expected"),
+        ({"share": "0.5"}, r"ortplugins\.everything\.share is '0\.5': a float is expected"),
+    ],
+)
+def test_a_pass_checks_its_options(values, words):
+    with pytest.raises(OptionError, match=words):
+        Everything(**values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        None,
+        ort.SessionOptions(),
+        with_entries({ENABLE: "0"}),
+        with_entries({ACCURACY_LEVEL: "4"}),
+        with_entries({ONNXRUNTIMES_ACCURACY_LEVEL: "4", "ortplugins.strict": "1"}),
+    ],
+    ids=["none", "untouched", "off", "option only", "other entries"],
+)
+def test_nothing_switched_on_is_an_empty_plan(options):
+    plan = read(options)
+    assert plan == Plan()
+    assert not plan
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "expected"),
+    [
+        (ENABLE, "true", '"0" or "1" is expected'),
+        (ENABLE, "", '"0" or "1" is expected'),
+        (ACCURACY_LEVEL, "5", "one of auto, 0, 1, 2, 3, 4 is expected"),
+        (ACCURACY_LEVEL, "four", "one of auto, 0, 1, 2, 3, 4 is expected"),
+        ("ortplugins.dq_matmulnbits_fusion.slow_kernels", "Float", "one of float, fuse, keep"),
+        ("ortplugins.strict", "yes", '"0" or "1" is expected'),
+    ],
+)
+def test_an_impossible_value_names_key_and_value(key, text, expected):
+    with pytest.raises(OptionError) as error:
+        read(with_entries({ENABLE: "1", key: text}))
+    assert key in str(error.value)
+    assert text in str(error.value)
+    assert expected in str(error.value)
+
+
+@given(
+    accuracy_level=st.sampled_from([0, 1, 2, 3, 4]),
+    slow_kernels=st.sampled_from(["float", "fuse", "keep"]),
+    general=st.fixed_dictionaries(
+        {},
+        optional={
+            # onnxruntime keeps entries as C strings, which end at a NUL.
+            "cache_dir": st.text(st.characters(codec="utf-8", min_codepoint=1), max_size=50),
+            "strict": st.booleans(),
+            "bake": st.booleans(),
+        },
+    ),
+)
+def test_what_is_configured_is_read(accuracy_level, slow_kernels, general):
+    item = DqMatMulNBitsFusion(accuracy_level, slow_kernels)
+    options = ort.SessionOptions()
+    configure(options, item, **general)
+    assert read(options) == Plan((item,), **general)  # type: ignore[arg-type]
+
+
+def test_configure_writes_defaults_too():
+    options = with_entries({})
+    configure(options, DqMatMulNBitsFusion())
+    assert options.get_session_config_entry(ENABLE) == "1"
+    assert options.get_session_config_entry(ACCURACY_LEVEL) == "auto"
+    assert read(options).passes == (DqMatMulNBitsFusion(accuracy_level="auto"),)
+
+
+def a_pass(called: str, position: int = 50) -> Pass:
+    """A pass of that name, not registered."""
+    namespace = {"name": called, "summary": called, "position": position}
+    return dataclasses.make_dataclass(
+        called, [], bases=(Pass,), namespace=namespace, frozen=True
+    )()
+
+
+@pytest.mark.parametrize(
+    ("passes", "general", "words"),
+    [
+        (
+            [a_pass("dq_matmulnbit_fusion")],
+            {},
+            "unknown pass 'dq_matmulnbit_fusion': did you mean 'dq_matmulnbits_fusion'?",
+        ),
+        (
+            [a_pass("dq_matmulnbits_fusion")],
+            {},
+            "'dq_matmulnbits_fusion' is registered with another class",
+        ),
+        ([FUSION, DqMatMulNBitsFusion(4)], {}, "'dq_matmulnbits_fusion' is given twice"),
+        ([FUSION], {"strikt": True}, "unknown option 'strikt': did you mean 'strict'?"),
+        ([FUSION], {"strict": "1"}, "ortplugins.strict is '1': a bool is expected"),
+        ([FUSION], {"cache_dir": 5}, "ortplugins.cache_dir is 5: a str is expected"),
+    ],
+)
+def test_configure_refuses_and_writes_nothing(passes, general, words):
+    options = ort.SessionOptions()
+    with pytest.raises(OptionError) as error:
+        configure(options, *passes, **general)
+    assert words in str(error.value)
+    with pytest.raises(RuntimeError):
+        options.get_session_config_entry(ENABLE)
+
+
+def test_passes_run_by_position_then_by_name():
+    ordered = (a_pass("z", 10), a_pass("a", 20), a_pass("b", 20), a_pass("y", 50))
+    for given_order in itertools.permutations(ordered):
+        assert make_plan(given_order).passes == ordered
+
+
+# Takes the source of a module ``acme``, and entry points by name.
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+
+    def write(source: str, **points: str) -> None:
+        monkeypatch.syspath_prepend(install_passes(tmp_path / "site", source, **points))
+        importlib.invalidate_caches()
+        _installed_entry_points.cache_clear()
+
+    yield write
+    sys.modules.pop("acme", None)
+    _installed_entry_points.cache_clear()
+
+
+STAMP = """
+    import dataclasses
+    from pathlib import Path
+    from typing import ClassVar
+
+    import ortplugins
+
+
+    @dataclasses.dataclass(frozen=True)
+    class Stamp(ortplugins.Pass):
+        '''Write a text into the model, and work in every stage.'''
+
+        name: ClassVar[str] = "stamp"
+        summary: ClassVar[str] = "write a text into the model"
+        position: ClassVar[int] = 10
+
+        text: str = ortplugins.option("hello", "What to write.")
+
+        def rewrite(self, model, context):
+            model.metadata_props["stamp"] = self.text
+            context.remarks.fired("model", f"stamped {self.text!r}")
+
+        def rearrange(self, model, context):
+            seen = " ".join(sorted(node.op_type for node in model.graph))
+            model.metadata_props["rearranged"] = seen
+            context.remarks.note("model", "rearranged")
+
+        def finish(self, model_path, context):
+            size = model_path.stat().st_size
+            model_path.with_name("stamp.txt").write_text(str(size))
+
+        def session_settings(self):
+            return {"session.disable_prepacking": "1"}
+"""
+
+
+@pytest.mark.parametrize("start_number", [1, 2], ids=["first start", "from the cache"])
+def test_a_pass_of_another_package_works_in_every_stage(install, model_path, start_number):
+    install(STAMP, stamp="acme:Stamp")
+    read(with_entries({ENABLE: "1"}))
+    assert "acme" not in sys.modules, "not switched on, not imported"
+    assert registered_passes()["stamp"].summary == "write a text into the model"
+    (mine,) = plan_from_settings(["stamp"], {}).fingerprint()
+    assert (mine["class"], mine["version"]) == ("acme.Stamp", "1.2")
+    options = with_entries(
+        {"ortplugins.enable_stamp": "1", "ortplugins.stamp.text": "hi", ENABLE: "1"}
+    )
+    for _ in range(start_number):
+        session = start(model_path, options)
+    report = session.ortplugins_report
+    assert report.source == ("built" if start_number == 1 else "cache")
+    # The smaller position first.
+    assert [item.name for item in report.passes] == ["stamp", "dq_matmulnbits_fusion"]
+    assert "model: stamped 'hi'" in map(str, report.fired)
+    properties = session.get_modelmeta().custom_metadata_map
+    assert properties["stamp"] == "hi"
+    assert properties["rearranged"] == "MatMulNBits"
+    artifact = Path(report.artifact)
+    assert artifact.with_name("stamp.txt").read_text() == str(artifact.stat().st_size)
+    used = running_options(session)
+    assert used.get_session_config_entry("session.disable_prepacking") == "1"
+    assert stored(options, "session.disable_prepacking") is None
+
+
+BROKEN = {
+    "import error": ("import no_such_package", "ModuleNotFoundError"),
+    "error at import": ("1 / 0", "ZeroDivisionError"),
+    "no such class": ("Other = 1", "AttributeError"),
+    "no pass": ("class Stamp: pass", "is not a subclass of ortplugins.Pass"),
+    "an instance": ("Stamp = 5", "is not a subclass of ortplugins.Pass"),
+    "no dataclass": (
+        "import ortplugins\nclass Stamp(ortplugins.Pass):\n    name = 'stamp'",
+        "Stamp is not a frozen dataclass",
+    ),
+    "another name": (
+        textwrap.dedent(STAMP).replace('"stamp"\n', '"stomp"\n'),
+        "Stamp.name is 'stomp', but its entry point is 'stamp'",
+    ),
+    "no name": (
+        textwrap.dedent(STAMP).replace('    name: ClassVar[str] = "stamp"\n', ""),
+        "Stamp.name is None, but its entry point is 'stamp'",
+    ),
+    "an option that is none": (
+        textwrap.dedent(STAMP).replace('ortplugins.option("hello", "What to write.")', '"x"'),
+        "Stamp.text: declare it with session_options.option()",
+    ),
+}
+
+
+@pytest.mark.parametrize(("source", "words"), BROKEN.values(), ids=BROKEN.keys())
+def test_a_broken_pass_warns_by_name_and_is_skipped(install, model_path, source, words):
+    install(source, stamp="acme:Stamp")
+    options = with_entries({"ortplugins.enable_stamp": "1", ENABLE: "1"})
+    with pytest.warns(PassWarning) as caught:
+        session = start(model_path, options)
+    text = str(caught[0].message)
+    assert text.startswith("ortplugins skips pass 'stamp' of 'acme:Stamp': ")
+    assert words in text
+    names = [item.name for item in session.ortplugins_report.passes]
+    assert names == ["dq_matmulnbits_fusion"]
+
+
+def test_a_broken_pass_that_is_asked_for_by_name_is_an_error(install):
+    install("1 / 0", stamp="acme:Stamp")
+    with (
+        pytest.warns(PassWarning, match="ZeroDivisionError"),
+        pytest.raises(OptionError, match="'stamp' cannot be used"),
+    ):
+        plan_from_settings(["stamp"], {})
+
+
+def test_other_packages_cannot_replace_a_pass_of_ours(install):
+    install(STAMP, dq_matmulnbits_fusion="acme:Stamp")
+    assert registered_passes() == {name: find(name) for name in BUILTIN_PASSES}
+
+
+def test_an_environment_variable_leaves_other_packages_out(install, monkeypatch):
+    install(STAMP, stamp="acme:Stamp")
+    monkeypatch.setenv(NO_ENTRY_POINTS, "1")
+    assert read(with_entries({"ortplugins.enable_stamp": "1"})) == Plan()
+    with pytest.raises(OptionError, match="unknown pass 'stamp'"):
+        plan_from_settings(["stamp"], {})
+
+
+def test_importing_and_reading_imports_nothing_heavy():
+    code = """
+        import sys
+        import session_options
+
+        class Options:
+            def get_session_config_entry(self, key):
+                raise RuntimeError(key)
+
+        assert not session_options.read(Options())
+        heavy = {"numpy", "onnx", "onnx_ir", "onnxscript", "onnxruntime"}
+        print(heavy & set(sys.modules))
+    """
+    done = python("-c", textwrap.dedent(code), **{NO_ENTRY_POINTS: "0"})
+    assert done.stdout == "set()\n", done.stderr
+
+
+# The example package of docs/write-a-pass.md: its own tests, and its entry point.
+
+
+ROOT = Path(__file__).parents[2]
+MODEL = 'g (float[n] x) => (float[n] y) { ["one"] d = Dropout (x)  y = Relu (d) }'
+
+
+SESSION = """
+import onnxruntime, ortplugins
+so = onnxruntime.SessionOptions()
+so.add_session_config_entry("ortplugins.enable_drop_dropout", "1")
+session = ortplugins.InferenceSession("model.onnx", so, providers=["CPUExecutionProvider"])
+print(session.ortplugins_report)
+"""
+
+
+@pytest.fixture
+def ran(tmp_path: Path) -> Callable[..., str]:
+    """Runs Python where the package is installed; returns what it printed."""
+    path = os.pathsep.join(installed(tmp_path / "site"))
+
+    def run(*arguments: str, cwd: Path) -> str:
+        done = python(*arguments, cwd=cwd, PYTHONPATH=path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
+
+
+def test_its_own_tests_pass(ran):
+    quiet = "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "-p", "no:xdist"
+    assert "2 passed" in ran("-m", "pytest", *quiet, ".", cwd=EXAMPLE)
+
+
+def test_its_entry_point_serves_sessions_and_the_command_line(ran, tmp_path):
+    onnx.save(proto_of(MODEL), tmp_path / "model.onnx")
+    assert "fired 1, refused 0" in ran("-c", SESSION, cwd=tmp_path)
+    command = "-m", "ortplugins", "optimize", "model.onnx", "-o", "out.onnx"
+    ran(*command, "--pass", "drop_dropout", cwd=tmp_path)
+    nodes = onnx.load(tmp_path / "out.onnx").graph.node
+    assert [node.op_type for node in nodes] == ["Relu"]
+
+
+def test_the_page_shows_the_example_as_it_is():
+    page = (ROOT / "docs" / "write-a-pass.md").read_text(encoding="utf-8")
+    for name in ("acme_passes.py", "test_acme_passes.py"):
+        _, code = (EXAMPLE / name).read_text(encoding="utf-8").split("\n", 1)  # the licence
+        assert code in page, name
+    entry = (EXAMPLE / "pyproject.toml").read_text(encoding="utf-8").split("\n\n")[2]
+    assert entry in page
