@@ -11,8 +11,8 @@ Two searches, each small by default (some 20 seconds together):
 
 ``ORTPLUGINS_FUZZ=50`` looks at 50 times as many of both (about 10 minutes), at other ones for
 each ``ORTPLUGINS_FUZZ_SEED``; the chain that is being looked at is then in
-``ortplugins-fuzz-chain.onnx`` in the temporary folder. Run as a program (PYTHONPATH=tests) with a seed it repeats
-one damaged file.
+``ortplugins-fuzz-chain.onnx`` in the temporary folder. Run as a program (PYTHONPATH=tests)
+with a seed it repeats one damaged file.
 """
 
 import collections
