@@ -22,7 +22,6 @@ from ortplugins.measurement.measure import Candidate, Feed, Measurement, measure
 from ortplugins.quantization import quantize
 from ortplugins.report import Report
 from ortplugins.session.warming import warm
-from ortplugins.tuning.changes import AND
 from session_options.plan import entries_of
 
 # Hint -> the figure that it aims at, and the bound of the geometric mean.
@@ -121,7 +120,7 @@ def measure_repeated_tuning(folder: Path, rounds: int) -> list[Figure]:
         for number in range(_TIMES):
             again = folder / f"tuned-{number}"
             tuned, report = tune(net, path, feed, "latency", again, hint_seconds=_SECONDS)
-            names = {name for row in report.tried if row.taken for name in row.name.split(AND)}
+            names = {row.name for row in report.tried if row.taken}
             found[tuple(sorted(names))].append(tuned)
             print(net, sorted(names), report.notes[-1], flush=True)
         choices = [same[0] for same in found.values()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -18,13 +18,11 @@ from ortplugins.runtime.session_settings import (
     PARALLEL_PACKING_KEY,
 )
 
-# Between the names of changes that are taken together.
-AND = " + "
 NONE: Mapping[str, str] = MappingProxyType({})
 
 
 class Change(NamedTuple):
-    """One way in which a start may differ from plain onnxruntime's, or several together."""
+    """What a start may have that plain onnxruntime's has not; or several such together."""
 
     name: str  # in tables
     passes: tuple[str, ...] = ()
@@ -32,6 +30,20 @@ class Change(NamedTuple):
     settings: Mapping[str, str] = NONE  # of the session, as Pass.session_settings has them
     keeps_graph: bool = False  # even if no pass fires: as onnxruntime's optimisers leave it
     operators: tuple[str, ...] = ()  # a model without any of these has nothing to gain
+    is_safe: bool = False  # serves what the hint aims at on any machine, unmeasured
+
+    def with_change(self, other: Change) -> Change:
+        """Return both as one, under the other's name; its value for an option counts."""
+        settings = {**self.settings, **other.settings}
+        if settings.get(DISABLED_PACKING_KEY) == "1":
+            settings.pop(PARALLEL_PACKING_KEY, None)  # there is nothing to pack
+        return Change(
+            other.name,
+            tuple(dict.fromkeys((*self.passes, *other.passes))),
+            {**self.options, **other.options},
+            settings,
+            self.keeps_graph or other.keeps_graph,
+        )
 
 
 def _pass(name: str) -> Change:
@@ -43,7 +55,7 @@ def _setting(name: str, key: str, value: str, *operators: str) -> Change:
     return Change(name, settings={key: value}, operators=operators)
 
 
-_FUSION = _pass("dq_matmulnbits_fusion")
+_FUSION = _pass("dq_matmulnbits_fusion")._replace(is_safe=True)
 _INT8 = Change(
     "int8 activations", _FUSION.passes, {"dq_matmulnbits_fusion.accuracy_level": "4"}
 )
@@ -84,8 +96,8 @@ _CHANGES: Mapping[str, Sequence[Change]] = {
     "throughput": (*_SPEED, _setting("no spinning", "session.intra_op.allow_spinning", "0")),
     "memory": (
         _FUSION,
-        Change("no arena", settings={"enable_cpu_mem_arena": "0", **_GIVES_BACK}),
-        _pass("prepacked_weights"),
+        Change("no arena", settings={"enable_cpu_mem_arena": "0", **_GIVES_BACK}, is_safe=True),
+        _pass("prepacked_weights")._replace(is_safe=True),
         _pass("shape_size_reorder"),
     ),
     "start": (
@@ -131,19 +143,3 @@ def changes_for(
         if not item.settings.keys() & chosen
         and (not item.operators or operators & set(item.operators))
     ]
-
-
-def combined(changes: Iterable[Change]) -> Change:
-    """Return all changes as one; of two values for one option, the later counts."""
-    changes = list(changes)
-    passes = dict.fromkeys(name for item in changes for name in item.passes)
-    settings = {key: value for item in changes for key, value in item.settings.items()}
-    if settings.get(DISABLED_PACKING_KEY) == "1":
-        settings.pop(PARALLEL_PACKING_KEY, None)  # there is nothing to pack
-    return Change(
-        AND.join(item.name for item in changes),
-        tuple(passes),
-        {key: value for item in changes for key, value in item.options.items()},
-        settings,
-        any(item.keeps_graph for item in changes),
-    )

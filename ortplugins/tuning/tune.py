@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Chooses passes and session settings for one model on this machine, by measuring them.
 
-Changes are measured one by one first; those that may gain are then decided on in pairs, the
-most promising first. Of a pair each change and both together are measured in new processes,
-and the fewest changes that are as fast as any are taken, so that none is taken which the
-session is as fast without. The next pair is measured beside what was taken.
+All changes are measured beside plain onnxruntime first, in a few rounds. Those that may gain
+are then measured again, the most promising first, each on top of what was taken before it.
 
 Everything runs under the user's own options, in processes that take turns with the session
 that they are compared with. That one runs twice, and what the two differ by is noise: a change
@@ -50,15 +48,15 @@ from ortplugins.runtime.copied_options import DATA_FOLDER_KEY
 from ortplugins.runtime.machine import machine, process_memory, usable_cores
 from ortplugins.runtime.session_settings import PROVIDERS_OF_OPTIONS
 from ortplugins.runtime.stock_session import open_model, quiet_runner
-from ortplugins.tuning.changes import AND, Change, changes_for, combined
+from ortplugins.tuning.changes import Change, changes_for
 from ortplugins.tuning.workloads import Workload, workloads
 from rewrite_rules.graph.nodes import all_nodes
 from rewrite_rules.remarks import Outcome
 from session_options.keys import parse_dims
 from session_options.plan import plan_from_settings
 
-# Rounds in which changes are measured one by one, and the fewest and the most of a pair, as
-# the budget allows. Starts vary most.
+# Rounds in which all changes are measured, and the fewest and the most in which one is measured
+# again, as the budget allows. Starts vary most.
 _ROUNDS = {"run": (2, 3, 12), "private": (1, 2, 3), "start": (5, 6, 15)}
 _RUNS = 20
 # Seconds that one process runs one workload, the share of the budget that it may take, and the
@@ -80,22 +78,27 @@ _MAX_RUN_COST = 1.5
 # Where a session differs from itself by more, only what gains more than that in every round
 # is looked at again.
 _MAX_NOISE = 0.25
-# The share of the budget for changes one by one; what is left is for pairs.
-_ALONE = 0.6
+# The share of the budget for all changes at once; what is left is for the promising ones.
+_SHARE_OF_ALL = 0.6
 # The figures that sessions are compared by, in words.
 _FIGURES = {"run": "time of a run", "start": "time of a start", "private": "private memory"}
 _AIMS = {"latency": "run", "throughput": "run", "memory": "private", "start": "start"}
 
 
 class Tuned(NamedTuple):
-    """What was chosen."""
+    """A session with a change, or the one that was chosen with all that were taken."""
 
-    change: Change  # the changes taken, as one
-    manifest: dict[str, Any]  # of the artifact; its report has a row for each that was tried
+    change: Change
+    model: str | Path
+    settings: Mapping[str, str]  # what sessions on the model need
+    manifest: dict[str, Any]  # of its artifact, as build_artifact returns it
 
 
 def tune(request: BuildRequest, loaded: LoadedModel, folder: Path) -> Tuned:
-    """Choose what a request's hint asks for; the empty folder gets the artifact's files."""
+    """Choose what a request's hint asks for; the empty folder gets the artifact's files.
+
+    The report of the manifest has a row for each change that was tried.
+    """
     with tempfile.TemporaryDirectory(prefix="tuning-", dir=folder) as scratch:
         search = _Search(request, loaded, Path(scratch))
         chosen, why = search.choose()
@@ -103,9 +106,8 @@ def tune(request: BuildRequest, loaded: LoadedModel, folder: Path) -> Tuned:
             for path in Path(chosen.model).parent.iterdir():
                 shutil.move(path, folder / path.name)
     manifest, report = chosen.manifest, chosen.manifest["report"]
-    return Tuned(
-        chosen.change,
-        {
+    return chosen._replace(
+        manifest={
             **manifest,
             "session_settings": {**manifest["session_settings"], **chosen.change.settings},
             "report": {
@@ -113,17 +115,8 @@ def tune(request: BuildRequest, loaded: LoadedModel, folder: Path) -> Tuned:
                 "notes": [*report["notes"], f"hint {request.plan.hint}: {why}"],
                 "tried": [row._asdict() for row in search.tried.values()],
             },
-        },
+        }
     )
-
-
-class _Built(NamedTuple):
-    """A session that can be measured: what it changes, and the model that it opens."""
-
-    change: Change
-    model: str | Path
-    settings: Mapping[str, str]  # what sessions on the model need
-    manifest: dict[str, Any]  # as build_artifact returns it
 
 
 class _Search:
@@ -139,34 +132,37 @@ class _Search:
         self._seconds = math.inf  # to measure a session once
         self.tried: dict[str, Tried] = {}  # by the name of the change
         self.plain = self._build_plain(loaded)  # the session without any change
-        self._graphs: dict[tuple[Any, ...], _Built | None]
+        self._graphs: dict[tuple[Any, ...], Tuned | None]
         self._graphs = {_graph_key(self.plain.change): self.plain}
         # What has been taken so far, and its figures beside the plain session's.
         self._base = self.plain
         self._base_ratios = dict.fromkeys(_FIGURES, 1.0)
 
-    def choose(self) -> tuple[_Built, str]:
+    def choose(self) -> tuple[Tuned, str]:
         """Return the session to open, and why."""
-        fusion, *changes = changes_for(
+        changes = changes_for(
             self._request.plan.hint,
             dict(self._request.session_settings),
             frozenset(node.op_type for node in all_nodes(self._given)),
         )
-        fused = self._build(fusion)
-        safe, unmeasured = fused or self.plain, "not measured, only what is safe is taken"
+        if not self._request.plan.hint_seconds:
+            return self._unmeasured(changes, "hint_seconds is 0")
         if PROVIDERS_OF_OPTIONS in self._request.providers:
-            return safe, f"{unmeasured}: SessionOptions have no getter for their providers"
+            return self._unmeasured(
+                changes, "SessionOptions have no getter for their providers"
+            )
+        if self._aim == "private" and process_memory().private is None:
+            return self._unmeasured(changes, "private memory is not known on this system")
+        fused = self._build(changes[0])
         try:
-            if self._aim == "private" and process_memory().private is None:
-                raise MeasureError("private memory is not known on this system")
-            self._workloads = self._make_workloads(self._candidate(safe))
+            self._workloads = self._make_workloads(self._candidate(fused or self.plain))
             forks = sys.platform == "linux"
             with ForkServer() if forks else contextlib.nullcontext() as self._server:
-                noise = self._choose_measured(fused, changes)
+                noise = self._choose_measured(fused, changes[1:])
         except UsageError as error:
             raise PassError(f"hint_dims: {error}") from error
         except (CalibrationError, ModelFileError) as error:
-            return safe, f"{unmeasured}: {error}"
+            return self._unmeasured(changes, str(error))
         except MeasureError as error:
             return self.plain, f"not measured, so plain onnxruntime runs: {error}"
         if noise > _MAX_NOISE:
@@ -180,9 +176,17 @@ class _Search:
         gains = [f"{_FIGURES[key]} {self._base_ratios[key]:.2f} x" for key in figures]
         return self._base, f"{self._base.change.name}; {', '.join(gains)}"
 
+    def _unmeasured(self, changes: Sequence[Change], why: str) -> tuple[Tuned, str]:
+        """Return the session with all that needs no measuring."""
+        for change in changes:
+            if change.is_safe and (item := self._build(change)) is not None:
+                self._note(item.change, "")
+                self._take(item)
+        return self._base, f"not measured, only what is safe is taken: {why}"
+
     # Sessions.
 
-    def _build_plain(self, loaded: LoadedModel) -> _Built:
+    def _build_plain(self, loaded: LoadedModel) -> Tuned:
         request = self._request
         path: str | Path = request.name
         if isinstance(request.source, bytes):
@@ -191,11 +195,11 @@ class _Search:
         folder = request.data_folder
         settings = {} if folder is None else {DATA_FOLDER_KEY: folder}
         manifest = build_artifact(request, loaded, self._scratch)
-        return _Built(Change("plain onnxruntime"), path, settings, manifest)
+        return Tuned(Change("plain onnxruntime"), path, settings, manifest)
 
-    def _build(self, change: Change) -> _Built | None:
+    def _build(self, change: Change) -> Tuned | None:
         """Build what a change makes of the base; None where it makes nothing."""
-        change = combined((self._base.change, change))._replace(name=change.name)
+        change = self._base.change.with_change(change)
         key = _graph_key(change)
         try:
             if key not in self._graphs:
@@ -212,7 +216,7 @@ class _Search:
             return None
         return built._replace(change=change)
 
-    def _build_graph(self, change: Change) -> _Built | None:
+    def _build_graph(self, change: Change) -> Tuned | None:
         request = self._request
         folder = self._scratch / str(next(self._numbers))
         folder.mkdir()
@@ -230,9 +234,9 @@ class _Search:
         )
         if manifest["baked"]:
             settings["graph_optimization_level"] = "ORT_DISABLE_ALL"
-        return _Built(change, path, settings, manifest)
+        return Tuned(change, path, settings, manifest)
 
-    def _candidate(self, item: _Built) -> Candidate:
+    def _candidate(self, item: Tuned) -> Candidate:
         request = self._request
         settings = {**dict(request.session_settings), **item.settings, **item.change.settings}
         return Candidate(
@@ -268,7 +272,7 @@ class _Search:
 
     # What changes are decided on.
 
-    def _choose_measured(self, fused: _Built | None, changes: Sequence[Change]) -> float:
+    def _choose_measured(self, fused: Tuned | None, changes: Sequence[Change]) -> float:
         """Take what gains; return the noise, which may be too great to decide anything.
 
         The fusion is taken at once where it gains much: all else is measured beside it then. A
@@ -284,10 +288,10 @@ class _Search:
                 self._take_if_exact(fused, ratios)
         rest = [fused] if fused is not None and self._base is self.plain else []
         noise, promising = self._promising(self._build_all(changes, rest))
-        self._choose_in_pairs(promising)
+        self._take_on_top(promising)
         return 0.0 if promising else noise
 
-    def _build_all(self, changes: Sequence[Change], built: Sequence[_Built]) -> list[_Built]:
+    def _build_all(self, changes: Sequence[Change], built: Sequence[Tuned]) -> list[Tuned]:
         """Add to what is built as many changes as there is time, and memory, to measure."""
         (measured,) = self._measure([self._base], rounds=1)
         if measured.failed:
@@ -298,7 +302,7 @@ class _Search:
         found = list(built)
         for change in changes:
             sessions = len(found) + 3  # what they are measured beside comes twice
-            if self._rounds_left(sessions, _ALONE) < _ROUNDS[self._aim][0]:
+            if self._rounds_left(sessions, _SHARE_OF_ALL) < _ROUNDS[self._aim][0]:
                 self._note(change, f"no time for it in {budget} s (hint_seconds)")
             elif sessions * memory > _MEMORY:
                 self._note(change, "no memory for one more session")
@@ -311,7 +315,7 @@ class _Search:
         left = share * self._request.plan.hint_seconds - (time.monotonic() - self._began)
         return left / (sessions * self._seconds)
 
-    def _promising(self, built: Sequence[_Built]) -> tuple[float, list[_Built]]:
+    def _promising(self, built: Sequence[Tuned]) -> tuple[float, list[Tuned]]:
         """Return the noise, and the changes that may gain, those that gain most first.
 
         A few rounds do not show whether a change gains little or nothing: pairs do.
@@ -320,7 +324,7 @@ class _Search:
             return 0.0, list(built)
         rounds = _ROUNDS[self._aim][0]
         noise, compared = self._compare(built, rounds)
-        if noise > _MAX_NOISE and self._rounds_left(len(built) + 2, _ALONE) >= rounds:
+        if noise > _MAX_NOISE and self._rounds_left(len(built) + 2, _SHARE_OF_ALL) >= rounds:
             noise, compared = self._compare(built, rounds)  # load comes in bursts
         found = []
         for item, ratios in compared:
@@ -335,66 +339,44 @@ class _Search:
         found.sort(key=lambda pair: pair[0])
         return noise, [item for _, item in found if self._is_exact_enough(item)]
 
-    def _choose_in_pairs(self, promising: Sequence[_Built]) -> None:
+    def _take_on_top(self, promising: Sequence[Tuned]) -> None:
+        """Measure each again beside what was taken before; take those that still gain."""
         _, fewest, most = _ROUNDS[self._aim]
-        left = list(promising)
-        while left:
-            # Each of the two, both together, and twice what they are measured beside; the best
-            # one alone where that is all there is time for.
-            size = min(len(left), 2 if self._rounds_left(5) >= fewest else 1)
-            rounds = self._rounds_left(2 * size + 1)
-            if rounds < fewest and len(left) < len(promising):
-                for item in left:
-                    self._refuse(item, "there was no time to measure it again (hint_seconds)")
-                return
-            share = rounds / math.ceil(len(left) / 2)
-            pair, left = left[:size], left[size:]
-            changes = [item.change for item in pair]
-            self._choose_from(changes, int(min(max(share, fewest), most)))
+        for number, one in enumerate(promising):
+            rounds = self._rounds_left(3)
+            if rounds < fewest and number:
+                self._refuse(one, "there was no time to measure it again (hint_seconds)")
+            elif (item := self._build(one.change)) is not None:
+                share = rounds / (len(promising) - number)
+                noise, compared = self._compare([item], int(min(max(share, fewest), most)))
+                if compared and self._gains(*compared[0], noise):
+                    self._take_if_exact(*compared[0])
 
-    def _choose_from(self, changes: Sequence[Change], rounds: int) -> None:
-        """Measure one change or two, and both; take the fewest that are as fast as any."""
-        built: list[_Built] = []
-        for change in (*changes, *([combined(changes)] if len(changes) > 1 else ())):
-            item = self._build(change)
-            # One may include the other.
-            if item is not None and all(item.change[1:] != one.change[1:] for one in built):
-                built.append(item)
-        noise, compared = self._compare(built, rounds)
-        gaining = [pair for pair in compared if self._gains(*pair, noise)]
-        while gaining:
-            gaining.sort(key=lambda pair: pair[1].median(self._aim))
-            enough = gaining[0][1].median(self._aim) * (1 + noise)
-            as_fast = [pair for pair in gaining if pair[1].median(self._aim) <= enough]
-            fewest = min(as_fast, key=lambda pair: pair[0].change.name.count(AND))
-            if self._take_if_exact(*fewest):
-                return
-            gaining.remove(fewest)
+    def _take(self, item: Tuned) -> None:
+        name = item.change.name
+        self.tried[name] = self.tried[name]._replace(taken=True)
+        if self._base is not self.plain:
+            name = f"{self._base.change.name} + {name}"
+        self._base = item._replace(change=item.change._replace(name=name))
 
-    def _take_if_exact(self, item: _Built, ratios: _Ratios) -> bool:
+    def _take_if_exact(self, item: Tuned, ratios: _Ratios) -> None:
         if not self._is_exact_enough(item):
-            return False
+            return
         if self._aim == "start":
             measured = self._with_runs(item, ratios)
             if measured is None:
-                return False
+                return
             ratios = measured
-        name = item.change.name
-        for part in {name, *name.split(AND)}:
-            self.tried[part] = self.tried[part]._replace(taken=True)
-        if self._base is not self.plain:
-            name = AND.join((self._base.change.name, name))
-        self._base = item._replace(change=item.change._replace(name=name))
+        self._take(item)
         self._base_ratios = {
             figure: ratio * ratios.median(figure)
             for figure, ratio in self._base_ratios.items()
         }
-        return True
 
     # Figures.
 
     def _measure(
-        self, built: Sequence[_Built], rounds: int, workloads: Sequence[Workload] | None = None
+        self, built: Sequence[Tuned], rounds: int, workloads: Sequence[Workload] | None = None
     ) -> list[Measurement]:
         began = time.monotonic()
         feeds = self._timed_workloads() if workloads is None else workloads
@@ -419,8 +401,8 @@ class _Search:
         return [] if self._aim == "start" else self._workloads
 
     def _compare(
-        self, built: Sequence[_Built], rounds: int
-    ) -> tuple[float, list[tuple[_Built, _Ratios]]]:
+        self, built: Sequence[Tuned], rounds: int
+    ) -> tuple[float, list[tuple[Tuned, _Ratios]]]:
         """Measure sessions beside the base; return the noise, and what did not fail.
 
         Noise is twice what two equal sessions differ by in a round, over the root of the
@@ -441,7 +423,7 @@ class _Search:
                 compared.append((item, ratios))
         return max(noise, _MIN_GAIN), compared
 
-    def _gains(self, item: _Built, ratios: _Ratios, noise: float) -> bool:
+    def _gains(self, item: Tuned, ratios: _Ratios, noise: float) -> bool:
         values = sorted(ratios.figures[self._aim])
         # One start of four may have met something else that the machine did.
         most = values[-1 - len(values) // 4]
@@ -450,14 +432,14 @@ class _Search:
             return False
         return not self._is_slower_somewhere(item, ratios, noise)
 
-    def _is_slower_somewhere(self, item: _Built, ratios: _Ratios, noise: float) -> bool:
+    def _is_slower_somewhere(self, item: Tuned, ratios: _Ratios, noise: float) -> bool:
         for workload, values in zip(self._timed_workloads(), ratios.runs, strict=True):
             if self._aim == "run" and min(values) > 1 + noise:
                 self._refuse(item, f"is slower on workload {workload.name!r}")
                 return True
         return False
 
-    def _with_runs(self, item: _Built, ratios: _Ratios) -> _Ratios | None:
+    def _with_runs(self, item: Tuned, ratios: _Ratios) -> _Ratios | None:
         """Measure the runs of what gains a start; None where they lose too much."""
         base, ours = self._measure([self._base, item], _ROUNDS["run"][1], self._workloads)
         measured = _Ratios.of(ours, base)
@@ -473,7 +455,7 @@ class _Search:
             return None
         return ratios
 
-    def _is_exact_enough(self, item: _Built) -> bool:
+    def _is_exact_enough(self, item: Tuned) -> bool:
         given = self._request.plan.hint_error
         allowed = given or _ROUNDING
         try:
@@ -529,7 +511,7 @@ class _Search:
         spreads = {} if ratios is None else ratios.spreads(self._base_ratios)
         self.tried[change.name] = Tried(change.name, False, why, spreads)
 
-    def _refuse(self, item: _Built, why: str) -> None:
+    def _refuse(self, item: Tuned, why: str) -> None:
         """Add to its figures why a change is not taken."""
         self.tried[item.change.name] = self.tried[item.change.name]._replace(why=why)
 

@@ -32,7 +32,7 @@ from ortplugins.runtime.copied_options import apply_settings, running_options
 from ortplugins.runtime.machine import usable_cores
 from ortplugins.session.warming import warm
 from ortplugins.tuning import tune as tuning
-from ortplugins.tuning.changes import AND, changes_for
+from ortplugins.tuning.changes import changes_for
 from session_options.keys import stored
 from session_options.plan import HINTS, make_plan
 
@@ -126,8 +126,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return script
 
 
-BOTH = f"{BLOCKS} + {DENORMALS}"
-# Ratios to plain onnxruntime, and what is taken.
+# What candidates take beside what was taken before them, what is taken, and the ratios of the
+# first rounds where they are others.
 GAINS = {
     "nothing gains": ({}, []),
     "much, believed at once": ({FUSION: 0.5}, [FUSION]),
@@ -135,33 +135,34 @@ GAINS = {
     "too little": ({FUSION: 0.99}, []),
     "a setting alone": ({BLOCKS: 0.9}, [BLOCKS]),
     "a setting beside the fusion": ({FUSION: 0.5, BLOCKS: 0.9}, [FUSION, BLOCKS]),
-    "two together": ({BLOCKS: 0.9, DENORMALS: 0.95, BOTH: 0.8}, [BLOCKS, DENORMALS, BOTH]),
-    "the second adds nothing": ({BLOCKS: 0.9, DENORMALS: 0.95, BOTH: 0.9}, [BLOCKS]),
-    "a third on top of two": (
-        {BLOCKS: 0.8, DENORMALS: 0.85, BOTH: 0.7, NO_PLAN: 0.9},
-        [BLOCKS, DENORMALS, BOTH, NO_PLAN],
+    "three, each on top": (
+        {BLOCKS: 0.8, DENORMALS: 0.85, NO_PLAN: 0.9},
+        [NO_PLAN, BLOCKS, DENORMALS],
     ),
+    "the second adds nothing": ({BLOCKS: 0.9}, [BLOCKS], {BLOCKS: 0.9, DENORMALS: 0.95}),
     "one that crashes": ({BLOCKS: "it crashed"}, []),
+    "one that crashes on top": (
+        {BLOCKS: "it crashed", DENORMALS: 0.9},
+        [DENORMALS],
+        {BLOCKS: 0.9, DENORMALS: 0.85},
+    ),
 }
 
 
-@pytest.mark.parametrize(("ratios", "expected"), GAINS.values(), ids=GAINS)
-def test_what_gains_is_taken(ratios, expected, model, tmp_path, measured):
-    measured(ratios)
+@pytest.mark.parametrize("case", GAINS.values(), ids=GAINS)
+def test_what_gains_is_taken(case, model, tmp_path, measured):
+    ratios, expected, *at_first = case
+    measured(ratios, *at_first)
     session = open_session(model, tmp_path / "cache")
     assert sorted(taken(session)) == sorted(expected)
-    if BLOCKS in ratios and isinstance(ratios[BLOCKS], str):
+    if ratios.get(BLOCKS) == "it crashed":
         assert why(session, BLOCKS) == "it crashed"
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_what_seemed_best_by_chance_is_dropped(seed, model, tmp_path, measured):
-    measured(
-        {BLOCKS: 0.9, DENORMALS: 1.0, f"{DENORMALS} + {BLOCKS}": 0.9},
-        at_first={BLOCKS: 0.9, DENORMALS: 0.8},
-        noise=0.01,
-        seed=seed,
-    )
+    at_first = {BLOCKS: 0.9, DENORMALS: 0.8}
+    measured({BLOCKS: 0.9}, at_first, noise=0.01, seed=seed)
     assert taken(open_session(model, tmp_path / "cache")) == [BLOCKS]
 
 
@@ -230,9 +231,10 @@ def test_a_change_may_round_as_stock_does(
 
 
 def test_what_is_not_packed_is_not_packed_in_parallel(model, tmp_path, measured):
-    both = f"{UNPACKED}{AND}{IN_PARALLEL}"
-    measured({UNPACKED: 0.6, IN_PARALLEL: 0.8, both: 0.5})
-    assert taken(open_session(model, tmp_path, hint="start")) == [UNPACKED]
+    measured({UNPACKED: 0.6, IN_PARALLEL: 0.8})
+    session = open_session(model, tmp_path, hint="start")
+    assert taken(session) == [UNPACKED]
+    assert why(session, IN_PARALLEL) == "it finds nothing to do"
 
 
 def test_the_error_counts_and_its_bound_can_be_given(model, tmp_path, measured):
@@ -522,10 +524,23 @@ def test_a_hint_takes_the_place_of_passes():
         ortplugins.configure(onnxruntime.SessionOptions(), passes, hint="latency")
 
 
+@pytest.mark.parametrize(
+    ("hint", "expected"),
+    [("memory", [FUSION, "no arena", "prepacked_weights"]), ("latency", [FUSION])],
+)
+def test_what_is_safe_needs_no_measuring(hint, expected, tmp_path, seen):
+    path = save(DequantizedMatMul(512, 256, 32), tmp_path / "model.onnx", external=False)
+    session = open_session(path, tmp_path / "cache", hint=hint, hint_seconds=0)
+    assert (taken(session), seen) == (expected, [])
+    assert "hint_seconds is 0" in session.ortplugins_report.notes[-1]
+    assert running_options(session).enable_cpu_mem_arena is (hint != "memory")
+
+
 def test_memory_that_the_system_does_not_report(model, tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "text_of", lambda *_: "")
-    session = open_session(model, tmp_path / "cache", hint="memory", hint_seconds=4)
+    session = open_session(model, tmp_path / "cache", hint="memory")
     assert "private memory is not known on this system" in session.ortplugins_report.notes[-1]
+    assert "no arena" in taken(session)
 
 
 def test_too_little_time_is_said(model, tmp_path):
