@@ -95,7 +95,7 @@ _GENERAL_HELP = {
         "What to optimise for: the first start measures passes and session settings on this "
         "machine, beside plain onnxruntime, and keeps what gains. Replaces passes."
     ),
-    "hint_seconds": "Seconds that measuring for a hint may take.",
+    "hint_seconds": "Seconds that measuring for a hint may take; 0 to measure nothing.",
     "hint_error": (
         "Greatest difference to ORT_DISABLE_ALL, over the greatest output, that a hint may "
         "accept; 0 for twice plain onnxruntime's own difference."

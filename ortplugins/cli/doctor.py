@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import typer
 from rich.filesize import decimal
 
+from ortplugins.cli.advice import defects, memory_kept, threads
 from ortplugins.cli.options import Format
 from ortplugins.cli.terminal import print_table
 from rewrite_rules.onnxruntime_version import OLDEST
@@ -46,20 +47,28 @@ def _runtime() -> _Rows:
         oldest = ".".join(map(str, OLDEST))
         advice = f"ortplugins needs {oldest} or later: pip install -U onnxruntime"
         yield name, found, advice if old else ""
+    for what, advice in defects(onnxruntime.__version__):
+        yield "known defect", what, advice
     yield "execution providers", ", ".join(onnxruntime.get_available_providers()), ""
 
 
 def _machine() -> _Rows:
+    import onnxruntime
+
     from ortplugins.runtime.machine import machine
 
     found = machine()
     yield "processor", found["processor"], ""
     yield "instruction sets", ", ".join(found["instruction_sets"]) or "none of note", ""
     yield "cores", str(found["cores"]), ""
+    default, usable, advice = threads(onnxruntime.__version__)
+    yield "threads of a session", f"{default}, on {usable} physical cores", advice
     memory = found["memory_bytes"]
     yield "memory", "unknown" if memory is None else decimal(memory), ""
     if limit := _memory_limit():
         yield "memory limit (cgroup)", decimal(limit), ""
+    for what, advice in memory_kept(onnxruntime.__version__):
+        yield "kept after the largest input", f"{what}: {advice}", ""
 
 
 def _memory_limit() -> int | None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -93,20 +94,24 @@ def inspect(
     onnxruntime: str | None = None,
 ) -> None:
     """Print what would fire on a model, what would not, and why; write nothing."""
+    from ortplugins.cli.advice import notes_on
     from ortplugins.optimization.optimize import optimize
+    from ortplugins.runtime.machine import versions
     from session_options.plan import plan_from_settings
 
     plan = plan_from_settings(chosen["passes"], chosen["options"])
     # Passes that finish a file find out what they can do from the file that sessions get.
     finishes = any(item.takes_part_in("finish") for item in plan.passes)
     with tempfile.TemporaryDirectory(prefix="ortplugins-") as folder:
-        report = optimize(
+        result = optimize(
             model,
             Path(folder) / "model.onnx" if finishes else None,
             onnxruntime_version=onnxruntime,
             bake=finishes,
             **chosen,
-        ).report
+        )
+        notes = notes_on(result.model, versions()["onnxruntime"])
+        report = dataclasses.replace(result.report, notes=(*result.report.notes, *notes))
     print_report(report, printing)
 
 

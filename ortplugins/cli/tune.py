@@ -24,7 +24,7 @@ _HEADINGS = ("change", "run", "start", "private memory", "")
 def tune(
     model: opt.Model,
     hint: Aim = "latency",
-    seconds: Annotated[int, typer.Option(min=1)] = 60,
+    seconds: Annotated[int, typer.Option(min=0)] = 60,
     error: Annotated[float, typer.Option(min=0.0)] = 0.0,
     dims: str = "",
     samples: Path | None = None,
@@ -37,7 +37,7 @@ def tune(
 
     Args:
         hint: What matters.
-        seconds: Time to take, about.
+        seconds: Time to take, about; 0 to measure nothing.
         error: Greatest error over the greatest output; 0 for plain onnxruntime's own.
         samples (FILE.npz): Inputs to measure with.
     """

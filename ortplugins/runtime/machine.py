@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ortplugins._version import __version__
@@ -102,11 +102,19 @@ def usable_cores(root: str = "/") -> int:
         allowed = os.sched_getaffinity(0)
     except AttributeError:  # not on Linux
         return os.cpu_count() or 1
+    quotas = [-(-quota // period) for quota, period in _quotas(root)]
+    return max(1, min([_physical_cores(root, allowed), *quotas]))
+
+
+def host_cores(root: str = "/") -> int:
+    """Return all physical cores: the threads that sessions of onnxruntime have by default."""
+    return _physical_cores(root, range(os.cpu_count() or 1))
+
+
+def _physical_cores(root: str, processors: Iterable[int]) -> int:
     # Where nothing is said of a processor's siblings, it counts as a core.
     siblings = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
-    cores = {text_of(root, siblings.format(number)) or str(number) for number in allowed}
-    quotas = [-(-quota // period) for quota, period in _quotas(root)]
-    return max(1, min([len(cores), *quotas]))
+    return len({text_of(root, siblings.format(number)) or number for number in processors})
 
 
 @functools.cache

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -11,7 +10,7 @@ from typing import NamedTuple
 
 from ortplugins.optimization.offline_optimizers import SLOW_OPTIMIZERS
 from ortplugins.runtime.copied_options import MALLOC_THRESHOLD_KEY
-from ortplugins.runtime.machine import usable_cores
+from ortplugins.runtime.machine import host_cores, usable_cores
 from ortplugins.runtime.session_settings import (
     DISABLED_OPTIMIZERS_KEY,
     DISABLED_PACKING_KEY,
@@ -65,6 +64,9 @@ _NO_PLAN = _setting("no plan for buffers", "enable_mem_reuse", "0")
 # Without it glibc keeps large buffers that are freed, often more of them than the arena.
 # 128 KiB is what it starts with, and raises.
 _GIVES_BACK = {MALLOC_THRESHOLD_KEY: "131072"} if platform.libc_ver()[0] == "glibc" else {}
+_NO_ARENA = Change(
+    "no arena", settings={"enable_cpu_mem_arena": "0", **_GIVES_BACK}, is_safe=True
+)
 # What onnxruntime's fusion of a sum and its norm starts from, and its approximation of Gelu.
 _NORMS = ("LayerNormalization", "SimplifiedLayerNormalization", "ReduceMean")
 _GELUS = ("Erf", "Gelu", "BiasGelu")
@@ -96,7 +98,7 @@ _CHANGES: Mapping[str, Sequence[Change]] = {
     "throughput": (*_SPEED, _setting("no spinning", "session.intra_op.allow_spinning", "0")),
     "memory": (
         _FUSION,
-        Change("no arena", settings={"enable_cpu_mem_arena": "0", **_GIVES_BACK}, is_safe=True),
+        _NO_ARENA,
         _pass("prepacked_weights")._replace(is_safe=True),
         _pass("shape_size_reorder"),
     ),
@@ -126,13 +128,12 @@ def changes_for(
     if platform.machine() in ("aarch64", "arm64") and hint in ("latency", "throughput"):
         found += _ARM
     if session.get("intra_op_num_threads", "0") == "0" and hint in ("latency", "throughput"):
-        # onnxruntime's default are the cores of the host. One thread for each caller hands
-        # nothing over; for a single caller it would be what gains while others use the cores,
-        # and loses once they are free.
+        # One thread for each caller hands nothing over; for a single caller it would be what
+        # gains while others use the cores, and loses once they are free.
         counts = {usable_cores(), 1} if hint == "throughput" else {usable_cores()}
         found += [
             _setting(f"threads: {count}", "intra_op_num_threads", str(count))
-            for count in sorted(counts - {os.cpu_count()})
+            for count in sorted(counts - {host_cores()})
         ]
     defaults = {"intra_op_num_threads": "0", "enable_cpu_mem_arena": "1"}
     defaults |= {"enable_mem_pattern": "1", "enable_mem_reuse": "1"}

@@ -55,8 +55,8 @@ from rewrite_rules.remarks import Outcome
 from session_options.keys import parse_dims
 from session_options.plan import plan_from_settings
 
-# Rounds in which all changes are measured, and the fewest and the most in which one is measured
-# again, as the budget allows. Starts vary most.
+# Rounds in which all changes are measured, and the fewest and the most in which one of them is
+# measured again, as the budget allows. Starts vary most.
 _ROUNDS = {"run": (2, 3, 12), "private": (1, 2, 3), "start": (5, 6, 15)}
 _RUNS = 20
 # Seconds that one process runs one workload, the share of the budget that it may take, and the

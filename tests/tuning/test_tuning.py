@@ -457,7 +457,7 @@ def test_what_the_user_set_is_left_alone():
 def test_fewer_threads_than_cores_are_for_many_callers(monkeypatch):
     """For a single caller they gain while something else keeps a core busy, and lose after."""
     monkeypatch.setattr("ortplugins.tuning.changes.usable_cores", lambda: 3)
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("ortplugins.tuning.changes.host_cores", lambda: 8)
     threads = {"threads: 1", "threads: 3"}
     assert tried("latency", {}) & threads == {"threads: 3"}
     assert tried("throughput", {}) & threads == threads
