@@ -70,7 +70,7 @@ class WeightOnlyQuantization(Pass):
         from ortplugins.quantization.weights.change import describe_change
         from ortplugins.quantization.weights.plan import plan_weights
         from ortplugins.quantization.weights.recipe import Recipe, Rule
-        from ortplugins.quantization.weights.work import quantize_graph
+        from ortplugins.quantization.weights.run import quantize_graph
         from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
         from rewrite_rules.remarks import Remarks
 

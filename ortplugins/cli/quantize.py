@@ -24,7 +24,7 @@ from ortplugins.errors import CalibrationError, ModelFileError
 
 if TYPE_CHECKING:
     from ortplugins.model_io.saving import Progress
-    from ortplugins.quantization.weights.plan import QuantizeReport
+    from ortplugins.quantization.weights.report import QuantizeReport
     from ortplugins.samples.text import TextSamples
 
 

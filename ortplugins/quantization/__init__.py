@@ -23,9 +23,9 @@ from session_options.lazy_names import lazy_names
 if TYPE_CHECKING:
     from ortplugins.quantization.methods.gptq import GptqOptions
     from ortplugins.quantization.methods.nearest import BlockFormat, quantize_blocks
-    from ortplugins.quantization.weights.plan import QuantizeReport
     from ortplugins.quantization.weights.quantize import QuantizeResult, quantize
     from ortplugins.quantization.weights.recipe import Recipe, Rule
+    from ortplugins.quantization.weights.report import QuantizeReport
     from ortplugins.static_qdq.plan import plan_precision
     from ortplugins.static_qdq.quantize_static import quantize_static_mixed
 
@@ -35,7 +35,7 @@ __getattr__, __dir__ = lazy_names(
     {
         "ortplugins.quantization.methods.gptq": ("GptqOptions",),
         "ortplugins.quantization.methods.nearest": ("BlockFormat", "quantize_blocks"),
-        "ortplugins.quantization.weights.plan": ("QuantizeReport",),
+        "ortplugins.quantization.weights.report": ("QuantizeReport",),
         "ortplugins.quantization.weights.quantize": ("QuantizeResult", "quantize"),
         "ortplugins.quantization.weights.recipe": ("Recipe", "Rule"),
         "ortplugins.static_qdq.plan": ("plan_precision",),

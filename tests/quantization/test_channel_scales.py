@@ -19,7 +19,7 @@ from builders.quantized_files import arrays_of, kinds, read
 from builders.text_models import model_of, normal
 
 from ortplugins.quantization import quantize
-from ortplugins.quantization.weights import group as group_work
+from ortplugins.quantization.weights import quantize_group as group_work
 
 # Channels of activations; features after a Linear; tokens.
 K, N, T = 24, 10, 40

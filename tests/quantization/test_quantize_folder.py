@@ -18,7 +18,7 @@ from builders.text_models import matmul_chain, normal
 
 from ortplugins.errors import MissingFileError, ModelFileError, UsageError
 from ortplugins.quantization import Rule, quantize
-from ortplugins.quantization.weights import run_folder, work
+from ortplugins.quantization.weights import run, run_folder
 
 WORDS = ["[BOS]", "[EOS]", "[UNK]", *(f"w{number}" for number in range(20))]
 GOES_ALONG = ["genai_config.json", "templates/chat.jinja", "tokenizer.json"]
@@ -172,8 +172,8 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
         monkeypatch.setattr(module, name, call)
 
-    counted(work, "collect")
-    counted(work, "quantize_group")
+    counted(run, "collect")
+    counted(run, "quantize_group")
     return found
 
 

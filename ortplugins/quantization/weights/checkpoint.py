@@ -37,8 +37,8 @@ _OPERATORS = (".MatMul", ".FusedMatMul", ".Gemm")
 
 
 @dataclasses.dataclass(frozen=True)
-class PackedWeight:
-    """One quantised layer of a checkpoint, in its file."""
+class Layer:
+    """Codes of one weight in a checkpoint, in their file."""
 
     name: str  # of the layer: model.layers.0.mlp.up_proj
     path: str
@@ -52,7 +52,7 @@ class PackedWeight:
         packed = _WORD // self.bits
         return (rows, columns * packed) if self.method == "awq" else (rows * packed, columns)
 
-    def with_own_bits(self) -> PackedWeight:
+    def with_own_bits(self) -> Layer:
         """Return the layer with the bits that its tensors have: rules give some layers others.
 
         N zero points fill a row of words of qzeros, which may hold a few more.
@@ -121,7 +121,7 @@ class Checkpoint:
     """A folder of safetensors files with quantised layers."""
 
     method: str  # "gptq" or "awq"
-    layers: Mapping[str, PackedWeight]
+    layers: Mapping[str, Layer]
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], model: ir.Model) -> Checkpoint:
@@ -139,7 +139,7 @@ class Checkpoint:
                 for name in file.keys():  # noqa: SIM118
                     layer, _, part = name.rpartition(".")
                     if part == "qweight":
-                        layers[layer] = PackedWeight(layer, str(path), method, bits, offset)
+                        layers[layer] = Layer(layer, str(path), method, bits, offset)
                     elif (
                         part in ("weight", "bias")
                         and len(file.get_slice(name).get_shape()) == 1
@@ -154,7 +154,7 @@ class Checkpoint:
             found._put_vector(name, file, model)
         return found
 
-    def layer_of(self, use: WeightUse) -> PackedWeight | None:
+    def layer_of(self, use: WeightUse) -> Layer | None:
         """Return the layer of a node: by the name of its weight, or its own."""
         weight = (use.weight.name or "").removesuffix(".weight")
         node = use.label.replace("/", ".").removeprefix(".")

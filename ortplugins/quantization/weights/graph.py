@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Puts quantised weights into a graph, and takes scales of channels out of activations again.
+"""Puts quantised weights into a graph.
 
 Weights are written as the portable QDQ forms that tools exchange:
 
@@ -13,228 +13,103 @@ Weights are written as the portable QDQ forms that tools exchange:
 Scales of another type than the weight's are cast to it. A weight with one scale per column
 gets one-dimensional scales and no block_size (uint2 along axis 1: one block). MatMulNBits and
 GatherBlockQuantized are made from these by the fusion's own rules.
-
-AWQ multiplies row k of a weight by s[k]; its activation must be divided by s. Best is to do it
-in the constants that the activation comes from (all exact but for one rounding):
-
-    LayerNormalization(x, scale, bias)                    scale / s, bias / s
-    RMSNormalization, SimplifiedLayerNormalization        scale / s
-    SkipLayerNormalization, SkipSimplified... (output 0)  gamma / s, beta / s
-    Mul(x, vector)                                        vector / s
-    MatMul(x, W), Gemm(x, W, bias)                        columns of W / s, bias / s
-    MatMulNBits(x, codes, scales, ...)                    left: its scales are not ours
-
-A product of two activations takes them in either factor, Add in both terms; Relu and Identity
-let positive scales through. Everything on the way must have no other reader and not be a graph
-output, and every constant must belong to the one node alone. Otherwise one Mul by 1 / s goes
-behind the activation, for all weights of the group.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 import onnx_ir as ir
 
 from ortplugins.model_io.tensor_reference import TensorReference
 from ortplugins.quantization.methods.nearest import Floats
-from ortplugins.quantization.weights.group import StoredCodes
+from ortplugins.quantization.weights.folds import described, find_folds, insert_mul
+from ortplugins.quantization.weights.plan import WeightPlan
+from ortplugins.quantization.weights.recipe import Recipe
 from ortplugins.quantization.weights.uses import WeightUse
-from rewrite_rules.dq_matmulnbits_fusion.matmul_operands import read_product
+from ortplugins.quantization.weights.weight import Weight
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.graph.nodes import drop_unused_initializers, is_constant, remove_node
-from rewrite_rules.graph.parameters import constant, float_attribute, int_attribute
-from rewrite_rules.remarks import Refusal
+from rewrite_rules.graph.parameters import float_attribute, int_attribute
 from rewrite_rules.weights.bit_packing import pack_rows
 
-_MICROSOFT = "com.microsoft"
-_FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
-# Inputs of normalisations that scale and shift output 0, the ones that must be there first.
-_NORMALISATIONS = {
-    ("", "LayerNormalization"): (1, 2),
-    ("", "RMSNormalization"): (1,),
-    ("", "SimplifiedLayerNormalization"): (1,),
-    (_MICROSOFT, "SkipLayerNormalization"): (2, 3),
-    (_MICROSOFT, "SkipSimplifiedLayerNormalization"): (2,),
-}
-_THROUGH = ("Identity", "Relu", "LeakyRelu")
-_DEEPEST = 8
+
+def write_codes(plan: WeightPlan, recipe: Recipe) -> None:
+    """Have nodes read codes, and divide the activations whose weights were scaled."""
+    names = FreshNames(plan.model)
+    weights = [weight for group in plan.groups for weight in group.weights]
+    by_value: dict[ir.Value, list[Weight]] = {}  # a list, as rules may give it several forms
+    for weight in weights:
+        by_value.setdefault(weight.uses[0].weight, []).append(weight)
+    divisors = _divide_activations(plan, recipe, by_value, names)
+    for weight in weights:
+        for divisor in divisors[weight.uses[0].weight]:
+            # The codes stay.
+            scales = weight.scales.map("r+")
+            scales /= divisor[:, None] if weight.k_last else divisor
+        _read_through_dequantize(weight, names)
+    for value in by_value:
+        _drop_unused(value)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Fold:
-    """An initializer that is divided along its last axis, or the first of ``[N, K]``."""
-
-    constant: ir.Value
-    axis: int = -1
-
-    def quotient(self, scales: Floats) -> ir.Tensor[Any]:
-        """Return the constant, divided, in its own type."""
-        tensor = self.constant.const_value
-        assert tensor is not None
-        numbers, divisor = tensor.numpy(), scales.astype(np.float64)
-        with np.errstate(over="ignore", under="ignore"):
-            quotient = numbers / (divisor[:, None] if self.axis == 0 else divisor)
-            quotient = quotient.astype(numbers.dtype)
-        return ir.Tensor(quotient, dtype=tensor.dtype, name=tensor.name)
-
-
-# A node and which of its inputs.
-Use = tuple[ir.Node, int]
-
-
-def find_folds(
-    activation: ir.Value, uses: Collection[Use], scales: Floats
-) -> list[Fold] | None:
-    """Find the constants that divide an activation; None where there are none.
-
-    ``uses`` are where it meets the weights that are multiplied by the scales, float32 ``[K]``.
-    """
-    others = {(use.node, use.idx) for use in activation.uses()} - set(uses)
-    if others or activation.is_graph_output():
-        return None
-    try:
-        folds = _folds(activation, len(scales), 0)
-    except Refusal:
-        return None
-    return folds if all(_fits(fold, scales) for fold in folds) else None
-
-
-def _folds(value: ir.Value, channels: int, depth: int) -> list[Fold]:
-    """Constants to divide so that a value is; its readers are known to agree."""
-    node = value.producer()
-    if node is None or depth > _DEEPEST or value.index() != 0:
-        raise Refusal("not computed by a node that scales")
-    if indices := _NORMALISATIONS.get((node.domain, node.op_type)):
-        _check_last_axis(node)
-        given = [i for i in indices if i < len(node.inputs) and node.inputs[i] is not None]
-        return [_vector(node, index, channels) for index in given]
-    kind = "" if node.domain else node.op_type
-    if kind in _THROUGH and constant(node.inputs[0]) is None:
-        return _operand(node, 0, channels, depth)
-    if kind == "Mul" and len(node.inputs) == 2:
-        # One of the two factors is enough; a constant one comes first.
-        for index in sorted((1, 0), key=lambda index: constant(node.inputs[index]) is None):
-            with contextlib.suppress(Refusal):
-                return _operand(node, index, channels, depth)
-    if kind == "Add" and len(node.inputs) == 2:
-        return [fold for index in (0, 1) for fold in _operand(node, index, channels, depth)]
-    if kind in ("MatMul", "Gemm"):
-        return _linear(node, channels)
-    raise Refusal(f"{node.op_type} does not scale")
-
-
-def _operand(node: ir.Node, index: int, channels: int, depth: int) -> list[Fold]:
-    value = node.inputs[index]
-    if constant(value) is not None:
-        return [_vector(node, index, channels)]
-    if value is None or value.is_graph_output() or len(value.uses()) != 1:
-        raise Refusal("read by others")
-    return _folds(value, channels, depth + 1)
-
-
-def _fits(fold: Fold, scales: Floats) -> bool:
-    """Whether a constant can be divided within its type."""
-    tensor = fold.constant.const_value
-    assert tensor is not None
-    if tensor.dtype is ir.DataType.FLOAT:
-        return True  # scales are within 1e-4 and 1e4
-    quotient = fold.quotient(scales).numpy()
-    lost = (quotient == 0) & (tensor.numpy() != 0)
-    return bool(np.isfinite(quotient).all()) and not lost.any()
-
-
-def _linear(node: ir.Node, channels: int) -> list[Fold]:
-    product = read_product(node, 1)
-    if product.transpose_x and node.op_type != "Gemm":
-        raise Refusal("an operand is transposed")
-    weight = node.inputs[1]
-    tensor = constant(weight)
-    if weight is None or tensor is None:
-        raise Refusal("a Mul of two activations")
-    axis = 0 if product.k_axis == 1 else -1
-    shape = tuple(tensor.shape.numpy())
-    if len(shape) != 2 or shape[axis] != channels:
-        raise Refusal(f"weight {weight.name!r} has shape {shape}")
-    _check_private(weight, node)
-    folds = [Fold(weight, axis)]
-    if product.bias is not None:
-        folds.append(_vector(node, 2, channels))
-    return folds
-
-
-def _vector(node: ir.Node, index: int, channels: int) -> Fold:
-    value = node.inputs[index]
-    tensor = constant(value)
-    if value is None or tensor is None:
-        raise Refusal("not a constant")
-    shape = tuple(tensor.shape.numpy())
-    # A scalar would have to become a vector, and [channels, 1] does not lie along K.
-    if not shape or shape[-1] != channels or tensor.size != channels:
-        raise Refusal(f"constant {value.name!r} has shape {shape}")
-    _check_private(value, node)
-    return Fold(value)
-
-
-def _check_private(value: ir.Value, node: ir.Node) -> None:
-    """Refuse a constant that others read, or that a caller may see or feed."""
-    tensor = value.const_value
-    if not value.is_initializer() or tensor is None or tensor.dtype not in _FLOATS:
-        raise Refusal(f"{value.name!r} is not a float initializer")
-    if value.is_graph_input() or value.is_graph_output() or len(value.uses()) != 1:
-        raise Refusal(f"{value.name!r} is read by others")
-    if node.graph is not value.graph:
-        raise Refusal(f"{value.name!r} is read in a subgraph")
-
-
-def _check_last_axis(node: ir.Node) -> None:
-    axis = node.attributes.get("axis")
-    if axis is None or axis.as_int() == -1:
-        return
-    shape = None if node.inputs[0] is None else node.inputs[0].shape
-    if shape is None or axis.as_int() != len(shape) - 1:
-        raise Refusal("normalises over several axes")
-
-
-def insert_mul(
-    activation: ir.Value,
-    uses: Collection[Use],
-    scales: Floats,
-    dtype: ir.DataType,
+def _divide_activations(
+    plan: WeightPlan,
+    recipe: Recipe,
+    by_value: Mapping[ir.Value, list[Weight]],
     names: FreshNames,
-) -> None:
-    """Put ``Mul(activation, 1 / scales)`` between an activation and some of its readers.
+) -> dict[ir.Value, list[Floats]]:
+    """Divide activations by what their weights' rows were multiplied by.
 
-    ``dtype`` is the activation's, which the model need not say.
+    Return what is to divide the output columns of weights that are quantised as well.
     """
-    graph = activation.graph
-    assert isinstance(graph, ir.Graph)
-    inverse = (1 / scales).astype(dtype.numpy())
-    name = names.take(f"{activation.name}.channel_scales")
-    vector = new_initializer(graph, ir.Tensor(inverse, dtype=dtype, name=name))
-    node = ir.node("Mul", [activation, vector], name=names.take(f"{activation.name}.scaled"))
-    scaled = described(node, dtype, activation.shape)
-    producer = activation.producer()
-    if producer is not None:
-        graph.insert_after(producer, node)
-    else:
-        graph.insert_before(graph[0], node)
-    for reader, index in uses:
-        reader.replace_input_with(index, scaled)
+    divisors: dict[ir.Value, list[Floats]] = {value: [] for value in by_value}
+    found = []
+    # All folds are looked for in the float graph, before any weight of it is replaced.
+    for group in plan.groups:
+        if (scales := group.channel_scales) is None:
+            continue
+        group.folded = "folded"
+        for activation in group.activations:
+            uses, folds = group.reads_of(activation), None
+            if recipe.fold_scales:
+                folds = find_folds(activation, uses, scales)
+            quantized = (w for fold in folds or () for w in by_value.get(fold.constant, ()))
+            if not all(_divisible(weight, scales) for weight in quantized):
+                folds = None
+            if folds is None:
+                group.folded = "mul"
+            # An activation has its weights' type, whether or not the model says so.
+            dtype = group.weights[0].uses[0].tensor.dtype
+            found.append((folds, activation, uses, scales, dtype))
+    for folds, activation, uses, scales, dtype in found:
+        if folds is None:
+            insert_mul(activation, uses, scales, dtype, names)
+        for fold in folds or ():
+            if fold.constant in divisors:
+                divisors[fold.constant].append(scales)
+            else:
+                fold.constant.const_value = fold.quotient(scales)
+    return divisors
 
 
-def read_through_dequantize(
-    uses: Sequence[WeightUse], stored: StoredCodes, names: FreshNames
-) -> None:
+def _divisible(weight: Weight, divisor: Floats) -> bool:
+    """Whether the scales of a quantised weight can be divided without losing digits."""
+    if weight.form.scale_type == "float32":
+        return True
+    scales = weight.scales.map()
+    with np.errstate(over="ignore"):
+        exact = scales.astype(np.float32) / (divisor[:, None] if weight.k_last else divisor)
+        error = abs(exact.astype(scales.dtype).astype(np.float32) - exact)
+    return bool((error <= abs(exact) * np.finfo(scales.dtype).eps).all())
+
+
+def _read_through_dequantize(weight: Weight, names: FreshNames) -> None:
     """Have all nodes of a weight, in the graph's order, read its codes instead."""
-    value, transposed = _dequantize(stored, uses[0], names), None
-    for use in uses:
+    value, transposed = _dequantize(weight, weight.uses[0], names), None
+    for use in weight.uses:
         read = value
-        if stored.k_last != use.wanted_k_last:
+        if weight.k_last != use.wanted_k_last:
             if use.node.op_type in ("Gemm", "FusedMatMul") and use.index == 1:
                 flipped = 1 - int_attribute(use.node, "transB", 0)
                 use.node.attributes["transB"] = ir.AttrInt64("transB", flipped)
@@ -244,29 +119,29 @@ def read_through_dequantize(
         _unfuse(use.node)
 
 
-def _dequantize(stored: StoredCodes, use: WeightUse, names: FreshNames) -> ir.Value:
+def _dequantize(weight: Weight, use: WeightUse, names: FreshNames) -> ir.Value:
     """Put in a DequantizeLinear ahead of a node; return its output."""
     producer = use.weight.producer()
     graph = use.weight.graph if producer is None else producer.graph
     assert isinstance(graph, ir.Graph)
-    form, axis = stored.form, int(stored.k_last)
+    form, axis = weight.form, int(weight.k_last)
     code = ir.DataType[f"{'' if form.is_symmetric else 'U'}INT{form.bits}"]
     real, half = use.tensor.dtype, ir.DataType.FLOAT16
     scale_type = half if form.scale_type == "float16" else ir.DataType.FLOAT
-    shape = (stored.N, stored.K) if stored.k_last else (stored.K, stored.N)
+    shape = (weight.N, weight.K) if weight.k_last else (weight.K, weight.N)
     # A weight with one scale per column has no blocks; but onnxruntime (1.32) computes wrongly
     # on uint2 along axis 1, or fails.
-    misread = form.bits == 2 and not form.is_symmetric and stored.k_last
+    misread = form.bits == 2 and not form.is_symmetric and weight.k_last
     by_column = form.block_size == -1 and not misread
-    grid = (stored.N,) if by_column else stored.scales.shape
+    grid = (weight.N,) if by_column else weight.scales.shape
     base = f"{use.weight.name}.{code.name.lower()}_block{form.block_size}"
-    base = names.take(f"{base}_transposed" if stored.k_last else base)
+    base = names.take(f"{base}_transposed" if weight.k_last else base)
     tensors: list[ir.TensorProtocol] = [
-        _in_file(stored.codes, code, shape, base),
-        _in_file(stored.scales, scale_type, grid, names.take(f"{base}_scales")),
+        _in_file(weight.codes, code, shape, base),
+        _in_file(weight.scales, scale_type, grid, names.take(f"{base}_scales")),
     ]
-    if stored.zero_points is not None:
-        numbers = np.ascontiguousarray(stored.zero_points.map()).reshape(-1)
+    if weight.zero_points is not None:
+        numbers = np.ascontiguousarray(weight.zero_points.map()).reshape(-1)
         name = names.take(f"{base}_zero_points")
         packed = pack_rows(numbers, form.bits)
         tensors.append(
@@ -284,7 +159,7 @@ def _dequantize(stored: StoredCodes, use: WeightUse, names: FreshNames) -> ir.Va
         inputs[1] = described(cast, real, ir.Shape(grid))
     attributes = {"axis": 1 - axis}
     if not by_column:
-        attributes = {"axis": axis, "block_size": form.size_along(stored.K)}
+        attributes = {"axis": axis, "block_size": form.size_along(weight.K)}
     name = names.take(f"{base}.dequantized")
     node = ir.node("DequantizeLinear", inputs, attributes, name=name)
     graph.insert_before(first, node)
@@ -310,20 +185,12 @@ def _unfuse(node: ir.Node) -> None:
         node.attributes.clear()
 
 
-def described(node: ir.Node, dtype: ir.DataType, shape: ir.Shape | None) -> ir.Value:
-    """Return a node's output, with the node's name, a type and a shape."""
-    (value,) = node.outputs
-    value.name = node.name
-    value.type, value.shape = ir.TensorType(dtype), shape
-    return value
-
-
-def drop_unused(value: ir.Value) -> None:
+def _drop_unused(value: ir.Value) -> None:
     """Remove a constant that nothing reads any more, and Transposes that lead nowhere."""
     for use in list(value.uses()):
         node = use.node
         if node.op_type in ("Transpose", "Identity"):
-            drop_unused(node.outputs[0])
+            _drop_unused(node.outputs[0])
             unread = not node.outputs[0].uses() and not node.outputs[0].is_graph_output()
             if unread and node.graph is not None:
                 node.graph.remove(node, safe=True)

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Which weights of a model are quantised, how, which share an activation; and the report."""
+"""Which weights of a model are quantised, how, and which share an activation."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -15,230 +13,22 @@ import onnx_ir as ir
 from ortplugins.errors import ModelFileError, QuantizationError
 from ortplugins.model_io.loading import lift_constants
 from ortplugins.quantization.coverage import Coverage, coverage, float_weights
-from ortplugins.quantization.methods.nearest import BlockFormat, Floats
-from ortplugins.quantization.weights.checkpoint import Checkpoint, PackedWeight
-from ortplugins.quantization.weights.group import (
-    GroupResult,
-    GroupTask,
-    StoredCodes,
-)
+from ortplugins.quantization.weights.checkpoint import Checkpoint
 from ortplugins.quantization.weights.recipe import METHODS, Recipe
+from ortplugins.quantization.weights.report import NodeReport, QuantizeReport
 from ortplugins.quantization.weights.uses import (
     OP_TYPES,
     WeightUse,
     find_uses,
     readers_of,
 )
+from ortplugins.quantization.weights.weight import Group, Weight
 from rewrite_rules.dq_matmulnbits_fusion.kernels import fitting_block_size
 from rewrite_rules.graph.nodes import inline_functions, label
 
-UNREACHED = "no token of the samples reaches it"
 OTHER_OPERATOR = "no weights of"
 
 _KERNELS = frozenset({"MatMulNBits", "GatherBlockQuantized"})
-
-
-@dataclasses.dataclass(frozen=True)
-class NodeReport:
-    """One node with a constant matrix, or what keeps a quantised one in float besides.
-
-    Attributes:
-        node: Its name; its first output's where it has none.
-        op_type: MatMul, Gemm, Gather or FusedMatMul.
-        weight: Name of the initializer.
-        K: Size along which the blocks run; 0 for a node that was refused.
-        N: Number of columns; 0 likewise.
-        bits: Of the codes; 0 where the weight stays in float.
-        block_size: -1 for a scale per column; 0 likewise.
-        method: What was done: ``"rtn"``, ``"awq_lite"`` and so on; empty likewise.
-        alpha: Exponent of the scales of input channels; NaN where there are none.
-        folded: Where the activation is divided by them: ``"folded"`` into the constants that
-            it comes from, ``"mul"`` by a node of its own; empty where there are none.
-        weight_error: Frobenius norm of the difference over the weight's; NaN where it was not
-            measured.
-        output_error: The same of the node's product with sampled tokens; NaN likewise.
-        bytes_before: Of the float weight, 0 where an earlier node has counted it.
-        bytes_after: Of codes, scales and zero points, or of the float weight that stays.
-        reason: Why it was refused, or what else to know.
-    """
-
-    node: str
-    op_type: str
-    weight: str = ""
-    K: int = 0
-    N: int = 0
-    bits: int = 0
-    block_size: int = 0
-    method: str = ""
-    alpha: float = math.nan
-    folded: str = ""
-    weight_error: float = math.nan
-    output_error: float = math.nan
-    bytes_before: int = 0
-    bytes_after: int = 0
-    reason: str = ""
-
-    @property
-    def quantized(self) -> bool:
-        """Whether the node reads codes now."""
-        return self.bits != 0
-
-
-@dataclasses.dataclass(frozen=True)
-class QuantizeReport:
-    """What happened to a model.
-
-    Attributes:
-        method: What was asked for.
-        nodes: One entry per node with a constant matrix, in the model's order; then what else
-            reads the float numbers of a quantised one, and nodes of other operators that hold
-            float weights of two axes and more.
-        coverage: Which share of all weights is quantised, and what holds the rest.
-        notes: Things to know that belong to no node.
-    """
-
-    method: str
-    nodes: tuple[NodeReport, ...] = ()
-    coverage: Coverage = dataclasses.field(default_factory=Coverage)
-    notes: tuple[str, ...] = ()
-
-    @property
-    def quantized(self) -> tuple[NodeReport, ...]:
-        """The nodes that read codes now."""
-        return tuple(node for node in self.nodes if node.quantized)
-
-    @property
-    def refused(self) -> tuple[NodeReport, ...]:
-        """The nodes that keep their float weight."""
-        return tuple(node for node in self.nodes if not node.quantized)
-
-    @property
-    def bytes_before(self) -> int:
-        """Bytes of the weights that were looked at."""
-        return sum(node.bytes_before for node in self.nodes)
-
-    @property
-    def bytes_after(self) -> int:
-        """Bytes of the same in their new form."""
-        return sum(node.bytes_after for node in self.nodes)
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Of weights of MatMul, Gemm and Gather: codes, scales, floats that stay; or NaN."""
-        sizes = {node.weight: node.K * node.N for node in self.nodes if node.K}
-        stored = sum(node.bytes_after for node in self.nodes if node.weight in sizes)
-        return 8 * stored / sum(sizes.values()) if sizes else math.nan
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON's types; NaN as None."""
-        content = {
-            "method": self.method,
-            "quantized": len(self.quantized),
-            "refused": len(self.refused),
-            "bytes_before": self.bytes_before,
-            "bytes_after": self.bytes_after,
-            "bits_per_weight": self.bits_per_weight,
-            "coverage": dataclasses.asdict(self.coverage) | {"share": self.coverage.share},
-            "nodes": [dataclasses.asdict(node) for node in self.nodes],
-            "notes": self.notes,
-        }
-        plain: dict[str, Any] = json.loads(
-            json.dumps(content), parse_constant=lambda nan: None
-        )
-        return plain
-
-    def to_json(self) -> str:
-        """Return the report as one JSON object."""
-        return json.dumps(self.to_dict(), ensure_ascii=False)
-
-    def __str__(self) -> str:
-        before, after = self.bytes_before / 1e6, self.bytes_after / 1e6
-        text = (
-            f"{self.method}: {len(self.quantized)} quantised, {len(self.refused)} refused; "
-            f"{before:.1f} -> {after:.1f} MB"
-        )
-        if self.quantized:
-            text += f", {self.bits_per_weight:.2f} bits per weight"
-        return f"{text}; {self.coverage}"
-
-
-@dataclasses.dataclass(eq=False)
-class Weight:
-    """A float weight in one form, and its codes once it is quantised."""
-
-    form: BlockFormat
-    method: str  # by which it gets its codes
-    uses: list[WeightUse]  # the nodes that read it, all in the same orientation
-    given: PackedWeight | None = None  # codes that are there already
-    # The codes that the model gets; before that is decided, others of more bits as well.
-    outputs: list[StoredCodes] = dataclasses.field(default_factory=list)
-
-    @property
-    def value(self) -> ir.Value:
-        """The initializer, or the output of a Constant node."""
-        return self.uses[0].weight
-
-    @property
-    def is_table(self) -> bool:
-        """Whether a Gather reads it."""
-        return any(use.activation is None for use in self.uses)
-
-    @property
-    def K(self) -> int:
-        """Size along which the blocks run."""
-        return self.uses[0].K
-
-    @property
-    def N(self) -> int:
-        """Number of columns."""
-        return self.uses[0].N
-
-    @property
-    def stored(self) -> StoredCodes:
-        """The codes that the model gets."""
-        return self.outputs[0]
-
-
-@dataclasses.dataclass(eq=False)
-class Group:
-    """Weights of one K and method that share the scales of their input channels.
-
-    What became of it is there once it is quantised.
-    """
-
-    weights: list[Weight]
-    activations: list[ir.Value]  # empty without statistics
-    method: str  # "rtn" without statistics
-    reason: str = ""  # why there are none
-    task: GroupTask = dataclasses.field(init=False)
-    reached: bool = False  # as in GroupResult, and the two below
-    channel_scales: Floats | None = None
-    alpha: float = math.nan
-    folded: str = ""  # as in NodeReport
-
-    @property
-    def names(self) -> list[str]:
-        """Of the activations."""
-        return [activation.name or "" for activation in self.activations]
-
-    @property
-    def elements(self) -> int:
-        """Of all its weights."""
-        return sum(weight.K * weight.N for weight in self.weights)
-
-    def take_in(self, result: GroupResult) -> None:
-        """Note what became of the task."""
-        self.channel_scales, self.alpha = result.channel_scales, result.alpha
-        self.reached = result.reached
-        if METHODS[self.method] and not result.reached:
-            self.method, self.reason = "rtn", UNREACHED
-        for weight, outputs in zip(self.weights, result.outputs, strict=True):
-            weight.method, weight.outputs = self.method, list(outputs)
-
-    def reads_of(self, activation: ir.Value) -> list[tuple[ir.Node, int]]:
-        """Return where an activation meets the weights of the group."""
-        uses = (use for weight in self.weights for use in weight.uses)
-        return [(s.node, 1 - s.index) for s in uses if s.activation is activation]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -277,20 +67,40 @@ def plan_weights(
     labels = [label(node) for node, _ in found]
     names = list(dict.fromkeys([*labels, *(name for use in uses for name in use.names)]))
     notes = recipe.check_against(uses, names)
-    tables = {use.weight for use in uses if use.activation is None}
+    nodes, weights = _chosen(found, recipe, checkpoint)
+    functions = [NodeReport(name, "function", reason=reason) for name, reason in left.items()]
+    nodes = [*functions, *nodes, *_other_readers(weights, set(labels))]
+    others = _other_operators(model, nodes)
+    rows = [row for row in (*nodes, *others) if isinstance(row, NodeReport)]
+    planned: dict[ir.Value, list[ir.Node]] = {}
+    for weight in weights:
+        planned.setdefault(weight.uses[0].weight, []).extend(use.node for use in weight.uses)
+    covered = coverage(model, planned, {row.node: row.reason for row in rows})
+    methods = dict.fromkeys(weight.method for weight in weights)
+    groups = [group for method in methods for group in _grouped(weights, method)]
+    return WeightPlan(model, groups, nodes, others, covered, notes)
+
+
+def _chosen(
+    found: Sequence[tuple[ir.Node, WeightUse | str]],
+    recipe: Recipe,
+    checkpoint: Checkpoint | None,
+) -> tuple[list[WeightUse | NodeReport], list[Weight]]:
+    """Return the use of each node with a constant, or why it stays in float; the weights."""
+    tables = {
+        use.weight for _, use in found if isinstance(use, WeightUse) and use.activation is None
+    }
+    nodes: list[WeightUse | NodeReport] = []
     weights: dict[object, Weight] = {}
-    nodes: list[WeightUse | NodeReport] = [
-        NodeReport(name, "function", reason=reason) for name, reason in left.items()
-    ]
     for node, use in found:
         if isinstance(use, str):
             nodes.append(NodeReport(label(node), node.op_type, reason=use))
             continue
         form, method, reason = recipe.choose(use, table=use.weight in tables)
-        given = None
+        layer = None
         if checkpoint is not None and not reason:
-            if given := checkpoint.layer_of(use):
-                form = given.form(form.scale_type)
+            if layer := checkpoint.layer_of(use):
+                form = layer.form(form.scale_type)
             else:
                 reason = "not in the checkpoint"
         by_rows = use.activation is None and recipe.fuses(table=True)
@@ -299,21 +109,13 @@ def plan_weights(
             reason = f"GatherBlockQuantized wants rows of whole bytes, not {size}"
         nodes.append(_report(use, reason=reason) if reason else use)
         if not reason:
-            key = (use.weight, use.stored_k_last, form, method)
-            weights.setdefault(key, Weight(form, method, [], given)).uses.append(use)
-    nodes += _other_readers(weights.values(), set(labels))
-    others = _other_operators(model, nodes)
-    reported = [row for row in (*nodes, *others) if isinstance(row, NodeReport)]
-    reasons = {row.node: row.reason for row in reported}
-    planned: dict[ir.Value, list[ir.Node]] = {}
-    for weight in weights.values():
-        planned.setdefault(weight.value, []).extend(use.node for use in weight.uses)
-    covered = coverage(model, planned, reasons)
-    by_method: dict[str, list[Weight]] = {}
-    for weight in weights.values():
-        by_method.setdefault(weight.method, []).append(weight)
-    groups = [group for each in by_method.values() for group in _grouped(each)]
-    return WeightPlan(model, groups, nodes, others, covered, notes)
+            name, k_last = use.weight.name or "", use.stored_k_last
+            key = (use.weight, k_last, form, method)
+            weight = weights.get(key) or Weight(
+                name, use.K, use.N, k_last, form, method, layer
+            )
+            weights[key] = dataclasses.replace(weight, uses=(*weight.uses, use))
+    return nodes, list(weights.values())
 
 
 def _other_readers(weights: Iterable[Weight], reported: Collection[str]) -> list[NodeReport]:
@@ -368,7 +170,7 @@ def check_not_empty(plan: WeightPlan, recipe: Recipe) -> None:
     raise ModelFileError(f"nothing to quantise: {reason}")
 
 
-def _grouped(weights: Sequence[Weight]) -> list[Group]:
+def _grouped(weights: Iterable[Weight], method: str) -> list[Group]:
     """Put weights of one method together that share an activation, and the reverse.
 
     A table that is a head, too, has the head's statistics; not where a method scales input
@@ -376,15 +178,16 @@ def _grouped(weights: Sequence[Weight]) -> list[Group]:
     """
     groups: list[Group] = []
     alone = []
-    method = weights[0].method
     scaled = "scales" in METHODS[method]
     for weight in weights:
+        if weight.method != method:
+            continue
         products = [use for use in weight.uses if use.activation is not None]
         calibrated = weight.uses if scaled or not products else products
         reasons = [use.no_statistics for use in calibrated if use.no_statistics]
         if reasons:
-            weight.method = "rtn"
-            alone.append(Group([weight], [], "rtn", reasons[0]))
+            rounded = dataclasses.replace(weight, method="rtn")
+            alone.append(Group([rounded], "rtn", reason=reasons[0]))
             continue
         activations = [use.activation for use in products if use.activation is not None]
         joined = [
@@ -393,7 +196,7 @@ def _grouped(weights: Sequence[Weight]) -> list[Group]:
         found = [*(w for group in joined for w in group.weights), weight]
         activations = [*(a for group in joined for a in group.activations), *activations]
         place = groups.index(joined[0]) if joined else len(groups)
-        groups[place : place + 1] = [Group(found, list(dict.fromkeys(activations)), method)]
+        groups[place : place + 1] = [Group(found, method, list(dict.fromkeys(activations)))]
         groups = [group for group in groups if group not in joined]
     return groups + alone
 
@@ -427,12 +230,12 @@ def reported(plan: WeightPlan, recipe: Recipe) -> QuantizeReport:
                 node,
                 bits=weight.form.bits,
                 block_size=weight.form.block_size,
-                method=weight.given.method if weight.given else weight.method,
+                method=weight.layer.method if weight.layer else weight.method,
                 alpha=group.alpha,
                 folded=group.folded,
-                weight_error=weight.stored.weight_error if weight.outputs else math.nan,
-                output_error=weight.stored.output_error if weight.outputs else math.nan,
-                reason=group.reason if recipe.needs_statistics or weight.outputs else "",
+                weight_error=weight.weight_error,
+                output_error=weight.output_error,
+                reason=group.reason if recipe.needs_statistics or weight.codes.path else "",
             )
         rows.append(dataclasses.replace(node, bytes_before=before, bytes_after=after))
     stored = sum(row.bytes_after for row in rows if row.quantized)

@@ -36,15 +36,15 @@ from ortplugins.model_io.saving import (
 from ortplugins.quantization.statistics.collect import Calibration
 from ortplugins.quantization.weights.checkpoint import Checkpoint
 from ortplugins.quantization.weights.plan import (
-    QuantizeReport,
     WeightPlan,
     check_not_empty,
     plan_weights,
     reported,
 )
 from ortplugins.quantization.weights.recipe import Recipe, read_recipe
+from ortplugins.quantization.weights.report import QuantizeReport
+from ortplugins.quantization.weights.run import quantize_graph
 from ortplugins.quantization.weights.run_folder import NOTHING_KEPT, RunFolder
-from ortplugins.quantization.weights.work import quantize_graph
 from ortplugins.samples.sources import KeptSamples
 from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
 from rewrite_rules.dq_matmulnbits_fusion.kernels import (
@@ -183,7 +183,7 @@ def quantize(
                 progress or (lambda done, total, what: None),
             )
         if run_folder is not None:
-            run.identify(files, calibration)
+            run.identify(files, chosen, calibration)
         report = quantize_graph(
             plan,
             chosen,
@@ -191,7 +191,7 @@ def quantize(
             calibration,
             executor=executor,
             max_memory=max_calibration_memory,
-            run=run,
+            folder=run,
             progress=progress,
         )
         notes += _unpacked(report, chosen)

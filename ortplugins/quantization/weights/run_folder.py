@@ -14,7 +14,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ from ortplugins.errors import UsageError
 from ortplugins.model_io.loading import digest_of_files
 from ortplugins.model_io.tensor_reference import ScratchWriter, TensorReference
 from ortplugins.quantization.statistics.collect import Calibration
-from ortplugins.quantization.weights.group import GroupResult, GroupTask
+from ortplugins.quantization.weights.recipe import Recipe
+from ortplugins.quantization.weights.weight import Group, Weight
 from ortplugins.samples.sources import KeptSamples
 
 _MARK = "ortplugins-run"
@@ -39,9 +40,10 @@ _ERRORS = ("weight_error", "output_error", "added_error")
 class RunFolder:
     """A run folder in use, or what keeps nothing in its place."""
 
-    def __init__(self, path: Path | None, identity: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path | None) -> None:
         """Take the folder as it is; see :meth:`opened`."""
-        self._path, self._identity = path, identity
+        self._path, self._recipe = path, Recipe()
+        self._identity: Mapping[str, Any] = {}
 
     @property
     def path(self) -> Path | None:
@@ -74,12 +76,14 @@ class RunFolder:
         try:
             for left in folder.glob(f"*{_UNFINISHED}"):
                 left.unlink()
-            yield cls(folder, {})
+            yield cls(folder)
         finally:
             lock.release()
 
-    def identify(self, files: Iterable[Path], calibration: Calibration | None) -> None:
-        """Say what it keeps: the results of these files of a model and samples, if any."""
+    def identify(
+        self, files: Iterable[Path], recipe: Recipe, calibration: Calibration | None
+    ) -> None:
+        """Say what it keeps: what a recipe makes of these files of a model and samples."""
         identity: dict[str, Any] = {
             "ortplugins": __version__,
             "onnxruntime": onnxruntime.__version__,
@@ -88,7 +92,7 @@ class RunFolder:
         if calibration is not None:
             identity["samples"] = _digest_of_samples(calibration.samples)
             identity["providers"] = list(map(str, calibration.providers))
-        self._identity = identity
+        self._identity, self._recipe = identity, recipe
 
     def key(self, **parts: Any) -> str:
         """Return the digest of an entry's parts, which are JSON's types, and of the run's."""
@@ -106,56 +110,57 @@ class RunFolder:
         """Write statistics and return where they are."""
         return self._write(f"statistics-{key}", arrays, {})
 
-    def codes_key(self, task: GroupTask) -> str:
-        """Return the key of the codes of a task, whatever its statistics are by now."""
-        recipe = task.recipe
+    def codes_key(self, group: Group) -> str:
+        """Return the key of the codes of a group, whatever its statistics are by now."""
+        recipe = self._recipe
         return self.key(
-            method=task.method,
-            statistics=task.statistics_key,
+            method=group.method,
+            statistics=group.statistics_key,
             weights=[
                 (
                     weight.name,
                     weight.stored_k_last,
-                    weight.given and dataclasses.asdict(weight.given),
-                    [(dataclasses.asdict(o.form), o.k_last) for o in weight.outputs],
+                    weight.layer and dataclasses.asdict(weight.layer),
+                    [(dataclasses.asdict(each.form), each.k_last) for each in weight.choices],
                 )
-                for weight in task.weights
+                for weight in group.weights
             ],
             options=(recipe.alphas, recipe.clip_ratios, dataclasses.asdict(recipe.gptq)),
         )
 
-    def codes(self, task: GroupTask) -> GroupResult | None:
-        """Copy codes to where a task has space for them; None where there are none."""
-        found = self._read(f"codes-{self.codes_key(task)}")
-        if found is None:
+    def codes(self, group: Group) -> Group | None:
+        """Copy codes to where a group has space for them; None where there are none."""
+        read = self._read(f"codes-{self.codes_key(group)}")
+        if read is None:
             return None
-        references, more = found
-        for name, target in _outputs(task):
+        references, found = read
+        for name, target in _files(group):
             target.map("r+")[...] = references[name].map()
-        outputs = tuple(
-            tuple(
-                dataclasses.replace(stored, **dict(zip(_ERRORS, errors, strict=True)))
-                for stored, errors in zip(weight.outputs, found_errors, strict=True)
-            )
-            for weight, found_errors in zip(task.weights, more["errors"], strict=True)
-        )
         scales = references.get("channel_scales")
-        channel_scales = None if scales is None else np.array(scales.map())
-        return GroupResult(outputs, more["reached"], channel_scales, more["alpha"])
+        return dataclasses.replace(
+            group,
+            weights=[
+                _with_errors(weight, errors)
+                for weight, errors in zip(group.weights, found["errors"], strict=True)
+            ],
+            reached=found["reached"],
+            channel_scales=None if scales is None else np.array(scales.map()),
+            alpha=found["alpha"],
+        )
 
-    def keep_codes(self, task: GroupTask, result: GroupResult) -> None:
-        """Write what a task has found."""
+    def keep_codes(self, group: Group) -> None:
+        """Write what became of a group."""
         if self._path is None:
             return
-        arrays = {name: target.map() for name, target in _outputs(task)}
-        if result.channel_scales is not None:
-            arrays["channel_scales"] = result.channel_scales
+        arrays = {name: target.map() for name, target in _files(group)}
+        if group.channel_scales is not None:
+            arrays["channel_scales"] = group.channel_scales
         errors = [
-            [[getattr(stored, name) for name in _ERRORS] for stored in outputs]
-            for outputs in result.outputs
+            [[getattr(each, name) for name in _ERRORS] for each in weight.choices]
+            for weight in group.weights
         ]
-        more = {"errors": errors, "reached": result.reached, "alpha": result.alpha}
-        self._write(f"codes-{self.codes_key(task)}", arrays, more)
+        more = {"errors": errors, "reached": group.reached, "alpha": group.alpha}
+        self._write(f"codes-{self.codes_key(group)}", arrays, more)
 
     def _read(self, name: str) -> tuple[dict[str, TensorReference], dict[str, Any]] | None:
         if self._path is None:
@@ -196,17 +201,23 @@ class RunFolder:
         }
 
 
-NOTHING_KEPT = RunFolder(None, {})
+NOTHING_KEPT = RunFolder(None)
 
 
-def _outputs(task: GroupTask) -> Iterator[tuple[str, TensorReference]]:
-    """Name every tensor that a task writes."""
-    for number, weight in enumerate(task.weights):
-        for choice, stored in enumerate(weight.outputs):
-            for kind in ("codes", "scales", "zero_points"):
-                target = getattr(stored, kind)
-                if target is not None:
-                    yield f"{number}.{choice}.{kind}", target
+def _files(group: Group) -> Iterator[tuple[str, TensorReference]]:
+    """Name every tensor that a worker writes."""
+    for number, weight in enumerate(group.weights):
+        for choice, each in enumerate(weight.choices):
+            for kind, target in each.files():
+                yield f"{number}.{choice}.{kind}", target
+
+
+def _with_errors(weight: Weight, errors: Sequence[Sequence[float]]) -> Weight:
+    first, *others = (
+        dataclasses.replace(each, weight_error=own, output_error=output, added_error=added)
+        for each, (own, output, added) in zip(weight.choices, errors, strict=True)
+    )
+    return dataclasses.replace(first, wider=others[0] if others else None)
 
 
 def _digest_of_samples(samples: KeptSamples) -> str:

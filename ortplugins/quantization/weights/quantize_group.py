@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: MIT
+"""Quantises the weights that read one activation: a pure function of references to files.
+
+So the work runs in a thread, in another process or on another machine that sees the same
+folder, and gives the same bits everywhere. A weight is worked on in strips of its columns,
+which no method mixes, and results go to the files straight away: nothing is ever held whole.
+
+    search channel scales -> divide what is known of the activation by them
+        -> strip by strip: choose codes, write them, measure their errors
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import math
+import os
+import platform
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import threadpoolctl
+
+from ortplugins.errors import QuantizationError
+from ortplugins.quantization.methods.awq import search_clip, search_scales
+from ortplugins.quantization.methods.gptq import Gptq
+from ortplugins.quantization.methods.nearest import (
+    Codes,
+    Floats,
+    ZeroPoints,
+    dequantize_blocks,
+    quantize_blocks,
+    search_blocks,
+)
+from ortplugins.quantization.weights.recipe import Recipe
+from ortplugins.quantization.weights.weight import Group, Weight
+from rewrite_rules.weights.bit_packing import pack_rows
+
+Quantized = tuple[Codes, Floats, ZeroPoints | None]
+
+# Float bytes of a strip of columns: with the copies that a method makes, what a worker holds.
+_STRIP_BYTES = 4 << 20
+# GPTQ rounds row by row, and a call of numpy costs more than a narrow row; but the strips of a
+# weight go to several threads.
+_GPTQ_STRIP_BYTES, _GPTQ_COLUMNS = 8 << 20, 512
+# Tokens that the error of outputs is measured on.
+_ERROR_TOKENS = 128
+# Below it, float32 loses digits of sums of squares.
+_LEAST_SQUARE = 1e-20
+
+
+def this_process() -> str:
+    """Return what tells this process from all others."""
+    return f"{platform.node()}:{os.getpid()}"
+
+
+def quantize_group(group: Group, recipe: Recipe, coordinator: str) -> Group:
+    """Quantise the weights of a group: write codes, scales and zero points, return errors.
+
+    ``coordinator`` is the process that hands out groups, and limits its BLAS itself.
+    """
+    if coordinator != this_process():
+        _limit_blas_for_good()
+    inputs = _Inputs.of(group, recipe)
+    return dataclasses.replace(
+        group,
+        weights=[_quantized(weight, group, inputs, recipe) for weight in group.weights],
+        reached=bool(group.statistics),
+        channel_scales=inputs.scales,
+        alpha=inputs.alpha,
+    )
+
+
+def working_bytes(group: Group, threads: int) -> int:
+    """Return about how many bytes :func:`quantize_group` allocates at its peak."""
+    steps, squares = group.steps, 0
+    if "gptq" in steps:
+        squares += 8  # the factor of H
+    if steps:
+        # H itself, where it is not mapped as it is.
+        squares += 4 * ("scales" in steps or "gram" not in group.statistics)
+    k, form = group.weights[0].K, group.weights[0].form
+    strip = _GPTQ_STRIP_BYTES if "gptq" in steps else _STRIP_BYTES
+    block = form.size_along(k) if "gptq" in steps else 0
+    return squares * k * k + (6 * strip + 8 * block * block) * threads
+
+
+def one_blas_thread() -> threadpoolctl.threadpool_limits:
+    """Return a context in which BLAS uses one thread, for whoever quantises in threads.
+
+    What a sum of floats gives depends on how threads share it out, and threads over weights
+    are faster than threads within them. The number of threads is the process's and only one
+    Python thread at a time can set it: not those that quantise groups.
+    """
+    return threadpoolctl.threadpool_limits(1, user_api="blas")
+
+
+@functools.cache
+def _limit_blas_for_good() -> None:
+    """Have BLAS use one thread, in a worker process of somebody's executor."""
+    one_blas_thread()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Inputs:
+    """What is known of the inputs of a group's weights, divided by the channel scales."""
+
+    scales: Floats | None  # None for 1
+    alpha: float
+    tokens: Floats | None
+    gram: Floats | None
+    sample: Floats | None  # tokens that errors are measured on
+    float_tokens: Floats | None  # the same of the float model, if it is not the one, undivided
+    drift: Floats | None  # X^T (X_float - X) over the number of tokens, likewise
+    unit: float  # of all of these, a power of two
+    feedback: Gptq | None
+
+    @classmethod
+    def of(cls, group: Group, recipe: Recipe) -> _Inputs:
+        """Map the statistics; search the scales."""
+        tokens, gram, steps = group.map("tokens"), group.map("gram"), group.steps
+        if gram is None and tokens is not None and ("gptq" in steps or "clip" in steps):
+            # There were so few that all of them are here.
+            gram = tokens.T @ tokens / np.float32(len(tokens))
+        scales, alpha = None, math.nan
+        if "scales" in steps:
+            scales, alpha = _search_scales(group, recipe, tokens, gram)
+        if scales is not None:
+            tokens = None if tokens is None else tokens / scales
+            if gram is not None:
+                gram = gram / scales
+                gram /= scales[:, None]
+        sample = tokens
+        if tokens is not None and len(tokens) > _ERROR_TOKENS:
+            # A weight with several inputs has the tokens of one after those of the other.
+            sample = tokens[np.linspace(0, len(tokens) - 1, _ERROR_TOKENS).astype(int)]
+        unit = group.map("unit")
+        return cls(
+            scales,
+            alpha,
+            tokens,
+            gram,
+            sample,
+            group.map("float_tokens"),
+            group.map("drift"),
+            1.0 if unit is None else float(unit.item()),
+            Gptq(gram, recipe.gptq) if gram is not None and "gptq" in steps else None,
+        )
+
+    def energy(self) -> Floats:
+        """Return the mean square of each channel."""
+        if self.gram is not None:
+            return np.diagonal(self.gram)
+        assert self.tokens is not None
+        mean: Floats = np.square(self.tokens).mean(axis=0)
+        return mean
+
+
+def _search_scales(
+    group: Group, recipe: Recipe, tokens: Floats | None, gram: Floats | None
+) -> tuple[Floats | None, float]:
+    """Return the scales of the input channels, None for 1, and their exponent."""
+    mean_abs = group.map("mean_abs")
+    assert mean_abs is not None
+    choice = search_scales(
+        [_checked(_matrix(weight), weight.name) for weight in group.weights],
+        mean_abs,
+        tokens,
+        gram,
+        [weight.form for weight in group.weights],
+        alphas=recipe.alphas,
+    )
+    if (choice.scales == 1).all():
+        return None, math.nan
+    # What the activation is multiplied by is stored in its type, the weights': the weight gets
+    # exactly the inverse of that.
+    with np.errstate(over="ignore"):
+        inverse = (1 / choice.scales).astype(group.weights[0].floats.dtype).astype(np.float32)
+    inverse[~(np.isfinite(inverse) & (inverse > 0))] = 1
+    return np.float32(1) / inverse, math.nan if choice.alpha is None else choice.alpha
+
+
+def _quantized(weight: Weight, group: Group, inputs: _Inputs, recipe: Recipe) -> Weight:
+    """Quantise a weight in each of its forms; return it with errors."""
+    if inputs.feedback is not None:
+        inputs.feedback.factor(weight.form)
+    matrix = _matrix(weight)
+    writers = [_CodesWriter(each) for each in weight.choices]
+    given = None if weight.layer is None else weight.layer.load(weight.form.is_symmetric)
+
+    def strip(columns: slice) -> npt.NDArray[np.float64]:
+        floats = _checked(matrix[:, columns], weight.name)
+        scaled = floats if inputs.scales is None else floats * inputs.scales[:, None]
+        rows = []
+        for writer in writers:
+            form = writer.weight.form
+            if given is not None:
+                quantized = _columns(given, columns)
+            else:
+                steps = group.steps if writer.weight is weight else None
+                quantized = _codes(floats, scaled, writer.weight, steps, inputs, recipe)
+            writer.write(columns, *quantized)
+            difference = dequantize_blocks(*quantized, form)
+            difference -= scaled
+            # A choice between forms rests on the error, so on all tokens.
+            rows.append(_squares(floats, scaled, difference, inputs, len(writers) > 1))
+        return np.array(rows)
+
+    with concurrent.futures.ThreadPoolExecutor(group.threads) as pool:
+        sums = np.sum(list(pool.map(strip, _strips(matrix, "gptq" in group.steps))), axis=0)
+    measured = inputs.sample is not None
+    first, *others = (
+        writer.close(each, measured=measured)
+        for writer, each in zip(writers, sums, strict=True)
+    )
+    return dataclasses.replace(first, wider=others[0] if others else None)
+
+
+def _codes(
+    floats: Floats,
+    scaled: Floats,
+    weight: Weight,
+    steps: tuple[str, ...] | None,
+    inputs: _Inputs,
+    recipe: Recipe,
+) -> Quantized:
+    """Quantise columns by the steps of a method; ``scaled`` are those times the scales."""
+    form = weight.form
+    try:
+        if not steps:
+            return search_blocks(scaled, form)
+        if inputs.feedback is not None:
+            residual = None if inputs.drift is None else inputs.drift @ floats
+            if residual is not None and inputs.scales is not None:
+                residual /= inputs.scales[:, None]
+            return inputs.feedback.quantize(scaled, form, residual)
+        if "clip" in steps:
+            assert inputs.gram is not None
+            clipped = search_clip(scaled, inputs.gram, form, ratios=recipe.clip_ratios)
+            return quantize_blocks(scaled, form, clipped)
+        if form.bits == 2:  # the fit makes weights smaller, and all outputs with them
+            return quantize_blocks(scaled, form)
+        return search_blocks(scaled, form, inputs.energy())
+    except QuantizationError as error:
+        raise QuantizationError(
+            f"weight {weight.name!r} cannot be quantised: {error}"
+        ) from error
+
+
+def _squares(
+    floats: Floats, scaled: Floats, difference: Floats, inputs: _Inputs, of_all_tokens: bool
+) -> list[float]:
+    """Return squares: of errors and the weight, of errors and the product for each token.
+
+    The last of five is the product's error again, or tr(D^T H D) of all tokens.
+    """
+    error = wanted_square = added = 0.0
+    if inputs.sample is not None:
+        product = wanted = inputs.sample @ scaled
+        if inputs.float_tokens is not None:
+            wanted = inputs.float_tokens @ floats
+        count = len(inputs.sample)
+        error = _square(inputs.sample @ difference + (product - wanted)) / count
+        wanted_square, added = _square(wanted) / count, error
+        if of_all_tokens and inputs.gram is not None:
+            added = float(np.vdot(difference, inputs.gram @ difference))
+    if inputs.scales is not None:
+        difference /= inputs.scales[:, None]
+    squares = [_square(difference), _square(floats), error, wanted_square]
+    return [*squares, added * inputs.unit**2]
+
+
+def _columns(given: Quantized, columns: slice) -> Quantized:
+    codes, scales, zeros = given
+    return codes[:, columns], scales[:, columns], None if zeros is None else zeros[:, columns]
+
+
+def _matrix(weight: Weight) -> npt.NDArray[Any]:
+    """The weight as ``[K, N]``, mapped."""
+    mapped = weight.floats.map()
+    return mapped.T if weight.stored_k_last else mapped
+
+
+def _checked(matrix: npt.NDArray[Any], name: str) -> Floats:
+    """Copy to float32."""
+    copy = np.ascontiguousarray(matrix, np.float32)
+    # A sum is not finite if one of its terms isn't; it may also overflow, so look again.
+    with np.errstate(over="ignore", invalid="ignore"):
+        suspicious = not np.isfinite(copy.sum())
+    if suspicious and not np.isfinite(copy).all():
+        raise QuantizationError(
+            f"weight {name!r} cannot be quantised: it holds NaN or infinite values"
+        )
+    return copy
+
+
+def _strips(matrix: npt.NDArray[Any], by_rows: bool) -> Iterator[slice]:
+    k, n = matrix.shape
+    size, columns = (_GPTQ_STRIP_BYTES, _GPTQ_COLUMNS) if by_rows else (_STRIP_BYTES, n + 7)
+    # Whole bytes of packed codes in both layouts, whatever the bits: 8 columns at least.
+    width = max(8, min(size // (4 * k), columns) // 8 * 8)
+    for start in range(0, n, width):
+        yield slice(start, min(start + width, n))
+
+
+def _square(array: npt.NDArray[Any]) -> float:
+    """Return the sum of squares, also where float32 has no such number."""
+    flat = array.reshape(-1)
+    with np.errstate(over="ignore", under="ignore"):
+        total = float(np.dot(flat, flat))
+    if _LEAST_SQUARE < total < math.inf:
+        return total
+    return float(np.dot(flat, flat.astype(np.float64)))
+
+
+class _CodesWriter:
+    """Packs codes into their place on disk as strips of columns come in, in any order.
+
+    ONNX packs codes densely over the flattened tensor, so a strip's place is known only where
+    rows start on whole bytes; codes of other shapes are kept, a byte each, to the end.
+    """
+
+    def __init__(self, weight: Weight) -> None:
+        self.weight = weight
+        aligned = weight.k_last or weight.N * weight.form.bits % 8 == 0
+        self._kept = None if aligned else np.empty((weight.K, weight.N), np.uint8)
+        self._codes = weight.codes.map("r+")
+        self._scales = weight.scales.map("r+")
+        zeros = weight.zero_points
+        self._zero_points = None if zeros is None else zeros.map("r+")
+
+    def write(
+        self, columns: slice, codes: Codes, scales: Floats, zero_points: ZeroPoints | None
+    ) -> None:
+        """Store the codes ``[K, columns]``, scales and zero points ``[blocks, columns]``."""
+        k, bits = self.weight.K, self.weight.form.bits
+        unsigned = codes.view(np.uint8) & np.uint8((1 << bits) - 1)
+        if self._kept is not None:
+            self._kept[:, columns] = unsigned
+        elif self.weight.k_last:
+            # Strips start at a multiple of 8 rows, so on a whole byte.
+            packed = pack_rows(np.ascontiguousarray(unsigned.T).reshape(-1), bits)
+            start = columns.start * k * bits // 8
+            self._codes[start : start + packed.size] = packed
+        else:
+            first, last = columns.start * bits // 8, columns.stop * bits // 8
+            self._codes.reshape(k, -1)[:, first:last] = pack_rows(unsigned, bits)
+        for target, numbers in ((self._scales, scales), (self._zero_points, zero_points)):
+            if target is not None and numbers is not None:
+                (target.T if self.weight.k_last else target)[:, columns] = numbers
+
+    def close(self, sums: npt.NDArray[np.float64], *, measured: bool) -> Weight:
+        """Store what had to be kept; return it with the errors of these sums of squares."""
+        if self._kept is not None:
+            self._codes[:] = pack_rows(self._kept.reshape(-1), self.weight.form.bits)
+        weight, output = np.sqrt(sums[:4:2] / np.where(sums[1:4:2] > 0, sums[1:4:2], 1))
+        output, added = (output, sums[4]) if measured else (np.nan, np.nan)
+        return dataclasses.replace(
+            self.weight,
+            weight_error=float(weight),
+            output_error=float(output),
+            added_error=float(added),
+        )

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: MIT
+"""What became of each weight of a model, and of the model as a whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+from ortplugins.quantization.coverage import Coverage
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeReport:
+    """One node with a constant matrix, or what keeps a quantised one in float besides.
+
+    Attributes:
+        node: Its name; its first output's where it has none.
+        op_type: MatMul, Gemm, Gather or FusedMatMul.
+        weight: Name of the initializer.
+        K: Size along which the blocks run; 0 for a node that was refused.
+        N: Number of columns; 0 likewise.
+        bits: Of the codes; 0 where the weight stays in float.
+        block_size: -1 for a scale per column; 0 likewise.
+        method: What was done: ``"rtn"``, ``"awq_lite"`` and so on; empty likewise.
+        alpha: Exponent of the scales of input channels; NaN where there are none.
+        folded: Where the activation is divided by them: ``"folded"`` into the constants that
+            it comes from, ``"mul"`` by a node of its own; empty where there are none.
+        weight_error: Frobenius norm of the difference over the weight's; NaN where it was not
+            measured.
+        output_error: The same of the node's product with sampled tokens; NaN likewise.
+        bytes_before: Of the float weight, 0 where an earlier node has counted it.
+        bytes_after: Of codes, scales and zero points, or of the float weight that stays.
+        reason: Why it was refused, or what else to know.
+    """
+
+    node: str
+    op_type: str
+    weight: str = ""
+    K: int = 0
+    N: int = 0
+    bits: int = 0
+    block_size: int = 0
+    method: str = ""
+    alpha: float = math.nan
+    folded: str = ""
+    weight_error: float = math.nan
+    output_error: float = math.nan
+    bytes_before: int = 0
+    bytes_after: int = 0
+    reason: str = ""
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the node reads codes now."""
+        return self.bits != 0
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizeReport:
+    """What happened to a model.
+
+    Attributes:
+        method: What was asked for.
+        nodes: One entry per node with a constant matrix, in the model's order; then what else
+            reads the float numbers of a quantised one, and nodes of other operators that hold
+            float weights of two axes and more.
+        coverage: Which share of all weights is quantised, and what holds the rest.
+        notes: Things to know that belong to no node.
+    """
+
+    method: str
+    nodes: tuple[NodeReport, ...] = ()
+    coverage: Coverage = dataclasses.field(default_factory=Coverage)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def quantized(self) -> tuple[NodeReport, ...]:
+        """The nodes that read codes now."""
+        return tuple(node for node in self.nodes if node.quantized)
+
+    @property
+    def refused(self) -> tuple[NodeReport, ...]:
+        """The nodes that keep their float weight."""
+        return tuple(node for node in self.nodes if not node.quantized)
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes of the weights that were looked at."""
+        return sum(node.bytes_before for node in self.nodes)
+
+    @property
+    def bytes_after(self) -> int:
+        """Bytes of the same in their new form."""
+        return sum(node.bytes_after for node in self.nodes)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Of weights of MatMul, Gemm and Gather: codes, scales, floats that stay; or NaN."""
+        sizes = {node.weight: node.K * node.N for node in self.nodes if node.K}
+        stored = sum(node.bytes_after for node in self.nodes if node.weight in sizes)
+        return 8 * stored / sum(sizes.values()) if sizes else math.nan
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON's types; NaN as None."""
+        content = {
+            "method": self.method,
+            "quantized": len(self.quantized),
+            "refused": len(self.refused),
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "bits_per_weight": self.bits_per_weight,
+            "coverage": dataclasses.asdict(self.coverage) | {"share": self.coverage.share},
+            "nodes": [dataclasses.asdict(node) for node in self.nodes],
+            "notes": self.notes,
+        }
+        plain: dict[str, Any] = json.loads(
+            json.dumps(content), parse_constant=lambda nan: None
+        )
+        return plain
+
+    def to_json(self) -> str:
+        """Return the report as one JSON object."""
+        return json.dumps(self.to_dict(), ensure_ascii=False)
+
+    def __str__(self) -> str:
+        before, after = self.bytes_before / 1e6, self.bytes_after / 1e6
+        text = (
+            f"{self.method}: {len(self.quantized)} quantised, {len(self.refused)} refused; "
+            f"{before:.1f} -> {after:.1f} MB"
+        )
+        if self.quantized:
+            text += f", {self.bits_per_weight:.2f} bits per weight"
+        return f"{text}; {self.coverage}"

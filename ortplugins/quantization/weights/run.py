@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: MIT
+"""Quantises the weights of a graph in place, and says what became of each.
+
+find the weights -> calibrate their activations, in batches that fit into memory
+    -> quantise the weights of each activation, anywhere
+    -> choose what gets 8 bits
+    -> if asked for, again in the graph's order, for the inputs that the weights before leave
+    -> put the codes into the graph, and divide the activations whose weights were scaled
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ortplugins.errors import CalibrationError
+from ortplugins.model_io.saving import Progress
+from ortplugins.model_io.tensor_reference import ScratchWriter, TensorReference
+from ortplugins.quantization.methods.nearest import Floats
+from ortplugins.quantization.statistics.accumulator import (
+    ActivationRequest,
+    ActivationStatistics,
+    pooled,
+)
+from ortplugins.quantization.statistics.collect import Calibration, collect
+from ortplugins.quantization.statistics.paired import PairedModels
+from ortplugins.quantization.weights.graph import write_codes
+from ortplugins.quantization.weights.plan import WeightPlan, reported
+from ortplugins.quantization.weights.quantize_group import (
+    one_blas_thread,
+    quantize_group,
+    this_process,
+    working_bytes,
+)
+from ortplugins.quantization.weights.recipe import METHODS, Recipe
+from ortplugins.quantization.weights.report import QuantizeReport
+from ortplugins.quantization.weights.run_folder import NOTHING_KEPT, RunFolder
+from ortplugins.quantization.weights.uses import WeightUse
+from ortplugins.quantization.weights.weight import UNREACHED, Group, Weight
+
+_MORE_BITS = 8
+_SHOWN = 8  # names in a note
+# Of each activation: what errors are measured on. Searches look at the second moments.
+_SAMPLED_TOKENS = 128
+
+
+def quantize_graph(
+    plan: WeightPlan,
+    recipe: Recipe,
+    scratch: Path,
+    calibration: Calibration | None = None,
+    *,
+    executor: concurrent.futures.Executor | None = None,
+    max_memory: int = 1 << 30,
+    folder: RunFolder = NOTHING_KEPT,
+    progress: Progress | None = None,
+) -> QuantizeReport:
+    """Quantise what a plan names; the graph's new tensors lie in files of the scratch folder.
+
+    The folder stays until the model is saved, and every worker of the executor sees it; by
+    default threads do the work, one per core, and share ``max_memory``. Without samples, all
+    weights are rounded to nearest.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(one_blas_thread())
+        quantize: Callable[[Group], Group] = functools.partial(
+            quantize_group, recipe=recipe, coordinator=this_process()
+        )
+        cores = 1
+        if executor is None:
+            cores = os.cpu_count() or 1
+            executor = stack.enter_context(
+                concurrent.futures.ThreadPoolExecutor(cores, "quantize")
+            )
+            quantize = _WithinMemory(max_memory, quantize)
+        run = _Run(plan, recipe, scratch, calibration, folder, executor, quantize, cores)
+        at_once, in_order = _schedule(plan, recipe, calibration)
+        total, done = sum(group.elements for group in (*at_once, *in_order)), 0
+        for group in itertools.chain(
+            run.at_once(at_once), run.in_order(at_once, in_order) if in_order else ()
+        ):
+            done += group.elements
+            if progress is not None:
+                progress(done, total, group.weights[0].uses[0].label)
+    if calibration is not None:
+        _note_unreached(plan)
+    write_codes(plan, recipe)
+    return reported(plan, recipe)
+
+
+def _schedule(
+    plan: WeightPlan, recipe: Recipe, calibration: Calibration | None
+) -> tuple[list[Group], list[Group]]:
+    """Return the groups that are quantised for inputs of the float model, and of the other."""
+    if calibration is None or not recipe.quantized_inputs:
+        return plan.groups, []
+    # With one place in the graph to quantise them at, and a method for it.
+    alone = (group for group in plan.groups if len(group.activations) == 1)
+    in_order = [group for group in alone if "gptq" in METHODS[group.method]]
+    if recipe.share_of_8_bits:  # which is decided by what the float model's inputs find
+        return plan.groups, in_order
+    return [group for group in plan.groups if group not in in_order], in_order
+
+
+def _note_unreached(plan: WeightPlan) -> None:
+    """Name the weights that no sample says anything about.
+
+    Raises:
+        CalibrationError: If these are all that were to be calibrated.
+    """
+    calibrated = [group for group in plan.groups if group.activations]
+    if calibrated and not any(group.reached for group in calibrated):
+        raise CalibrationError(
+            "no token of the samples reaches any weight: are they empty, or padding?"
+        )
+    unreached = [group for group in calibrated if group.reason == UNREACHED]
+    names = [weight.name for group in unreached for weight in group.weights]
+    if names:
+        shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+        plan.notes.append(
+            f"{len(names)} weights are rounded to nearest, as no token of the samples reaches "
+            f"them: {shown}"
+        )
+
+
+class _WithinMemory:
+    """Quantises a group as soon as there is memory for it."""
+
+    def __init__(self, size: int, quantize: Callable[[Group], Group]) -> None:
+        self._size = self._free = size
+        self._quantize = quantize
+        self._changed = threading.Condition()
+
+    def __call__(self, group: Group) -> Group:
+        """Wait, if others have taken the memory; a group that needs more than all gets all."""
+        while group.threads > 1 and working_bytes(group, group.threads) > self._size:
+            group.threads -= 1
+        need = min(working_bytes(group, group.threads), self._size)
+        with self._changed:
+            self._changed.wait_for(lambda: need <= self._free)
+            self._free -= need
+        try:
+            return self._quantize(group)
+        finally:
+            with self._changed:
+                self._free += need
+                self._changed.notify_all()
+
+
+@dataclasses.dataclass(eq=False)
+class _Run:
+    """Sends groups to an executor and collects what comes back."""
+
+    _plan: WeightPlan
+    _recipe: Recipe
+    _scratch: Path
+    _calibration: Calibration | None
+    _folder: RunFolder
+    _executor: concurrent.futures.Executor
+    _quantize: Callable[[Group], Group]
+    _cores: int  # of threads that groups share
+
+    def __post_init__(self) -> None:
+        self._numbers = itertools.count()
+        self._floats = ScratchWriter(self._scratch / "weights")
+
+    def at_once(self, groups: Sequence[Group]) -> Iterator[Group]:
+        """Quantise groups for inputs of the float model; then choose what gets 8 bits."""
+        for ready in self._calibrated(groups):
+            yield from self._quantized(ready)
+        if self._recipe.share_of_8_bits:
+            _choose_more_bits(groups, self._recipe.share_of_8_bits)
+
+    def in_order(self, done: Sequence[Group], groups: Sequence[Group]) -> Iterator[Group]:
+        """Quantise groups of one activation each, for the inputs that those before leave.
+
+        Groups that are done and not among these stay; so does what no token reaches.
+        """
+        groups = [group for group in groups if METHODS[group.method]]
+        if self._calibration is None or not groups:
+            return
+        models = PairedModels(self._plan.model, self._calibration)
+        fixed = [group for group in done if group not in groups]
+        for group in fixed:
+            _replace_weights(models, group)
+        # Codes depend on all of those before them.
+        before: object = [self._folder.codes_key(group) for group in fixed]
+        for group in sorted(groups, key=lambda group: models.places.get(group.names[0], 0)):
+            group.statistics_key = self._folder.key(codes_before=before)
+            self._make_room(group, self._cores, undecided=False)
+            before = self._folder.codes_key(group)
+            found = self._folder.codes(group.for_worker())
+            if found is None:
+                ((request,),) = self._requests([group])
+                writer = self._writer("statistics")
+                group.statistics = models.statistics(request, writer)
+                found = self._executor.submit(self._quantize, group.for_worker()).result()
+                writer.path.unlink(missing_ok=True)
+                self._folder.keep_codes(found)
+            group.take_in(found)
+            _replace_weights(models, group)
+            yield group
+
+    def _calibrated(self, groups: Sequence[Group]) -> Iterator[list[Group]]:
+        """Yield groups as soon as their statistics are known; those without any come last."""
+        left = dict.fromkeys(groups)
+        if self._calibration is not None:
+            requests = self._requests(groups)
+            kept = [group for group in groups if self._has_statistics(group, requests)]
+            for group in kept:
+                del left[group]
+            yield kept
+            names = {name for group in left for name in group.names}
+            wanted = [[r for r in together if r.name in names] for together in requests]
+            wanted = [together for together in wanted if together]
+            model = self._plan.model
+            for batch in collect(model, wanted, self._calibration) if wanted else ():
+                ready = [g for g in left if g.activations and g.names[0] in batch]
+                writer = self._writer("statistics")
+                for group in ready:
+                    del left[group]
+                    group.statistics = self._written(group, batch, writer)
+                del batch  # in files now
+                yield ready
+                writer.path.unlink(missing_ok=True)
+        yield list(left)
+
+    def _quantized(self, groups: Sequence[Group]) -> Iterator[Group]:
+        """Quantise groups whose statistics are known; the largest first, or it comes last."""
+        threads = max(1, self._cores // max(1, len(groups)))
+        futures: dict[concurrent.futures.Future[Group], Group] = {}
+        try:
+            for group in sorted(groups, key=lambda group: -group.elements):
+                self._make_room(group, threads, undecided=self._recipe.share_of_8_bits > 0)
+                task = group.for_worker()
+                kept = self._folder.codes(task)
+                if kept is None:
+                    futures[self._executor.submit(self._quantize, task)] = group
+                else:
+                    group.take_in(kept)
+                    yield group
+            for future, group in futures.items():
+                found = future.result()
+                self._folder.keep_codes(found)
+                group.take_in(found)
+                yield group
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            concurrent.futures.wait(futures)
+            raise
+
+    def _writer(self, kind: str) -> ScratchWriter:
+        """Return the writer of a new file."""
+        return ScratchWriter(self._scratch / f"{kind}{next(self._numbers)}")
+
+    def _requests(self, groups: Iterable[Group]) -> list[list[ActivationRequest]]:
+        """Ask for each activation once, together with those of all groups that share it."""
+        found: list[dict[str, ActivationRequest]] = []
+        for group in groups:
+            steps, k = METHODS[group.method], group.weights[0].K
+            # Feedback between rows needs all tokens, and so may the next run; searches of
+            # scales and ranges find the same in twice as many as there are channels.
+            tokens = math.inf if "gptq" in steps or self._folder.keeps else 2 * k
+            wanted = {
+                name: ActivationRequest(name, k, bool(steps), _SAMPLED_TOKENS, tokens)
+                for name in group.names
+            }
+            for asked in [asked for asked in found if not wanted.keys().isdisjoint(asked)]:
+                # A rule has given weights of one activation other methods.
+                found.remove(asked)
+                for name, request in asked.items():
+                    both = request, wanted.get(name, request)
+                    wanted[name] = max(both, key=lambda r: (r.gram, r.gram_tokens))
+            if wanted:
+                found.append(wanted)
+        return [list(requests.values()) for requests in found]
+
+    def _has_statistics(
+        self, group: Group, requests: Sequence[Sequence[ActivationRequest]]
+    ) -> bool:
+        """Take a group's statistics from the run folder, if they are there; note their key."""
+        if not group.activations:
+            return False
+        # What is kept of an activation depends on those that it is calibrated with.
+        together = next(
+            each for each in requests if any(r.name == group.names[0] for r in each)
+        )
+        asked = sorted(map(dataclasses.astuple, together), key=str)
+        group.statistics_key = self._folder.key(activations=group.names, requests=asked)
+        found = self._folder.statistics(group.statistics_key)
+        group.statistics = found or {}
+        return found is not None
+
+    def _written(
+        self,
+        group: Group,
+        batch: Mapping[str, ActivationStatistics | None],
+        writer: ScratchWriter,
+    ) -> Mapping[str, TensorReference]:
+        """Write a group's statistics for its workers."""
+        found = [batch[name] for name in group.names]
+        reached = [statistics for statistics in found if statistics is not None]
+        given = pooled(reached).arrays() if reached else {}
+        if self._folder.keeps:
+            return self._folder.keep_statistics(group.statistics_key, given)
+        return {name: writer.append(array) for name, array in given.items()}
+
+    def _make_room(self, group: Group, threads: int, *, undecided: bool) -> None:
+        """Give weights space for their codes, in two forms where one is yet to be chosen."""
+        group.threads = threads
+        weights = []
+        for weight in group.weights:
+            forms = [weight.form]
+            if undecided and weight.form.bits < _MORE_BITS:
+                forms.append(dataclasses.replace(weight.form, bits=_MORE_BITS))
+            # onnxruntime (1.32) reads rows of 2 bits that end within a byte wrongly.
+            within_byte = any(form.bits == 2 for form in forms) and weight.N % 4 != 0
+            k_last = self._recipe.quant_format != "QDQ" or weight.is_table or within_byte
+            floats = self._floats.refer_to(weight.uses[0].tensor)
+            # A file for each: whoever works on it may write while others do.
+            first, *others = (
+                dataclasses.replace(weight, form=form).with_room(
+                    floats, self._writer("codes"), k_last
+                )
+                for form in forms
+            )
+            weights.append(dataclasses.replace(first, wider=others[0] if others else None))
+        group.weights = weights
+
+
+def _replace_weights(models: PairedModels, group: Group) -> None:
+    """Have the quantised model compute with what became of a group."""
+    for weight in group.weights:
+        for use in weight.uses:
+            restored = functools.partial(_restored, use, weight, group.channel_scales)
+            models.replace(use.node.outputs[0].name or "", use.index, restored)
+
+
+def _restored(
+    use: WeightUse, weight: Weight, channel_scales: Floats | None
+) -> npt.NDArray[Any]:
+    """Return a quantised weight in the type and orientation that a node reads."""
+    matrix = weight.dequantized()
+    if channel_scales is not None:
+        matrix /= channel_scales[:, None]
+    return (matrix.T if use.wanted_k_last else matrix).astype(use.tensor.dtype.numpy())
+
+
+def _choose_more_bits(groups: Sequence[Group], share: float) -> None:
+    """Give more bits to weights that lose most error for each element, as far as they go.
+
+    The error is tr(D^T H D), D = dequantised - W, H = X^T X / count: the square of what is
+    added to the outputs for each token. Absolute, since layers add to one residual stream: on
+    SmolLM2-135M it is the late down_proj that come first. A weight that no longer fits is
+    passed over for smaller ones.
+    """
+    weights = [weight for group in groups for weight in group.weights]
+    left = share * sum(weight.elements for weight in weights)
+
+    def gain(weight: Weight) -> float:
+        # One that was not measured, or has these bits already, gains nothing.
+        added = 0.0 if weight.wider is None else np.nan_to_num(weight.added_error)
+        return float(added / weight.elements)
+
+    chosen = set()
+    for weight in sorted(weights, key=gain, reverse=True):
+        if gain(weight) > 0 and weight.elements <= left:
+            chosen.add(weight)
+            left -= weight.elements
+    for group in groups:
+        group.weights = [
+            dataclasses.replace(weight.wider, uses=weight.uses, method="rtn")
+            if weight in chosen and weight.wider is not None
+            else dataclasses.replace(weight, wider=None)
+            for weight in group.weights
+        ]

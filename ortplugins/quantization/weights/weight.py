@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: MIT
+"""A weight from the graph to its codes in files, and the weights that share channel scales.
+
+    WeightUse   a node, and which of its inputs is the matrix         (uses.py)
+    Layer       where a checkpoint has codes of a weight              (checkpoint.py)
+    Weight      a matrix in one form: its uses, its floats, its codes
+    Group       weights that read one activation, and what is known of that
+
+The coordinator's weights and groups know the graph. Workers get copies that do not, and return
+these with what they found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from ortplugins.model_io.tensor_reference import ScratchWriter, TensorReference
+from ortplugins.quantization.methods.nearest import (
+    BlockFormat,
+    Codes,
+    Floats,
+    dequantize_blocks,
+)
+from ortplugins.quantization.weights.checkpoint import Layer
+from ortplugins.quantization.weights.recipe import METHODS
+from ortplugins.quantization.weights.uses import WeightUse
+from rewrite_rules.weights.bit_packing import unpack_rows
+
+UNREACHED = "no token of the samples reaches it"
+_NOWHERE = TensorReference("", 0, (0,), "uint8")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Weight:
+    """A float matrix ``[K, N]`` in one form, and its codes once it is quantised."""
+
+    name: str  # of the initializer
+    K: int  # size along which the blocks run
+    N: int  # number of columns
+    stored_k_last: bool  # the initializer is [N, K]
+    form: BlockFormat
+    method: str  # by which it gets its codes
+    layer: Layer | None = None  # of a checkpoint, whose codes are taken
+    uses: Sequence[WeightUse] = ()  # nodes that read it; none in the copy of a worker
+    floats: TensorReference = _NOWHERE
+    k_last: bool = False  # codes are [N, K]; scales and zero points follow
+    codes: TensorReference = _NOWHERE  # packed, uint8
+    scales: TensorReference = _NOWHERE  # float32 or float16, [blocks, N] or [N, blocks]
+    zero_points: TensorReference | None = None  # a byte each, alike; None when symmetric
+    # Frobenius norm of the difference from the floats over theirs, channel scales taken out
+    # again; and the same of products with sampled tokens. NaN where it was not measured.
+    weight_error: float = math.nan
+    output_error: float = math.nan
+    # Square of the error of the products, for each token, summed over the columns: tr(D^T H D)
+    # where there are second moments H and more bits to choose, else that of the sample.
+    added_error: float = math.nan
+    wider: Weight | None = None  # the same in more bits, to be chosen from later
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it has."""
+        return self.K * self.N
+
+    @property
+    def choices(self) -> tuple[Weight, ...]:
+        """The weight in every form that is quantised."""
+        return (self,) if self.wider is None else (self, self.wider)
+
+    @property
+    def is_table(self) -> bool:
+        """Whether a Gather reads it."""
+        return any(use.activation is None for use in self.uses)
+
+    def with_room(
+        self, floats: TensorReference, writer: ScratchWriter, k_last: bool
+    ) -> Weight:
+        """Return it with space for its codes in a file, to be written by others."""
+        blocks, form = self.form.blocks(self.K), self.form
+        grid = (self.N, blocks) if k_last else (blocks, self.N)
+        return dataclasses.replace(
+            self,
+            floats=floats,
+            k_last=k_last,
+            codes=writer.reserve((-(-self.elements * form.bits // 8),), np.uint8),
+            scales=writer.reserve(grid, np.dtype(form.scale_type)),
+            zero_points=None if form.is_symmetric else writer.reserve(grid, np.uint8),
+        )
+
+    def files(self) -> Iterator[tuple[str, TensorReference]]:
+        """Yield what its codes are made of, by name."""
+        yield from (("codes", self.codes), ("scales", self.scales))
+        if self.zero_points is not None:
+            yield "zero_points", self.zero_points
+
+    def dequantized(self) -> Floats:
+        """Return the matrix that the codes stand for, float32 ``[K, N]``."""
+        shape = (self.N, self.K) if self.k_last else (self.K, self.N)
+        codes: Codes = unpack_rows(self.codes.map(), self.form.bits)[: self.elements]
+        codes = codes.reshape(shape)
+        if self.form.is_symmetric:
+            spare = np.int8(8 - self.form.bits)
+            codes = codes.view(np.int8) << spare >> spare
+        scales = self.scales.map()
+        zeros = None if self.zero_points is None else self.zero_points.map()
+        if self.k_last:
+            codes, scales, zeros = codes.T, scales.T, None if zeros is None else zeros.T
+        return dequantize_blocks(codes, scales, zeros, self.form)
+
+
+@dataclasses.dataclass(eq=False)
+class Group:
+    """Weights of one K, type and method that share the scales of their input channels."""
+
+    weights: list[Weight]
+    method: str  # "rtn" where nothing is known of their activations
+    activations: Sequence[ir.Value] = ()  # none in the copy of a worker
+    reason: str = ""  # why nothing is
+    # The arrays of ActivationStatistics, or of PairedModels.statistics, by name; none where
+    # nothing is calibrated, or no token of the samples meets the weights.
+    statistics: Mapping[str, TensorReference] = dataclasses.field(default_factory=dict)
+    statistics_key: str = ""  # in the run folder
+    threads: int = 1  # that may share the columns of a weight; it changes no bit
+    # What was found.
+    reached: bool = False  # whether a token meets the weights
+    channel_scales: Floats | None = None  # [K], of rows; activations are divided by them
+    alpha: float = math.nan  # their exponent
+    folded: str = ""  # as in NodeReport
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """What the method does; nothing but rounding to nearest without a token."""
+        return METHODS[self.method] if self.statistics else ()
+
+    @property
+    def names(self) -> list[str]:
+        """Of the activations."""
+        return [activation.name or "" for activation in self.activations]
+
+    @property
+    def elements(self) -> int:
+        """Of all its weights."""
+        return sum(weight.elements for weight in self.weights)
+
+    def map(self, name: str) -> Floats | None:
+        """Return statistics; None where there are none of this name."""
+        found = self.statistics.get(name)
+        return None if found is None else found.map()
+
+    def for_worker(self) -> Group:
+        """Return a copy without the graph."""
+        weights = [_without_uses(weight) for weight in self.weights]
+        return dataclasses.replace(self, weights=weights, activations=())
+
+    def take_in(self, found: Group) -> None:
+        """Note what a worker found."""
+        self.reached, self.alpha = found.reached, found.alpha
+        self.channel_scales = found.channel_scales
+        if METHODS[self.method] and not found.reached:
+            self.method, self.reason = "rtn", UNREACHED
+        self.weights = [
+            dataclasses.replace(quantized, uses=mine.uses, method=self.method)
+            for mine, quantized in zip(self.weights, found.weights, strict=True)
+        ]
+
+    def reads_of(self, activation: ir.Value) -> list[tuple[ir.Node, int]]:
+        """Return where an activation meets the weights of the group."""
+        uses = (use for weight in self.weights for use in weight.uses)
+        return [(use.node, 1 - use.index) for use in uses if use.activation is activation]
+
+
+def _without_uses(weight: Weight) -> Weight:
+    wider = None if weight.wider is None else _without_uses(weight.wider)
+    return dataclasses.replace(weight, uses=(), wider=wider)
