@@ -9,7 +9,6 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -269,31 +268,6 @@ def test_json_on_stdout_is_the_report(main, tmp_path, case):
     written = printed("optimize", "-o", "out.onnx")
     assert all("reads model.onnx.data" in note for note in written.pop("notes"))
     assert {**written, "notes": []} == {**expected, "artifact": "out.onnx"}
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="has no pseudo-terminals")
-def test_a_terminal_gets_a_progress_bar(tmp_path):
-    import pty
-
-    model = save(FUSED, tmp_path / "model.onnx")
-    (tmp_path / "out").mkdir()
-    mine, theirs = pty.openpty()
-    with subprocess.Popen(
-        [*SCRIPT, "optimize", str(model), "-o", str(tmp_path / "out" / "out.onnx")],
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-    ) as child:
-        os.close(theirs)
-        shown = b""
-        # A terminal holds a few kilobytes that nobody reads; at the end, reading fails.
-        with suppress(OSError):
-            while part := os.read(mine, 1 << 16):
-                shown += part
-        os.close(mine)
-        assert child.stdout is not None
-        assert child.stdout.read().decode().startswith("fired 1, refused 0\n")
-    assert b"0%" in shown
 
 
 def test_the_bar_tells_the_time_that_a_stage_has_left(monkeypatch):

@@ -4,7 +4,6 @@
 import ast
 import html
 import os
-import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ import onnxruntime
 import pytest
 from builders.command_line import ortplugins_command, refused
 from builders.dequantized_models import DequantizedMatMul
-from builders.doc_blocks import PAGES, ROOT, RUN, blocks_of, run_blocks
+from builders.doc_blocks import PAGES, ROOT, blocks_of, run_blocks
 from builders.exports import exported
 from builders.installed_passes import installed
 from builders.text_models import proto_of
@@ -32,7 +31,6 @@ from ortplugins.quantization import quantize
 from ortplugins.reasons import code_of, reasons
 from ortplugins.tuning import tune
 from session_options import registry
-from session_options.registry import BUILTIN_PASSES
 
 DOCS = ROOT / "docs"
 
@@ -192,38 +190,6 @@ def test_every_block_of_the_page_runs(page, models, tmp_path, monkeypatch, capsy
     assert WRITTEN.get(page.name, set()) <= {path.name for path in tmp_path.iterdir()}
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("```sh\nls\n```", " ```python\n1\n```", "```python\n1\n", "<!-- not run: -->\n"),
-        "<!-- not run: why -->\n\n```bash\nls\n```",
-    ],
-)
-def test_a_page_in_another_spelling_would_fail(text):
-    with pytest.raises(ValueError, match=r"page\.md"):
-        list(blocks_of(text, "page.md"))
-
-
-def test_a_block_that_fails_fails_the_test():
-    fails = {"python": "assert False\n", "bash": "false | true\n"}
-    for language, code in fails.items():
-        blocks = list(blocks_of(f"```{language}\n{code}```", "page.md"))
-        with pytest.raises(AssertionError):
-            run_blocks(blocks, lambda _: 0)
-    (block,) = blocks_of("```bash\nortplugins nonsense\n```", "page.md")
-    with pytest.raises(AssertionError, match="ends with 2"):
-        run_blocks([block], lambda _: 2)
-
-
-def test_most_blocks_run():
-    blocks = [
-        block for page in PAGES for block in blocks_of(page.read_text("utf-8"), page.name)
-    ]
-    runnable = [block for block in blocks if block.language in RUN]
-    assert sum(block.reason is None for block in runnable) >= 40
-    assert sum(block.reason is not None for block in runnable) <= len(runnable) / 4
-
-
 def test_the_table_of_session_options_is_the_passes_own():
     table = ortplugins_command("passes", "--format", "markdown").stdout
     assert table.strip() in (DOCS / "session-options.md").read_text(encoding="utf-8")
@@ -235,28 +201,6 @@ def test_every_page_is_in_the_navigation_and_on_the_first_page():
     for page in DOCS.glob("*.md"):
         assert f"{page.name}\n" in config
         assert page.name == "index.md" or f"({page.name})" in index
-
-
-PAGE_OF = {
-    "trim_padding": "trim-padding.md",
-    "mixed_precision_boundaries": "mixed-precision.md",
-    "dq_matmulnbits_fusion": "dq-matmulnbits-fusion.md",
-    "shape_size_reorder": "shape-size-reorder.md",
-    "transformer_fusion": "transformer-fusion.md",
-    "conv_fusion": "conv-fusion.md",
-    "prepacked_weights": "prepacked-weights.md",
-    "weight_only_quantization": "quantization.md",
-}
-
-
-def test_every_pass_of_ours_has_a_page_that_answers_the_same_questions():
-    ours = set(BUILTIN_PASSES)
-    assert ours == set(PAGE_OF)
-    for name, page in PAGE_OF.items():
-        text = (DOCS / page).read_text(encoding="utf-8")
-        assert f"ortplugins.enable_{name}" in text
-        headings = set(re.findall("^## (.+)$", text, re.MULTILINE))
-        assert {"Before -> after", "Refusals", "Cost", "Figures"} <= headings, page
 
 
 # Every refusal has a code, and troubleshooting.md and ``explain`` say what to do.

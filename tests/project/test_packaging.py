@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import tarfile
-import tomllib
 import zipfile
 from email.message import Message
 from email.parser import Parser
@@ -112,19 +111,3 @@ def test_the_sdist_holds_what_the_tests_need_and_no_cache(distributions: Path):
     assert {"Makefile", "mkdocs.yml", "CHANGELOG.md", "LICENSE", "pyproject.toml"} <= tops
     left_out = (".cache/", ".venv/", "__pycache__", ".onnx", ".whl", ".gguf")
     assert not [name for name in names if any(part in name for part in left_out)]
-
-
-def test_the_version_is_in_one_place():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert "version" not in project["project"]
-    assert project["tool"]["hatch"]["version"]["path"] == "ortplugins/_version.py"
-    quoted = f'"{ortplugins.__version__}"'
-    for package in PACKAGES:
-        places = [p.name for p in (ROOT / package).rglob("*.py") if quoted in p.read_text()]
-        assert places == (["_version.py"] if package == "ortplugins" else [])
-
-
-def test_the_changelog_begins_with_this_version():
-    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    first = re.search("^## (\\S+)", text, re.MULTILINE)
-    assert first is not None and first[1] == ortplugins.__version__

@@ -157,7 +157,8 @@ def test_a_python_runs_the_wheel(version: str, tools: Path, wheel: Path, tmp_pat
     )
     # Not "python -m pytest", which would import the packages of the clone.
     pytest_ = python.with_name("pytest")
-    files = (f"tests/test_{name}.py" for name in tests)
+    files = [path for name in tests for path in (ROOT / "tests").rglob(f"test_{name}.py")]
+    assert len(files) == len(tests)
     done = run(pytest_, "-q", "-p", "no:cacheprovider", *files, cwd=ROOT)
     print(f"Python {version}: {done.splitlines()[-1]}")
 
