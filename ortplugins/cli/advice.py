@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -26,17 +26,29 @@ class Defect(NamedTuple):
 
     versions: tuple[tuple[int, int, int], tuple[int, int, int]]  # from, and fixed in
     machines: tuple[str, ...]  # all, where it is empty
-    operator: str
+    concerns: Callable[[ir.Node], bool]
     what: str
     workaround: str
     source: str
+
+
+def _pools_padding(node: ir.Node) -> bool:
+    counts = node.attributes.get_int("count_include_pad", 0)
+    return node.op_type == "AveragePool" and counts != 0
+
+
+def _lacks_zero_point(node: ir.Node) -> bool:
+    given = len(node.inputs) > 2 and node.inputs[2] is not None
+    moved = {reader.op_type for reader in node.outputs[0].consumers()}
+    wanted = node.op_type == "DequantizeLinear" and moved & {"Reshape", "Transpose"}
+    return bool(wanted) and not given
 
 
 DEFECTS = (
     Defect(
         ((1, 0, 0), (1, 25, 0)),
         (),
-        "AveragePool",
+        _pools_padding,
         "AveragePool of opset 19 on is wrong with count_include_pad and uneven padding",
         "opset 18",
         "onnxruntime #27375",
@@ -44,7 +56,7 @@ DEFECTS = (
     Defect(
         ((1, 0, 0), (1, 27, 0)),
         (),
-        "DequantizeLinear",
+        _lacks_zero_point,
         "int8 without a zero point, before Reshape or Transpose: negative values become 0",
         "a zero point of 0",
         "onnxruntime #27845",
@@ -52,7 +64,7 @@ DEFECTS = (
     Defect(
         ((1, 0, 0), (1, 29, 0)),
         (),
-        "AveragePool",
+        _pools_padding,
         "AveragePool up to opset 18 is wrong at the end with ceil_mode and count_include_pad",
         "opset 19",
         "onnxruntime #29629",
@@ -60,7 +72,7 @@ DEFECTS = (
     Defect(
         ((1, 24, 0), (1, 27, 1)),
         _ARM,
-        "Conv",
+        lambda node: node.op_type == "Conv",
         "Conv leaks memory at every input, and in 1.27.0 is wrong with uneven padding",
         _KLEIDI_OFF,
         "onnxruntime #28231, sherpa-onnx #3850",
@@ -69,16 +81,16 @@ DEFECTS = (
 
 
 def defects(
-    version: str, operators: Collection[str] | None = None
+    version: str, nodes: Collection[ir.Node] | None = None
 ) -> Iterator[tuple[str, str]]:
     """Yield what is wrong in a version on this processor, and what to do about it.
 
-    Given the operators of a model, only what concerns one of them.
+    Given the nodes of a model, only what concerns one of them.
     """
     for item in DEFECTS:
         first, fixed = item.versions
         here = not item.machines or platform.machine() in item.machines
-        concerns = operators is None or item.operator in operators
+        concerns = nodes is None or any(map(item.concerns, nodes))
         if here and concerns and first <= _numbers(version) < fixed:
             newer = ".".join(map(str, fixed))
             advice = f"pip install 'onnxruntime>={newer}', or {item.workaround}"
@@ -110,7 +122,7 @@ def notes_on(model: ir.Model, version: str) -> Iterator[str]:
     """Yield what is said of a model, a line each."""
     from rewrite_rules.graph.nodes import all_nodes
 
-    for what, advice in defects(version, {node.op_type for node in all_nodes(model)}):
+    for what, advice in defects(version, list(all_nodes(model))):
         yield f"onnxruntime {version}: {what}: {advice}"
     default, usable, advice = threads(version)
     if advice:

@@ -110,7 +110,7 @@ def inspect(
             bake=finishes,
             **chosen,
         )
-        notes = notes_on(result.model, versions()["onnxruntime"])
+        notes = notes_on(result.model, onnxruntime or versions()["onnxruntime"])
         report = dataclasses.replace(result.report, notes=(*result.report.notes, *notes))
     print_report(report, printing)
 

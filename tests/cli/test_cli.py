@@ -179,12 +179,20 @@ def test_doctor_shows_versions_and_finds_a_cache_that_others_may_write(main, tmp
         assert (done.returncode, "others may write to it" in done.stdout) == (1, True)
 
 
+POOL = "y = AveragePool <kernel_shape = [2], count_include_pad = 1> (x)"
+MOVED = "q = Cast <to = 3> (x) d = DequantizeLinear (q, s{}) y = Transpose (d)"
+
+
 @pytest.mark.parametrize(
     ("version", "machine", "text", "found"),
     [
-        ("1.24.4", "x86_64", "y = AveragePool <kernel_shape = [2]> (x)", ["27375", "29629"]),
-        ("1.28.1", "x86_64", "y = AveragePool <kernel_shape = [2]> (x)", ["29629"]),
-        ("1.29.0", "x86_64", "y = AveragePool <kernel_shape = [2]> (x)", []),
+        ("1.24.4", "x86_64", POOL, ["27375", "29629"]),
+        ("1.28.1", "x86_64", POOL, ["29629"]),
+        ("1.29.0", "x86_64", POOL, []),
+        ("1.24.4", "x86_64", "y = AveragePool <kernel_shape = [2]> (x)", []),
+        ("1.26.0", "x86_64", MOVED.format(""), ["27845"]),
+        ("1.26.0", "x86_64", MOVED.format(", z"), []),
+        ("1.27.0", "x86_64", MOVED.format(""), []),
         ("1.26.0", "x86_64", "y = Conv(x, x)", []),
         ("1.26.0", "aarch64", "y = Conv(x, x)", ["3850", "KleidiAI"]),
         ("1.27.1", "arm64", "y = Conv(x, x)", ["KleidiAI"]),
@@ -193,11 +201,13 @@ def test_doctor_shows_versions_and_finds_a_cache_that_others_may_write(main, tmp
 )
 def test_known_defects(version, machine, text, found, main, tmp_path, monkeypatch):
     """Inspect names those of the model's operators, doctor all of this machine."""
-    model = f"g (float[1, 1, n] x) => (float[1, 1, m] y) {{ {text} }}"
+    model = f"""g (float[1, 1, n] x) => (float[m, 1, 1] y) <float s = {{1}}, int8 z = {{0}}>
+        {{ {text} }}"""
     onnx.save(proto_of(model), tmp_path / "m.onnx")
     monkeypatch.setattr(ort, "__version__", version)
     monkeypatch.setattr("platform.machine", lambda: machine)
-    shown = main("inspect", "m.onnx", "--pass", "shape_size_reorder").stdout
+    arguments = ("--pass", "shape_size_reorder", "--onnxruntime", version)
+    shown = main("inspect", "m.onnx", *arguments).stdout
     assert "largest input took stays in the arena: " in shown
     marks = ("27375", "27845", "29629", "3850", "KleidiAI")
     assert [mark for mark in marks if mark in shown] == found
