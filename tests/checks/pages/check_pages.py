@@ -38,7 +38,8 @@ RUNNER = """<!doctype html><meta name="color-scheme" content="light dark"><body>
     await new Promise(loaded => frame.onload = loaded);
     const inside = frame.contentWindow, root = inside.document.documentElement;
     if (root.scrollWidth > width) found.push(`${page}, ${width}: ${root.scrollWidth} wide`);
-    if (page == "/report.html" && !root.querySelector("form.filters")) found.push("no filters");
+    if (page == "/report.html" && !root.querySelector("form.filters"))
+      found.push("the report has no filters");
     inside.eval(axe);
     const {violations} = await inside.axe.run({resultTypes: ["violations"]});
     for (const {id, nodes} of violations) for (const node of nodes)
