@@ -186,5 +186,6 @@ def _can_be_known(request: BuildRequest) -> bool:
 
 
 def _text(request: BuildRequest) -> str:
-    parts = {**request.key_parts(), "path": request.name, "data": request.data_folder}
+    paths = [request.name, os.path.realpath(request.name), request.data_folder]
+    parts = {**request.key_parts(), "paths": paths}
     return json.dumps(parts, sort_keys=True)

@@ -113,11 +113,13 @@ def text_of_start(
     except OSError:
         return None
     folder = every.get(_FOLDER_KEY)
+    path = os.path.abspath(os.fsdecode(model))
     parts = (
         (_FORMAT, __version__, onnxruntime.__version__),
         installed_packages(),
         processor(),
-        os.path.abspath(os.fsdecode(model)),
+        path,
+        os.path.realpath(path),  # beside which its data may be
         sorted(entries.items()),
         None if switched is None else sorted(switched.items()),
         [int(getattr(options, name)) for name in _ATTRIBUTES],

@@ -5,12 +5,14 @@ They have no getter that lists their entries, and to ask for one that is not the
 exception of onnxruntime's, 50 microseconds of a start for each of some 40. Nor do they say
 which initializers, dimensions or providers were added. So the methods note what they are
 called with, for objects that are made after this module is imported: what they do stays the
-same. Other objects are asked.
+same. Other objects are asked; so are all where somebody holds a method of onnxruntime's
+already, who could call it past the one that notes.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from typing import Any
 
@@ -65,15 +67,29 @@ def _as_kept(text: Any) -> str:
 
 
 def _install(cls: type[Any]) -> None:
-    for name in dir(cls):
-        if name.startswith(("add_", "register_", "set_", "clear_")):
+    names = [x for x in dir(cls) if x.startswith(("add_", "register_", "set_", "clear_"))]
+    if any(_is_held(cls, name) for name in names):
+        return
+    for name in names:
 
-            def note(options: Any, *_: Any, name: str = name, **__: Any) -> None:
-                if (record := _records.get(options)) is not None:
-                    record.others.append(name)
+        def note(options: Any, *_: Any, name: str = name, **__: Any) -> None:
+            if (record := _records.get(options)) is not None:
+                record.others.append(name)
 
-            _note(cls, name, _note_entry if name == "add_session_config_entry" else note)
+        _note(cls, name, _note_entry if name == "add_session_config_entry" else note)
     _note(cls, "__init__", _note_new)
+
+
+def _is_held(cls: type[Any], name: str) -> bool:
+    """Whether anything but its class refers to a method, or it is not onnxruntime's own."""
+    if not hasattr(vars(cls).get(name), "__func__"):
+        return True
+    alone = [object()]
+    most = sys.getrefcount(alone[0])
+    return (
+        sys.getrefcount(vars(cls)[name]) > most
+        or sys.getrefcount(vars(cls)[name].__func__) > most
+    )
 
 
 _install(onnxruntime.SessionOptions)

@@ -356,6 +356,21 @@ def test_a_folder_switched_behind_a_link_is_noticed(tmp_path, monkeypatch, momen
         check(start(link / "model.onnx"), cases[1])
 
 
+def test_a_link_to_a_file_that_two_releases_share(tmp_path, monkeypatch):
+    """As rsync --link-dest makes them: one .onnx under two names, other data beside each."""
+    all_is_settled(monkeypatch)
+    cases = [dataclasses.replace(CASE, seed=seed) for seed in (1, 2)]
+    paths = [save(case, tmp_path / f"v{case.seed}" / "model.onnx") for case in cases]
+    paths[1].unlink()
+    paths[1].hardlink_to(paths[0])
+    link = tmp_path / "model.onnx"
+    for case, path in zip(cases, paths, strict=True):
+        link.unlink(missing_ok=True)
+        link.symlink_to(path)
+        for _ in range(2):
+            check(start(link), case)
+
+
 def test_a_file_replaced_while_it_is_hashed_is_not_remembered(
     cache_dir, large_file, monkeypatch
 ):

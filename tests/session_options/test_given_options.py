@@ -15,6 +15,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 from builders.dequantized_models import DequantizedMatMul
+from builders.processes import python
 from builders.sessions import CPU, EXACT, options, source, start
 from builders.text_models import model_of
 from onnx import helper, numpy_helper
@@ -126,6 +127,46 @@ def test_weights_given_for_a_model_as_bytes(path, monkeypatch):
     so = options()
     add_external(so, path)
     assert first(start(path.read_bytes(), so)) == 21
+
+
+HELD = """
+import sys
+import numpy as np
+import onnxruntime as ort
+held = ort.SessionOptions.{name}
+import ortplugins
+from ortplugins.cache import directory
+directory.SETTLED_SECONDS = -1
+value = ort.OrtValue.ortvalue_from_numpy(np.zeros({shape}, np.float32))
+def run(cls, *given):
+    so = ort.SessionOptions()
+    so.add_session_config_entry("ortplugins.enable_dq_matmulnbits_fusion", "1")
+    for arguments in given:
+        held(so, *arguments)
+    session = cls(sys.argv[1], so, providers=["CPUExecutionProvider"])
+    return session.run(None, {{"x": np.ones((1, 128), np.float32)}})[0]
+ours = [run(ortplugins.InferenceSession, *given) for given in ((), (), ({given},))]
+assert (ours[0] == ours[1]).all() and (ours[0] != ours[2]).all()
+np.testing.assert_array_equal(ours[2], run(ort.InferenceSession, {given}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "shape", "error"),
+    [
+        ("add_external_initializers", "(['c'], [value])", (1, 64), ""),
+        ("add_initializer", "('scales', value)", (4, 64), ""),
+        (
+            "add_session_config_entry",
+            "('ortplugins.enable_dq_matmulnbits_fusion', '2')",
+            (),
+            "OptionError: ortplugins.enable_dq_matmulnbits_fusion is '2'",
+        ),
+    ],
+)
+def test_a_method_held_before_the_import_counts(path, name, given, shape, error):
+    done = python("-c", HELD.format(name=name, given=given, shape=shape), path)
+    assert error in done.stderr and bool(error) == bool(done.returncode), done.stderr
 
 
 ENTRIES = {
