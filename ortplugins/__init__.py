@@ -49,11 +49,12 @@ __all__ = [
     "warm",
 ]
 
+import importlib
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ortplugins._version import __version__
+__version__ = "0.1.0"
 
 
 def _check_package(name: str, module: str) -> None:
@@ -72,12 +73,10 @@ def _check_package(name: str, module: str) -> None:
 
 # Found without importlib.util, which takes as long as the rest of this import.
 _check_package("rewrite_rules", "remarks")
-_check_package("session_options", "lazy_names")
-
-from session_options.lazy_names import lazy_names  # noqa: E402 - once it is found to be ours
+_check_package("session_options", "registry")
 
 if sys.modules.get("onnxruntime") is not None:  # whoever imports us makes options then
-    import ortplugins.session.recorded_options  # noqa: F401
+    import ortplugins.known_starts  # noqa: F401
 else:
     import importlib.util
 
@@ -120,25 +119,36 @@ if TYPE_CHECKING:
     )
 
 # Imported when first used: a session that comes from the cache needs no onnx, and each module
-# costs a start part of a millisecond.
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "session_options": __all__,  # all that are not named below
-        "ortplugins.session.warming": ("warm",),
-        "ortplugins.comparison.compare": ("Comparison", "compare"),
-        "ortplugins.errors": (
-            "MissingFileError",
-            "ModelFileError",
-            "OrtpluginsWarning",
-            "PassError",
-        ),
-        "ortplugins.evaluation": ("Evaluation", "evaluate"),
-        "ortplugins.optimization.optimize": ("OptimizeResult", "optimize"),
-        "ortplugins.static_qdq.quantize_static": ("quantize_static_mixed",),
-        "ortplugins.report": ("Report",),
-        "ortplugins.session.opening": ("InferenceSession",),
-        "ortplugins.session.patching": ("disable", "enable", "enabled"),
-        "ortplugins.weight_only_quantization": ("WeightOnlyQuantization",),
-    },
-)
+# costs a start part of a millisecond. Those of session_options are not named here.
+_MODULES = {
+    "Comparison": "comparison.compare",
+    "Evaluation": "evaluation",
+    "InferenceSession": "session.opening",
+    "MissingFileError": "errors",
+    "ModelFileError": "errors",
+    "OptimizeResult": "optimization.optimize",
+    "OrtpluginsWarning": "errors",
+    "PassError": "errors",
+    "Report": "report",
+    "WeightOnlyQuantization": "weight_only_quantization",
+    "compare": "comparison.compare",
+    "disable": "session.patching",
+    "enable": "session.patching",
+    "enabled": "session.patching",
+    "evaluate": "evaluation",
+    "optimize": "optimization.optimize",
+    "quantize_static_mixed": "static_qdq.quantize_static",
+    "warm": "session.warming",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    ours = f"{__name__}.{_MODULES[name]}" if name in _MODULES else "session_options"
+    value = globals()[name] = getattr(importlib.import_module(ours), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

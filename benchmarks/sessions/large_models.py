@@ -82,12 +82,14 @@ def prepare_artifact(_: Any, source: str, cache: str) -> float:
     import onnxruntime
 
     import ortplugins
+    from ortplugins.cache.get_or_build import get_or_build
     from ortplugins.optimization.request import read_request
-    from ortplugins.session.find_or_build import find_or_build
+    from ortplugins.session.opening import build_files
 
     options = onnxruntime.SessionOptions()
     ortplugins.configure(options, ortplugins.DqMatMulNBitsFusion(), cache_dir=cache)
     start = time.perf_counter()
     plan = ortplugins.read(options)
-    find_or_build(read_request(source, plan, options, ["CPUExecutionProvider"], None))
+    request = read_request(source, plan, options, ["CPUExecutionProvider"], None)
+    get_or_build(request, build_files)
     return time.perf_counter() - start

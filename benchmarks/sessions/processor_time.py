@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.figures.bounds import Figure
 from benchmarks.models.int4_chain import write_chain
-from ortplugins.cache.directory import SETTLED_SECONDS
+from ortplugins.known_starts import SETTLED_SECONDS
 from ortplugins.runtime.child_process import child_environment
 
 _PAIRS, _WIDTH = 6, 64

@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ortplugins.cache import directory, store
+from ortplugins.cache import store
 from ortplugins.cache.store import ArtifactCache, Entry
 from ortplugins.errors import MissingFileError, ModelFileError
+from ortplugins.known_starts import ABSENT
 from ortplugins.model_io.data_in_place import data_file, data_folders, in_place
 from ortplugins.optimization.request import BuildRequest
 from ortplugins.runtime.machine import missing_packages
@@ -117,7 +118,7 @@ def key_content(
             # By the paths that may lead there: a link may come to lead elsewhere.
             paths = [os.path.join(folder, location) for folder in folders]
             number = next(i for i, x in enumerate(paths) if os.path.exists(x))
-            states |= {**dict.fromkeys(paths[:number], directory.ABSENT), paths[number]: state}
+            states |= {**dict.fromkeys(paths[:number], ABSENT), paths[number]: state}
     except (OSError, StopIteration):
         return None
     parts, placed = request.key_parts(), in_place(files)

@@ -2,7 +2,7 @@
 """Optimised models on disk: found, built once, published whole; pruned, verified, shared.
 
 An entry becomes visible by one rename and leaves by one, so a reader never sees half of one.
-The layout of the directory is described in ``directory.py``. A model given as bytes is found
+``known_starts.py`` describes the layout of the directory. A model given as bytes is found
 through this module: what only a builder needs is imported when it builds.
 """
 
@@ -21,16 +21,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ortplugins.cache import directory
-from ortplugins.cache.directory import MANIFEST, note_use
+from ortplugins import known_starts
 from ortplugins.errors import OrtpluginsWarning
+from ortplugins.known_starts import MANIFEST, note_use
 from session_options.caller_warnings import warn_caller
 
 # From this size on, hashing takes a noticeable part of a start.
 _MEMO_SIZE = 1 << 20
 # Whoever has found an entry opens it within this time. Twice USE_SECONDS: a use may lie that
 # much behind the one that was written down.
-_OPENING_SECONDS = 2 * directory.USE_SECONDS
+_OPENING_SECONDS = 2 * known_starts.USE_SECONDS
 # What belongs to no entry after this time will not get one.
 _INDEX_SECONDS = 86400.0
 _KEY_LENGTH = 40
@@ -119,7 +119,7 @@ class ArtifactCache:
     def is_trusted(self) -> bool:
         """Whether nobody but this user, or the administrator, can put models here."""
         parts = (self.root / name for name in _NAMES)
-        return directory.is_private(self.root, *filter(Path.exists, parts))
+        return known_starts.is_private(self.root, *filter(Path.exists, parts))
 
     def check_trusted(self) -> None:
         """Raise PermissionError if the directory exists and others can put models there."""
@@ -181,7 +181,7 @@ class ArtifactCache:
         Its last use stays as it was unless it is ``used``.
         """
         folder = self.root / "entries" / key
-        if not (self.is_trusted() and directory.is_private(folder)):
+        if not (self.is_trusted() and known_starts.is_private(folder)):
             return None
         manifest = read_manifest(folder)
         try:
@@ -202,7 +202,7 @@ class ArtifactCache:
         damaged = [
             name
             for name, time in manifest["times"].items()
-            if not directory.is_same_time(found[name].st_mtime_ns, time)
+            if not known_starts.is_same_time(found[name].st_mtime_ns, time)
             and self.file_digest(folder / name)[0] != manifest["digests"][name]
         ]
         if damaged:
@@ -220,20 +220,20 @@ class ArtifactCache:
         name, started = os.path.realpath(path), time.time()
         text = _digest_text(name)
         with open(name, "rb") as file:
-            state = directory.state_of_open(file.fileno())
+            state = known_starts.state_of_open(file.fileno())
             is_large = os.fstat(file.fileno()).st_size >= _MEMO_SIZE
             if is_large and (known := self._digests.get(state)):
                 return known, state
-            memo = directory.recall(self.root, text) if is_large else None
-            if memo is not None and directory.state_of(name) == state:  # of the open file
+            memo = known_starts.recall(self.root, text) if is_large else None
+            if memo is not None and known_starts.state_of(name) == state:  # of the open file
                 return memo[0], state
             file.seek(0)
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-            if directory.state_of_open(file.fileno()) != state:
+            if known_starts.state_of_open(file.fileno()) != state:
                 raise OSError(f"{name}: changed while it was read")
-        if is_large and directory.is_settled(state, started):
+        if is_large and known_starts.is_settled(state, started):
             self._digests[state] = digest
-            directory.remember(self.root, text, {name: state}, [digest], started)
+            known_starts.remember(self.root, text, {name: state}, [digest], started)
         return digest, state
 
     def data_locations(self, digest: str) -> list[str] | None:
@@ -256,10 +256,10 @@ class ArtifactCache:
             if not os.path.exists(path) or os.stat(path).st_size < _MEMO_SIZE:
                 continue
             digest, state = self.file_digest(path)
-            time.sleep(max(0.0, directory.seconds_to_settle(state)))
+            time.sleep(max(0.0, known_starts.seconds_to_settle(state)))
             name = os.path.realpath(path)
             text = _digest_text(name)
-            directory.remember(
+            known_starts.remember(
                 self.root, text, {name: state}, [digest], time.time(), shared=True
             )
 
@@ -431,13 +431,13 @@ def _prune_index(cache: ArtifactCache, *, whole: bool) -> None:
 
 def _holds(path: Path) -> bool:
     """Whether what a memo says is so still."""
-    if (memo := directory.read_memo(path)) is None:
+    if (memo := known_starts.read_memo(path)) is None:
         return path.suffix != ".memo" and path.suffix != ".json" and not _is_old(path)
-    _, shared, states, found = directory.split_memo(memo)
+    _, shared, states, found = known_starts.split_memo(memo)
     entries = path.parent.with_name("entries")
     # Of an entry by its key, of a digest, or of no entry.
     is_there = not found or len(found[0]) != _KEY_LENGTH or (entries / found[0]).exists()
-    return is_there and directory.are_unchanged(states, copied=bool(shared))
+    return is_there and known_starts.are_unchanged(states, copied=bool(shared))
 
 
 def _is_old(path: Path) -> bool:
@@ -493,7 +493,7 @@ def _remove_abandoned(cache: ArtifactCache) -> int:
 
 def cache_root(chosen: str = "") -> Path:
     """Return the directory of :func:`.cache_folder` as a Path."""
-    return Path(directory.cache_folder(chosen))
+    return Path(known_starts.cache_folder(chosen))
 
 
 def warn_rebuilt(folder: Path, damaged: Iterable[str]) -> None:

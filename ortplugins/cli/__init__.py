@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from ortplugins._version import __version__
+from ortplugins import __version__
 from ortplugins.errors import ModelFileError, PassError, QuantizationError, UsageError
 from session_options import OptionError
 

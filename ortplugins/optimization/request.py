@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import onnxruntime
 
+from ortplugins.known_starts import SPEED_ATTRIBUTES, processor
 from ortplugins.runtime.copied_options import DATA_FOLDER_KEY
-from ortplugins.runtime.machine import cpu_features, package_versions, usable_cores
+from ortplugins.runtime.machine import package_versions, usable_cores
 from ortplugins.runtime.session_settings import (
     ALL_OPTIMIZERS,
     DISABLED_OPTIMIZERS_KEY,
     DISABLED_PACKING_KEY,
     PARALLEL_PACKING_KEY,
     OptimizerSettings,
+    custom_op_libraries,
     read_optimizer_settings,
 )
 from rewrite_rules.onnxruntime_version import are_cpu_only
@@ -31,17 +33,6 @@ from session_options.plan import Plan, read_entries
 if TYPE_CHECKING:
     from ortplugins.model_io.loading import LoadedModel, ModelLike
 
-# Of SessionOptions, what decides how fast a session is or what it holds.
-_ATTRIBUTES = (
-    "graph_optimization_level",
-    "execution_mode",
-    "execution_order",
-    "intra_op_num_threads",
-    "inter_op_num_threads",
-    "enable_cpu_mem_arena",
-    "enable_mem_pattern",
-    "enable_mem_reuse",
-)
 _SPEED_ENTRIES = (
     "session.dynamic_block_base",
     "session.inter_op.allow_spinning",
@@ -106,7 +97,7 @@ class BuildRequest(NamedTuple):
             "native_block_size": self.optimizers.native_block_size,
             "versions": package_versions(),
             "onnxruntime": self.onnxruntime_version,
-            "cpu": cpu_features(),
+            "cpu": processor(),
             "session_settings": [list(pair) for pair in self.session_settings],
             "hint": _hint_parts(self.plan) if self.plan.hint else None,
             "provider_options": self.provider_options,
@@ -174,6 +165,7 @@ def read_request(
         cpu_arena=options.enable_cpu_mem_arena,
         session_settings=_session_settings(options, settings) if plan.hint else (),
         provider_options=provider_options if plan.hint else {},
+        custom_op_libraries=custom_op_libraries() if plan.hint else (),
     )
 
 
@@ -182,7 +174,7 @@ def _session_settings(
 ) -> tuple[tuple[str, str], ...]:
     """Return what of a session's options decides how fast it is."""
     found = {}
-    for name in _ATTRIBUTES:
+    for name in SPEED_ATTRIBUTES:
         value = getattr(options, name)
         found[name] = str(value.name) if hasattr(value, "name") else str(int(value))
     entries = ((key, stored(options, key)) for key in _SPEED_ENTRIES)

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import functools
 import os
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from ortplugins._version import __version__
+from ortplugins import __version__
 from session_options.registry import installed_distributions
 
 _PACKAGES = ("onnx", "onnx_ir", "onnxscript")
@@ -67,18 +66,6 @@ def missing_packages() -> tuple[str, ...]:
     import importlib.util
 
     return tuple(name for name in _PACKAGES if importlib.util.find_spec(name) is None)
-
-
-@functools.cache
-def cpu_features() -> str:
-    """Return a checksum of the processor's architecture and instruction sets."""
-    if hasattr(os, "uname"):
-        architecture = os.uname().machine
-    else:
-        import platform  # milliseconds of a start
-
-        architecture = platform.machine()
-    return f"{architecture} {zlib.crc32(_flags().encode()):08x}"
 
 
 def processor_name() -> str:

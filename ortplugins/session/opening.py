@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import onnxruntime
 
-from ortplugins.session import hit
-from ortplugins.session.recorded_options import Record, record_of
+from ortplugins.known_starts import Artifact, Record, find, record_of, root_of, text_of_start
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ortplugins.errors import ModelFileError
+    from ortplugins.model_io.loading import LoadedModel
     from ortplugins.optimization.request import BuildRequest
     from ortplugins.report import Report
     from ortplugins.runtime.copied_options import CopiedOptions
@@ -147,13 +149,13 @@ class Start:
                 return STOCK
             if (report := self._open_known(record, read_plan)) is not None:
                 return report
-        started = time.time()
         plan = read_plan(self._entry)
         if not plan:
             self._open_given()
             return STOCK
-        if (report := self._open_without_work(plan, started)) is not None:
-            return report
+        if _is_ort_format(self._model):
+            self._open_given()
+            return _untouched(f"a model in ORT format was optimised already{_RUNS}")
         try:
             from ortplugins.runtime.copied_options import CopiedOptions
 
@@ -164,10 +166,7 @@ class Start:
             return _untouched(f"SessionOptions or providers cannot be read: {error}{_RUNS}")
         if given.have_external_weights():
             self._open_given()
-            return _untouched(
-                "external initializers were added to the SessionOptions; "
-                "the untouched model runs"
-            )
+            return _untouched(f"external initializers were added to the SessionOptions{_RUNS}")
         return self._open_planned(plan, given, providers)
 
     def _open_known(
@@ -178,12 +177,12 @@ class Start:
             return None
         entries = record.entries
         disabled = self._kwargs.get("disabled_optimizers")
-        self._text = hit.text_of_start(
+        self._text = text_of_start(
             self._model, entries, self._switched, self._options, *self._providers, disabled
         )
         if self._text is None:
             return None
-        artifact = hit.find(hit.root_of(entries, self._switched), self._text)
+        artifact = find(root_of(entries, self._switched), self._text)
         if artifact is None:
             return None
         try:
@@ -200,34 +199,6 @@ class Start:
         if artifact.opened:
             _call_opened(read_plan(self._entry))
         return artifact.report
-
-    def _open_without_work(self, plan: Plan, started: float) -> ReportDict | None:
-        """Construct the session where no pass finds its operator; None where one may."""
-        from ortplugins.session.find_or_build import keep_start, lacks_operators
-        from session_options.passes import NOTHING_TO_DO
-
-        states = None
-        if not (is_ort := _is_ort_format(self._model)):
-            if isinstance(self._model, bytes):
-                return None
-            if (states := lacks_operators(_name_of(self._model), plan)) is None:
-                return None
-        if is_ort:
-            report = _untouched(f"a model in ORT format was optimised already{_RUNS}")
-        else:  # a Report would take milliseconds to import, and nobody may ask for it
-            remark = {"node": "model", "outcome": "note", "reason": NOTHING_TO_DO}
-            passes = [
-                {"name": item.name, "seconds": 0.0, "remarks": [remark]}
-                for item in plan.passes
-            ]
-            report = {**STOCK, "source": "untouched", "passes": passes, "fired": 0}
-        try:
-            self._open_given()
-        except Exception:
-            return None  # loading the model says what is wrong with it
-        if self._text is not None and states is not None:
-            keep_start(plan, self._text, hit.Artifact(report), None, states, started)
-        return report
 
     def _entry(self, key: str) -> str | None:
         """Return an entry of the options, or None when it was never set."""
@@ -259,18 +230,25 @@ class Start:
         )
         try:
             report, is_open = self._find_and_open(request, given)
+            if not is_open:
+                self._open_model_of(request)
+                return report
         except Exception as error:
             is_theirs = isinstance(error, OptionError) and self._switched is None
             if plan.strict or is_theirs or isinstance(error, OrtpluginsWarning):
                 raise
             return self._open_untouched(error)
-        if not is_open:
-            self._open_given()
-            return report
         self._present(given)
         if report["artifact"]:
             _call_opened(plan)
         return report
+
+    def _open_model_of(self, request: BuildRequest) -> None:
+        try:
+            self._open_given()
+        except Exception:
+            request.load()  # which says what is wrong with it
+            raise
 
     def _provider_names(self, given: Mapping[str, Any]) -> Sequence[str]:
         """Names of the providers in order, as onnxruntime chooses them when none are given."""
@@ -288,9 +266,9 @@ class Start:
 
         An artifact that was damaged in the cache is built again, once.
         """
-        from ortplugins.session.find_or_build import discard_if_damaged, find_or_build
+        from ortplugins.cache.get_or_build import discard_if_damaged, get_or_build
 
-        artifact = find_or_build(request, self._text)
+        artifact = get_or_build(request, build_files, self._text)
         try:
             return self._open_artifact(artifact, given)
         except Exception as error:
@@ -306,7 +284,7 @@ class Start:
             _remove_temporary(artifact, self._session)
 
     def _open_artifact(
-        self, artifact: hit.Artifact, given: CopiedOptions
+        self, artifact: Artifact, given: CopiedOptions
     ) -> tuple[ReportDict, bool]:
         """Open an artifact, and give way to options that it was made without."""
         report = artifact.report
@@ -317,10 +295,7 @@ class Start:
         known = not artifact.source  # what follows was not set then
         added = None if known else given.added_initializer(artifact.source["initializers"])
         if added is not None:
-            note = (
-                f"initializer {added!r} was added to the SessionOptions; "
-                "the untouched model runs"
-            )
+            note = f"initializer {added!r} was added to the SessionOptions{_RUNS}"
             notes = [*report["notes"], note]
             return {**report, "source": "untouched", "notes": notes, "artifact": ""}, False
         model: str | bytes = artifact.model
@@ -338,7 +313,7 @@ class Start:
             report = {**report, "notes": [*report["notes"], note]}
         return report, True
 
-    def _settings_of_written_model(self, artifact: hit.Artifact) -> dict[str, str]:
+    def _settings_of_written_model(self, artifact: Artifact) -> dict[str, str]:
         """Return what makes ``optimized_model_filepath`` a model with data of its own.
 
         Else it would name the artifact's data, which lies in another folder.
@@ -418,6 +393,17 @@ class Start:
         self._session._sess_options = given.copy()
 
 
+def build_files(request: BuildRequest, loaded: LoadedModel, folder: Path) -> dict[str, Any]:
+    """Make the files of an entry in a folder; return its manifest."""
+    if request.plan.hint:
+        from ortplugins.tuning.tune import tune
+
+        return tune(request, loaded, folder).manifest
+    from ortplugins.optimization.build import build_artifact
+
+    return build_artifact(request, loaded, folder)
+
+
 def _as_both(error: ModelFileError, refused: Exception) -> ModelFileError:
     """Return an error that is caught as ours, and as the one of onnxruntime."""
     original = type(error)
@@ -428,7 +414,7 @@ def _as_both(error: ModelFileError, refused: Exception) -> ModelFileError:
     return both(*error.args)
 
 
-def _remove_temporary(artifact: hit.Artifact, session: onnxruntime.InferenceSession) -> None:
+def _remove_temporary(artifact: Artifact, session: onnxruntime.InferenceSession) -> None:
     """Remove the folder of an artifact that is in no cache.
 
     POSIX keeps the mapped files until the session closes; Windows refuses to unlink them, so

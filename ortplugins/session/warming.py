@@ -14,13 +14,14 @@ from typing import Any
 
 import onnxruntime
 
+from ortplugins.cache.get_or_build import get_or_build
 from ortplugins.cache.key import cache_of, session_key_content
 from ortplugins.cache.store import ArtifactCache, Entry, disk_size, share
 from ortplugins.errors import ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.optimization.request import read_request
 from ortplugins.report import Report
 from ortplugins.runtime.stock_session import optimization_level_of
-from ortplugins.session.find_or_build import find_or_build
+from ortplugins.session.opening import build_files
 from session_options import DqMatMulNBitsFusion, OptionError, Pass, Plan, PrepackedWeights
 from session_options.keys import PREFIX, stored
 from session_options.plan import entries_of, read_plan
@@ -201,7 +202,7 @@ def _warm_one(
             without_cache = "ortplugins works without its cache"
             warnings.filterwarnings("error", without_cache, OrtpluginsWarning)
             request = read_request(model, plan, options, _PROVIDERS, disabled_optimizers)
-            artifact = find_or_build(request)
+            artifact = get_or_build(request, build_files)
     except (ModelFileError, PassError, OSError) as error:
         return WarmResult(name, error=str(error))
     except OrtpluginsWarning as warning:

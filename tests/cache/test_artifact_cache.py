@@ -20,18 +20,23 @@ from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
+import onnxruntime
 import pytest
 from builders.cache_entries import backdate
 from builders.dequantized_models import DequantizedMatMul
 from builders.processes import disk, keep_mapped_files, result_of, spawn
-from builders.sessions import CPU, check, options, save, source, start
+from builders.sessions import CPU, EXACT, check, options, save, source, start
 
 import ortplugins
-from ortplugins.cache import directory, store
+from ortplugins import known_starts
+from ortplugins.cache import store
+from ortplugins.cache.key import session_key_content
 from ortplugins.cache.store import ArtifactCache, Entry, cache_root, prune
-from ortplugins.optimization import build, request
-from ortplugins.session import hit
+from ortplugins.known_starts import text_of_start
+from ortplugins.optimization import build
+from ortplugins.optimization.request import read_request
 from session_options import registry
+from session_options.plan import entries_of, read_plan
 
 CASE = DequantizedMatMul(512, 512, 32)
 OTHER = DequantizedMatMul(64, 64, 32)
@@ -131,7 +136,7 @@ def test_a_model_replaced_meanwhile_is_not_published(model_path, cache_dir, monk
 
 
 def all_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory, "SETTLED_SECONDS", -1)
+    monkeypatch.setattr(known_starts, "SETTLED_SECONDS", -1)
 
 
 @pytest.fixture
@@ -469,9 +474,9 @@ def test_on_windows_only_the_users_profile_is_private(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "me"))
     for name in ("me/cache", "other"):
         (tmp_path / name).mkdir(parents=True)
-    assert directory.is_private(tmp_path / "me" / "cache")
-    assert not directory.is_private(tmp_path / "other")
-    assert not directory.is_private(tmp_path / "me" / "missing")
+    assert known_starts.is_private(tmp_path / "me" / "cache")
+    assert not known_starts.is_private(tmp_path / "other")
+    assert not known_starts.is_private(tmp_path / "me" / "missing")
 
 
 def test_a_user_without_a_home_gets_a_folder_for_temporary_files(tmp_path, monkeypatch):
@@ -506,9 +511,99 @@ def test_entries_that_a_pass_sets_change_no_key(model_path, monkeypatch):
     assert source(model_path, so) == "built"
 
 
-def test_a_known_start_goes_by_all_attributes_that_a_build_goes_by():
-    # Each has a list of its own: a known start imports no request.
-    assert {*request._ATTRIBUTES} <= {*hit._ATTRIBUTES}
+def with_optimizers(**fields: Any) -> Any:
+    return lambda r: r._replace(optimizers=r.optimizers._replace(**fields))
+
+
+def with_plan(**fields: Any) -> Any:
+    return lambda r: r._replace(plan=r.plan._replace(**fields))
+
+
+ORDER = ortplugins.ShapeSizeReorder()
+PARTS: dict[str, Any] = {
+    "model": lambda r: r._replace(source=str(save(OTHER, Path(r.name).with_name("o.onnx")))),
+    "data": lambda r: flip_a_byte(Path(f"{r.name}.data")),
+    "passes": with_plan(passes=(EXACT,)),
+    "option": with_plan(passes=(dataclasses.replace(EXACT, slow_kernels="keep"), ORDER)),
+    "providers": lambda r: r._replace(providers=("Other", *CPU)),
+    "whether onnxruntime's optimisers run": lambda r: r._replace(bakes=False),
+    "level": with_optimizers(level="ORT_ENABLE_BASIC"),
+    "disabled optimisers": with_optimizers(disabled=("ConstantFolding",)),
+    "an entry that they look at": with_optimizers(
+        entries=(("session.qdq_matmulnbits_block_size", "32"),)
+    ),
+    "arena": lambda r: r._replace(cpu_arena=False),
+    "oldest onnxruntime": lambda r: r._replace(onnxruntime_version="1.22"),
+    "session settings": lambda r: r._replace(session_settings=(("a.b", "1"),)),
+    "provider options": lambda r: r._replace(provider_options={CPU[0]: {"use_arena": "0"}}),
+    **{
+        f"hint {name}": with_plan(passes=(), **{"hint": "latency", name: value})
+        for name, value in {
+            "hint": "memory", "hint_seconds": 5, "hint_error": 0.1, "hint_dims": "rows=2",
+            "hint_samples": __file__,
+        }.items()
+    },
+}  # fmt: skip
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_part_of_the_key_changes_the_key(model_path, cache_dir, part):
+    plan = read_plan(entries_of([EXACT, ORDER]).get)
+    base = read_request(str(model_path), plan, onnxruntime.SessionOptions(), CPU, None)
+    if part.startswith("hint "):
+        base = with_plan(passes=(), hint="latency")(base)
+    cache = ArtifactCache(cache_dir)
+    first = session_key_content(base, cache).key
+    assert session_key_content(base, cache).key == first
+    changed = PARTS[part](base) or base
+    assert session_key_content(changed, cache).key != first
+
+
+OF_A_START: dict[str, dict[str, Any]] = {
+    "model": {"model": "other.onnx"},
+    "entries": {"entries": {"a.b": "2"}},
+    "what is switched on": {"switched": {"a.b": "1"}},
+    "nothing is switched on": {"switched": {}},
+    "providers": {"providers": ["Other"]},
+    "provider options": {"provider_options": [{"use_arena": "1"}]},
+    "disabled optimisers": {"disabled_optimizers": ["ConstantFolding"]},
+    **{
+        name: {"options": {name: value}}
+        for name, value in {
+            "graph_optimization_level": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC,
+            "execution_mode": onnxruntime.ExecutionMode.ORT_PARALLEL,
+            "execution_order": onnxruntime.ExecutionOrder.PRIORITY_BASED,
+            "intra_op_num_threads": 3,
+            "inter_op_num_threads": 3,
+            "enable_cpu_mem_arena": False,
+            "enable_mem_pattern": False,
+            "enable_mem_reuse": False,
+        }.items()
+    },
+}
+
+
+def test_every_part_of_a_start_changes_its_text():
+    assert {*known_starts.SPEED_ATTRIBUTES} <= {*OF_A_START}
+
+    def text(options: dict[str, Any] = {}, **changed: Any) -> str | None:  # noqa: B006
+        so = onnxruntime.SessionOptions()
+        for name, value in options.items():
+            setattr(so, name, value)
+        arguments: dict[str, Any] = {
+            "model": "model.onnx", "entries": {"a.b": "1"}, "switched": None,
+            "providers": CPU, "provider_options": None, "disabled_optimizers": None,
+        }  # fmt: skip
+        return text_of_start(options=so, **{**arguments, **changed})
+
+    texts = {name: text(**changed) for name, changed in OF_A_START.items()}
+    assert text() == text() and len({text(), *texts.values()}) == 1 + len(texts)
 
 
 def test_a_name_given_twice_changes_no_key(model_path):

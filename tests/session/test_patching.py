@@ -533,7 +533,7 @@ def test_general_options_from_the_environment(model_path, monkeypatch):
         ortplugins.enable(DqMatMulNBitsFusion())
     monkeypatch.setenv("ORTPLUGINS_STRICT", "1")
     # A bug in ortplugins: callers see it only where strict asks for that.
-    monkeypatch.setattr("ortplugins.session.find_or_build.find_or_build", lambda *_: 1 / 0)
+    monkeypatch.setattr("ortplugins.cache.get_or_build.get_or_build", lambda *_: 1 / 0)
     with ortplugins.enabled(), pytest.raises(ZeroDivisionError):
         open_stock(model_path)
     message = "ZeroDivisionError: .*; the untouched"

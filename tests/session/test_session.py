@@ -19,9 +19,9 @@ from builders.text_models import proto_of
 
 import ortplugins
 from ortplugins import DqMatMulNBitsFusion, OrtpluginsWarning
+from ortplugins.cache import get_or_build as getting
+from ortplugins.known_starts import record_of
 from ortplugins.optimization import request
-from ortplugins.session import find_or_build as finding
-from ortplugins.session.recorded_options import record_of
 from rewrite_rules.remarks import PassContext
 from session_options import registry
 from session_options.keys import stored
@@ -194,7 +194,7 @@ def test_another_model_and_other_options_are_built_anew(model_path):
 def test_two_versions_and_two_processors_share_a_cache(model_path, cache_dir, monkeypatch):
     """Each has an entry of its own, and finds it again after the other was there."""
     versions = request.package_versions()
-    names = {"package_versions": {**versions, "ortplugins": "0.0"}, "cpu_features": "another"}
+    names = {"package_versions": {**versions, "ortplugins": "0.0"}, "processor": "another"}
     for expected in ("built", "cache"):
         assert source(model_path) == expected
         for name, other in names.items():
@@ -293,16 +293,16 @@ def test_strict_raises_chained(model_path):
 
 def test_an_entry_removed_while_a_session_opens(model_path, cache_dir, monkeypatch):
     """The next start builds it again."""
-    real = finding.find_or_build
+    real = getting.get_or_build
 
-    def find_or_build(*args: object) -> object:
+    def get_or_build(*args: object) -> object:
         artifact = real(*args)
         shutil.rmtree(Path(artifact.model).parent)
         return artifact
 
     for _ in range(2):
         with monkeypatch.context() as patch:
-            patch.setattr(finding, "find_or_build", find_or_build)
+            patch.setattr(getting, "get_or_build", get_or_build)
             warning = "cannot be opened.*the untouched model runs"
             with pytest.warns(OrtpluginsWarning, match=warning):
                 session = start(model_path)
@@ -329,14 +329,14 @@ assert session.ortplugins_report.source == sys.argv[3], session.ortplugins_repor
 """
 
 
-def test_hits_import_none_of_onnx_and_starts_with_nothing_to_do_no_report(model_path):
+def test_hits_and_starts_with_nothing_to_do_import_none_of_onnx(model_path):
     assert HEAVY & modules_after(START, str(model_path), "on", "built")
     assert not HEAVY & modules_after(START, str(model_path), "on", "cache")
     assert not HEAVY & modules_after(START, str(model_path), "off", "stock")
     opened = START.rpartition("assert")[0]
     path = model_path.with_name("float.onnx")
     onnx.save(proto_of("float (float[n] x) => (float[n] y) { y = Relu(x) }"), path)
-    assert "rewrite_rules" not in modules_after(opened, str(path), "on")
+    assert not HEAVY & modules_after(opened, str(path), "on")
 
 
 def test_the_stock_file_says_the_same_without_us(model_path):

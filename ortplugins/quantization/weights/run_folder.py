@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime
 
-from ortplugins._version import __version__
+from ortplugins import __version__
 from ortplugins.errors import UsageError
 from ortplugins.model_io.loading import digest_of_files
 from ortplugins.model_io.tensor_reference import ScratchWriter, TensorReference

@@ -21,12 +21,13 @@ from hypothesis import strategies as st
 
 import ortplugins
 from benchmarks.models.branching_graphs import GRAPHS
+from ortplugins.cache.get_or_build import get_or_build
 from ortplugins.html_report.charts import Curve, memory_bars, memory_chart
 from ortplugins.html_report.facts import order_of
 from ortplugins.optimization.request import read_request
 from ortplugins.report import Report
 from ortplugins.runtime.copied_options import running_options
-from ortplugins.session.find_or_build import find_or_build
+from ortplugins.session.opening import build_files
 from rewrite_rules.graph.nodes import is_constant
 from rewrite_rules.remarks import PassContext, Remarks
 from rewrite_rules.shape_size_reorder.memory_plan import MemoryModel, touched_bytes
@@ -226,7 +227,7 @@ def test_buffers_are_not_reused_where_that_holds_them(tmp_path):
     def settings_and_peak(arena: bool) -> tuple[dict[str, str], str]:
         so.enable_cpu_mem_arena = arena
         request = read_request(path, ortplugins.read(so), so, CPU, None)
-        artifact = find_or_build(request)
+        artifact = get_or_build(request, build_files)
         (graph,) = (
             r.reason for r in Report.from_dict(artifact.report).remarks if r.node == "graph"
         )
