@@ -17,6 +17,7 @@ reads their type. In mode "float", a region's tensors are not quantised.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 
 import onnx_ir as ir
@@ -184,18 +185,25 @@ def _check_sharing(
                 )
 
 
-# What they compute is within the range, or shows that nothing was removed behind them.
-_BOUNDED_OPERATORS = frozenset(
-    {"Clip", "HardSigmoid", "HardSwish", "Relu", "Sigmoid", "Softmax", "Tanh"}
-)
+# What operators compute, whatever they read.
+_RANGES = {"HardSigmoid": (0, 1), "Sigmoid": (0, 1), "Softmax": (0, 1), "Tanh": (-1, 1)}
+# Data movement that writes other values than those it reads.
+_WRITES_OTHERS = frozenset({"Pad", "ReduceMax", "ReduceMin", "Resize"})
 
 
 def _may_clip(graph: QuantizedGraph, tensor: QuantizedTensor) -> bool:
-    """Whether a Relu or Clip may have stood before Q; quantisers remove those of its range."""
+    """Whether Q may clip: quantisers remove the Relu or Clip that the range stands for."""
     producer = tensor.producer
-    if producer is None or producer.op_type not in SHARING_OPERATORS:
-        return producer is None or producer.op_type not in _BOUNDED_OPERATORS
-    return all(other.grid != tensor.grid for other in graph.read_by(producer))
+    if producer is None or producer.domain:
+        return True
+    if producer.op_type in SHARING_OPERATORS - _WRITES_OTHERS:
+        return all(
+            other.grid != tensor.grid or producer.inputs[0] not in other.values()
+            for other in graph.read_by(producer)
+        )
+    low, high = map(float, tensor.grid.range)
+    least, greatest = _RANGES.get(producer.op_type, (-math.inf, math.inf))
+    return least < low or high < greatest
 
 
 def _checked_overrides(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
@@ -20,6 +21,7 @@ from rewrite_rules.remarks import Refusal
 
 # What the activations of onnxruntime's QDQ graphs are stored as.
 GRID_TYPES = (ir.DataType.UINT8, ir.DataType.INT8, ir.DataType.UINT16, ir.DataType.INT16)
+_LEAST = float(np.finfo(np.float32).smallest_normal)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +37,9 @@ class QuantizationGrid:
     def __post_init__(self) -> None:
         if self.dtype not in GRID_TYPES:
             raise Refusal(f"codes of type {self.dtype.name.lower()} are not activations")
-        if not (np.isfinite(float(self.scale)) and float(self.scale) > 0):
-            raise Refusal(f"scale is {float(self.scale)}; it has to be positive")
+        # A session may take subnormal numbers for 0 (session.set_denormal_as_zero).
+        if not _LEAST <= float(self.scale) < np.inf:
+            raise Refusal(f"scale is {float(self.scale)}; it has to be positive and normal")
         if not self.low <= self.zero_point <= self.high:
             raise Refusal(
                 f"zero point {self.zero_point} lies outside the range of "
@@ -67,9 +70,7 @@ class QuantizationGrid:
             rmin = -rmax
             low = -high if low < 0 else low
         scale = (rmax - rmin) / (high - low)
-        if scale < float(
-            np.finfo(np.float32 if float_dtype.itemsize == 4 else np.float16).tiny
-        ):
+        if scale < float(ml_dtypes.finfo(float_dtype).smallest_normal):
             if rmax > rmin:
                 # onnxruntime gives it the scale 1, which leaves nothing of the values.
                 raise Refusal(
@@ -121,14 +122,19 @@ class QuantizationGrid:
             values: npt.NDArray[np.generic] = product.astype(self.float_dtype)
         return values
 
-    def quantize(self, values: npt.ArrayLike) -> npt.NDArray[np.generic]:
+    def quantize(
+        self, values: npt.ArrayLike, precision: npt.DTypeLike = np.float32
+    ) -> npt.NDArray[np.generic]:
         """The codes of values of the scale's type; NaN becomes the smallest code.
 
-        onnxruntime 1.31 gives some float16 values of 2^31 steps and more, infinities among
-        them, the code of the other end; no fold or boundary rests on such.
+        The quotient is rounded to ``precision``: from opset 23 on the scale's type; float32
+        before, and in onnxruntime's own operator. Release 1.31 gives some float16 values of
+        2^31 steps and more, infinities among them, the code of the other end; no fold or
+        boundary rests on such.
         """
         with np.errstate(over="ignore", invalid="ignore"):
-            steps = np.rint(np.asarray(values, np.float32) / np.float32(self.scale))
+            steps = np.asarray(values, np.float32) / np.float32(self.scale)
+            steps = np.rint(steps.astype(precision).astype(np.float32))
             clipped = np.clip(
                 np.nan_to_num(steps, nan=-np.inf),
                 self.low - self.zero_point,
@@ -136,6 +142,10 @@ class QuantizationGrid:
             )
         codes: npt.NDArray[np.generic] = clipped.astype(np.int64) + self.zero_point
         return codes.astype(self.dtype.numpy())
+
+    def _quantize_both(self, values: npt.ArrayLike) -> list[npt.NDArray[np.generic]]:
+        """The codes by each precision of the quotient that an opset has."""
+        return [self.quantize(values, each) for each in (np.float32, self.float_dtype)]
 
     def refine(self, dtype: ir.DataType) -> QuantizationGrid:
         """Return the grid of another type that has every value of this one, bit for bit.
@@ -149,10 +159,6 @@ class QuantizationGrid:
         if bits < 0:
             raise Refusal(f"{self.dtype.name.lower()} is not refined to {dtype.name.lower()}")
         scale = self.float_dtype.type(float(self.scale) / (1 << bits))
-        if not float(scale) > 0:
-            raise Refusal(
-                f"scale {float(self.scale)} / 256 is not a {self.float_dtype} above 0"
-            )
         zero_point = (self.zero_point - self.low << bits) + int(dtype.min)
         fine = QuantizationGrid(dtype, scale, zero_point)
         if bits and not (self.keeps_values(fine, fine) and self.keeps_codes(self)):
@@ -169,7 +175,8 @@ class QuantizationGrid:
             return False
         codes = self.codes()
         values = self.dequantize(codes)
-        return _all_finite(values) and np.array_equal(through.quantize(values), codes)
+        found = through._quantize_both(values)
+        return _all_finite(values) and all(np.array_equal(each, codes) for each in found)
 
     @functools.lru_cache(4096)  # noqa: B019
     def keeps_values(self, through: QuantizationGrid, after: QuantizationGrid) -> bool:
@@ -179,8 +186,9 @@ class QuantizationGrid:
         if through.dtype != after.dtype:  # not a valid graph
             return False
         values = self.dequantize(self.codes())
-        returned = after.dequantize(through.quantize(values))
-        return _all_finite(values) and returned.tobytes() == values.tobytes()
+        found = map(after.dequantize, through._quantize_both(values))
+        bits = values.tobytes()
+        return _all_finite(values) and all(each.tobytes() == bits for each in found)
 
     def __str__(self) -> str:
         return f"{self.dtype.name.lower()} {float(self.scale):.6g} @ {self.zero_point}"

@@ -128,6 +128,10 @@ class QuantizedTensor:
     def is_output(self) -> bool:
         return any(node.outputs[0].is_graph_output() for node in self.dequantizes)
 
+    def values(self) -> set[ir.Value]:
+        """The dequantised values."""
+        return {node.outputs[0] for node in self.dequantizes}
+
     def uses(self) -> Iterator[tuple[ir.Node, int]]:
         """What reads the dequantised values: nodes, each with the index of the input."""
         for node in self.dequantizes:

@@ -143,7 +143,7 @@ def _rescaled(dequantize: ir.Node, ratio: float, nodes: list[ir.Node]) -> Consta
         )
     old = scale.numpy()
     fine = (old.astype(np.float64) / ratio).astype(old.dtype)
-    if not np.allclose(fine.astype(np.float64) * ratio, old.astype(np.float64), rtol=1e-6):
+    if not np.allclose(fine.astype(np.float64) * ratio, old.astype(np.float64), 1e-6, 0):
         raise Refusal(f"its scale / {ratio:.6g} is too small for {old.dtype}")
     return ConstantChange(dequantize, tuple(nodes), wide.astype(np.int32), fine, None)
 

@@ -25,10 +25,20 @@ PARAMETERS = """float s = {0.02}, float t = {0.0200001}, float far = {0.03},
     uint16 z16 = {25600}, float s257 = {7.782101e-5}"""
 
 
-def graph(text: str, inputs: str = "uint8[n] c", outputs: str = "float[n] y") -> ir.Model:
+def graph(
+    text: str,
+    inputs: str = "uint8[n] c",
+    outputs: str = "float[n] y",
+    opset: int = 21,
+) -> ir.Model:
     # 7.8125e-5 is not 0.02 / 256 as float32.
-    exact = {"s16": np.float32(0.02) / np.float32(256), "zi16": np.int16(-7168)}
-    return model_of(f"g ({inputs}) => ({outputs}) <{PARAMETERS}> {{ {text} }}", exact)
+    exact = {
+        "s16": np.float32(0.02) / np.float32(256),
+        "zi16": np.int16(-7168),
+        "half": np.float16(0.03),
+    }
+    text = f"g ({inputs}) => ({outputs}) <{PARAMETERS}> {{ {text} }}"
+    return model_of(text, exact, opset=opset)
 
 
 def fold(model: ir.Model, target: str = "cpu") -> Remarks:
@@ -52,9 +62,10 @@ def check(
     *,
     inputs: str = "uint8[n] c",
     outputs: str = "float[n] y",
+    opset: int = 21,
 ) -> tuple[ir.Model, Remarks]:
     """Fold; compare the operators that are left, and the outputs for every code."""
-    before, after = graph(text, inputs, outputs), graph(text, inputs, outputs)
+    before, after = (graph(text, inputs, outputs, opset) for _ in range(2))
     remarks = fold(after, target)
     assert operators(after) == collections.Counter(left.split())
     assert [value.name for value in after.graph.outputs] == [
@@ -138,6 +149,12 @@ FOLDS = {
         y = DequantizeLinear(q, s16, z16)""",
         "DQ",
         {},
+    ),
+    "codes that move where the division is one of float16": (
+        """d = DequantizeLinear(c, half, z16)  q = QuantizeLinear(d, half, z16)
+        y = DequantizeLinear(q, half, z16)""",
+        "DQ Q DQ",
+        {"inputs": "uint16[n] c", "outputs": "float16[n] y", "opset": 23},
     ),
     "an exit to 8 bits": (
         """d = DequantizeLinear(c, s16, z16)  q = QuantizeLinear(d, s, z)
@@ -249,6 +266,7 @@ def test_bodies_are_folded_and_may_read_codes_from_outside():
         ("uint8[2] c", "float[2] k = {0.1, 0.2}", "shape [2]"),
         ("uint8[2] c", "float k = {0}", "scale is 0.0"),
         ("uint8[2] c", "float k = {-0.5}", "scale is -0.5"),
+        ("uint8[2] c", "float k = {1e-38}", "positive and normal"),
         ("uint8[2] c, float k", "float unused = {0}", "'k' is a graph input"),
     ],
 )

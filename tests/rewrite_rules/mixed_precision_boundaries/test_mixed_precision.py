@@ -7,7 +7,6 @@ import pytest
 from builders.dequantized_models import run
 from builders.qdq_models import (
     chains,
-    count,
     grid,
     of,
     parse,
@@ -22,9 +21,10 @@ from hypothesis import strategies as st
 
 import ortplugins
 from rewrite_rules.graph.nodes import is_quantize_linear
+from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedGraph
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import OverrideError
-from rewrite_rules.remarks import Outcome
+from rewrite_rules.remarks import Outcome, PassContext, Remarks
 from session_options import MixedPrecisionBoundaries
 
 U8, I8, U16, I16 = (ir.DataType.UINT8, ir.DataType.INT8, ir.DataType.UINT16, ir.DataType.INT16)
@@ -149,7 +149,7 @@ REGIONS = {
     "mode float in float16": (
         CHAIN.replace("float", "float16"),
         {"promote": {"b"}} | FLOAT,
-        "x>u8>A A>u8>B B>C C>y",
+        "x>u8>A A>u8>B B>b_Clip b_Clip>C C>y_Clip y_Clip>y",  # Sigmoid leaves 0 to 0.4
         {"default": grid(0.003, 121, real=np.float16)},
     ),
 }
@@ -557,23 +557,39 @@ def test_a_refused_region_leaves_another_alone():
     assert [r.node for r in remarks if r.outcome is Outcome.REFUSED] == ["A"]
 
 
-@pytest.mark.parametrize(
-    ("zero_point", "ends"),
-    [
-        (0, (0.0, 5.1)),  # as behind a Relu: exactly
-        (100, (-100.5 * 0.02, 155.5 * 0.02)),
-    ],
-)
-def test_mode_float_keeps_what_a_range_clips(zero_point, ends):
-    # Quantisers remove the Relu or Clip between two tensors; the range stands for it.
+# Quantisers remove the Relu or Clip between two tensors; the range stands for it. Operators,
+# the zero points of steps of 0.02 that a and y have, what is clipped, and y of -3, 0.5 and 3.
+CLIPPED = {
+    "from 0, exactly": ("a = Add(x, x)  y = Identity(a)", (0, 0), "a", (0, 1, 5.1)),
+    "around 0": ("a = Add(x, x)  y = Identity(a)", (100, 100), "a", (-2.01, 1, 3.11)),
+    "what Tanh writes": ("a = Tanh(x)  y = Neg(a)", (128, 128), "y", (0.995, -0.462, -0.995)),
+    "less than Tanh": ("a = Tanh(x)  y = Neg(a)", (220, 128), "ay", (0.995, -0.462, -0.71)),
+    "less than Relu": ("a = Relu(x)  y = Neg(a)", (100, 255), "ay", (0, -0.5, -3)),
+    "another Tanh": ("a = com.microsoft.Tanh(x)  y = Neg(a)", (128, 128), "ay", None),
+    "more than Pad reads": (
+        "u = Neg(x)  a = Pad(u, around, nine)  y = Slice(a, zero, three)",
+        (121, 121),
+        "au",
+        (2.69, 2.69, -0.5),
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "points", "clipped", "ends"), CLIPPED.values(), ids=CLIPPED)
+def test_mode_float_keeps_what_a_range_clips(text, points, clipped, ends):
+    constants = """float[n] a, int64[2] around = {1, 1}, float nine = {9}, int64[1] zero = {0},
+        int64[1] three = {3}"""
     model = quantized(
-        "g (float[3] x) => (float[3] y) { [A] a = Add(x, x)\n [B] y = Identity(a) }",
-        {"x": grid(0.1, 128), "a": grid(0.02, zero_point), "y": grid(0.02, zero_point)},
+        f"g (float[3] x) => (float[3] y) <{constants}> {{ {text} }}",
+        {"x": grid(0.1, 128), "a": grid(0.02, points[0]), "y": grid(0.02, points[1])},
     )
-    place(model, promote=frozenset({"a", "y"}), mode="float")
-    assert count(model, "Clip") == 1  # none behind data movement
-    (y,) = run(model, {"x": np.float32([-3, 0.5, 3])})
-    assert y == pytest.approx([ends[0], 1.0, ends[1]])
+    options = BoundaryOptions(promote=frozenset({"a", "y"}), mode="float")
+    place_boundaries(model, options, PassContext(Remarks("test")))
+    clips = [node for node in model.graph if node.op_type == "Clip"]
+    assert {node.name.removesuffix("_Clip") for node in clips} == set(clipped)
+    if ends is not None:
+        (y,) = run(model, {"x": np.float32([-3, 0.5, 3])})
+        assert y == pytest.approx(ends, abs=1e-3)
 
 
 def test_many_regions_in_5000_nodes():
