@@ -82,7 +82,6 @@ RECIPES = {
     "modelopt_awq_lite": MODELOPT,
     "awq_lite": Recipe("awq_lite", {"method": "awq_lite"}, {32: 27.0, 128: 31.4}),
     "awq_clip": Recipe("awq_clip", {"method": "awq_clip"}),
-    "awq_full": Recipe("awq_full", {"method": "awq_full"}, {32: 26.5, 128: 29.5}),
     "gptq": Recipe("gptq", {"method": "gptq"}, {32: 27.0, 128: 29.3}),
     "gptq_paired": Recipe(
         "gptq, quantized_inputs", {"method": "gptq", "quantized_inputs": True}
@@ -96,7 +95,6 @@ RECIPES = {
         "gptq, 3 % of the weights with 8 bits", {"method": "gptq"}, {32: 25.6}, eight_bits=0.03
     ),
     "rtn_head": Recipe("RTN, head too", {"method": "rtn"}, head=True),
-    "awq_full_head": Recipe("awq_full, head too", {"method": "awq_full"}, head=True),
     "gptq_head": Recipe("gptq, head too", {"method": "gptq"}, head=True),
 }
 BEST_BOUNDS = {32: 25.4, 128: 26.6}
@@ -153,7 +151,7 @@ class Task:
 
     def _expected_bits(self, block_size: int) -> float:
         plan = quantize(
-            self.floats, block_size=block_size, nodes_to_exclude=[HEAD], dry_run=True
+            self.floats, block_size=block_size, rules={HEAD: "float"}, dry_run=True
         )
         return bits_of_codes(plan.report)
 
@@ -168,7 +166,7 @@ class Task:
             self.floats,
             path,
             block_size=block_size,
-            nodes_to_exclude=() if recipe.head else (HEAD,),
+            rules={} if recipe.head else {HEAD: "float"},
             **options,
         )
         return time.perf_counter() - start, bits_of_codes(result.report)
@@ -314,7 +312,7 @@ def check_sessions(layers: int | None) -> Figure:
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     with tempfile.TemporaryDirectory(dir=CACHE, prefix="perplexity-") as folder:
         path = Path(folder, "model.onnx")
-        quantize(floats, path, nodes_to_exclude=[HEAD])
+        quantize(floats, path, rules={HEAD: "float"})
         untouched = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         expected = run(untouched, ids)
         difference = np.abs(run(plain_session(path), ids) - expected).max()

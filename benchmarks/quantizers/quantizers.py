@@ -72,7 +72,7 @@ class Case:
             output=str(output),
             method=method,
             block_size=BLOCK_SIZE,
-            nodes_to_exclude=[self.head] if self.head else [],
+            rules={self.head: "float"} if self.head else {},
             calibration_data_reader=None if method == "rtn" else [str(self.samples)],
             external_data=self.external,
             **settings,

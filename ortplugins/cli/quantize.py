@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import json
 import math
+import re
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 from rich.filesize import decimal
@@ -20,7 +22,8 @@ from ortplugins.cli import options as opt
 from ortplugins.cli.evaluate import print_coverage, print_evaluation
 from ortplugins.cli.options import refuse_without_effect
 from ortplugins.cli.terminal import console, print_report, print_table, progress_bar
-from ortplugins.errors import CalibrationError, ModelFileError
+from ortplugins.errors import CalibrationError, ModelFileError, QuantizationError
+from ortplugins.quantization.weights.recipe import Recipe, Rule, read_recipe, read_yaml
 
 if TYPE_CHECKING:
     from ortplugins.model_io.saving import Progress
@@ -30,29 +33,70 @@ if TYPE_CHECKING:
 
 # Of a text, what is evaluated on and not calibrated on, at least.
 _HELD_BACK = 1 / 3
-_OP_TYPES = ["MatMul", "Gemm"]
-# Options that are settings of a recipe.
-_RECIPE_SETTINGS = (
-    "method", "bits", "block_size", "op_types", "nodes_to_include", "nodes_to_exclude",
-    "node_config", "positive_scales", "share_of_8_bits", "quant_format", "accuracy_level",
-)  # fmt: skip
 
 
-def _read_config(text: str) -> dict[str, Any]:
-    """Read --node-config."""
-    if text.startswith("@"):
-        text = Path(text.removeprefix("@")).read_text(encoding="utf-8")
+def _read_yaml(text: str) -> Any:
+    """Read a value as a recipe's file has it."""
     try:
-        config = json.loads(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"is not JSON: {error}", param_hint="--node-config") from None
-    values = config.values() if isinstance(config, dict) else [None]
-    if not all(isinstance(value, dict) for value in values):
+        return read_yaml(text)
+    except QuantizationError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _read_rule(text: str) -> tuple[str, Any]:
+    """Read ``PATTERN=SETTINGS``."""
+    pattern, equals, settings = text.rpartition("=")
+    if not equals:
         raise typer.BadParameter(
-            """an object such as {"*down_proj*": {"bits": 8}} is expected""",
-            param_hint="--node-config",
+            f"{text!r}: a pattern and its settings are expected, as in '*lm_head*=float' or "
+            "'*down_proj*={bits: 8}'"
         )
-    return dict(config)
+    return pattern, _read_yaml(settings)
+
+
+# How fields of a recipe are spelled that are no plain scalars.
+_SPELLINGS = {
+    "is_symmetric": Annotated[bool, typer.Option("--symmetric/--asymmetric")],
+    "op_types": Annotated[list[str], typer.Option("--op-type")],
+    "rules": Annotated[list[Any], typer.Option("--rule", parser=_read_rule)],
+    "alphas": Annotated[list[float] | None, typer.Option("--alpha")],
+    "clip_ratios": Annotated[list[float] | None, typer.Option("--clip-ratio")],
+    "gptq": Annotated[Any, typer.Option(parser=_read_yaml)],
+}
+_METAVARS = {"op_types": "NAME", "rules": "PATTERN=SETTINGS", "gptq": "{damping: ...}"}
+
+
+def _settings_of_a_recipe(context: typer.Context, **given: Any) -> dict[str, Any]:
+    """Return the fields of a recipe that this call has."""
+    chosen = {name: value for name, value in given.items() if opt.is_given(context, name)}
+    if "rules" in chosen:
+        chosen["rules"] = [Rule.of(*rule) for rule in chosen["rules"]]
+    return chosen
+
+
+def _as_options(recipe: type[Recipe]) -> None:
+    """Give the function above the fields of a recipe as parameters, with their help."""
+    parameters = [*inspect.signature(_settings_of_a_recipe).parameters.values()][:1]
+    kinds, lines = get_type_hints(recipe), []
+    described = inspect.getdoc(recipe) or ""
+    for field in dataclasses.fields(recipe):
+        kind = _SPELLINGS.get(field.name, kinds[field.name])
+        if choices := field.metadata.get("choices"):
+            kind = Literal[choices]
+        default = [] if field.name == "rules" else field.default
+        default = "{}" if field.name == "gptq" else default
+        parameter = inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind
+        )
+        parameters.append(parameter)
+        text = re.search(rf"    {field.name}: ((?:.|\n {{8}})+?\.)(?:\s|$)", described)
+        metavar = f" ({_METAVARS[field.name]})" if field.name in _METAVARS else ""
+        lines.append(f"    {field.name}{metavar}: {text[1] if text else ''}")
+    _settings_of_a_recipe.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    _settings_of_a_recipe.__doc__ = "Settings.\n\nArgs:\n" + "\n".join(lines)
+
+
+_as_options(Recipe)
 
 
 def quantize(
@@ -61,20 +105,9 @@ def quantize(
     *,
     output: Annotated[Path | None, typer.Option("--output", "-o")] = None,
     recipe: str | None = None,
-    method: Literal["rtn", "awq_lite", "awq_clip", "awq_full", "gptq", "awq_gptq"] = "rtn",
+    settings: Annotated[dict[str, Any], _settings_of_a_recipe],
     checkpoint: Path | None = None,
     source: opt.GivenSamples,
-    bits: int = 4,
-    block_size: int = 32,
-    asymmetric: bool = False,
-    positive_scales: bool = False,
-    op_types: Annotated[list[str], typer.Option("--op-type")] = _OP_TYPES,
-    nodes_to_include: opt.Include = None,
-    nodes_to_exclude: opt.Exclude = None,
-    node_config: Annotated[Any, typer.Option(parser=_read_config)] = "{}",
-    share_of_8_bits: float = 0.0,
-    quant_format: Literal["QDQ", "QDQ_transposed", "MatMulNBits"] = "QDQ",
-    accuracy_level: int | None = None,
     providers: opt.Providers = opt.CPU,
     max_calibration_memory: Annotated[Any, typer.Option(parser=opt.parse_size)] = "1GiB",
     scheduler: str = "",
@@ -90,19 +123,8 @@ def quantize(
     Args:
         output: File to write; for a folder, a folder.
         recipe (NAME|FILE): small, balanced, best, or a YAML file; the options below change it.
-        method: All but rtn look at samples.
         checkpoint (FOLDER): Take the codes of a GPTQ, AWQ or AutoRound checkpoint of the same
             model.
-        bits: 2, 4 or 8.
-        block_size: Elements along K that share a scale; -1 for all of a column.
-        asymmetric: Unsigned codes with zero points.
-        positive_scales: For runtimes that refuse negative scales, as TensorRT's parser does.
-        op_types: MatMul, Gemm or Gather; repeatable.
-        node_config (JSON): {"PATTERN": {"bits": 8, "block_size": 32}}, or @FILE with that.
-        share_of_8_bits (SHARE): Of the weights, 0 to 1: those that gain the most from it get 8
-            bits.
-        quant_format: MatMulNBits is for onnxruntime alone.
-        accuracy_level: Of MatMulNBits: 0 in float32, 4 with int8 activations.
         max_calibration_memory (SIZE): What activations and their statistics may take at once.
         scheduler (tcp://HOST:PORT): A Dask scheduler whose workers do the work; they have to
             see the output's folder, or --work-dir.
@@ -111,20 +133,13 @@ def quantize(
         dry_run: Print what would be quantised; write nothing.
     """
     from ortplugins.quantization import quantize
-    from ortplugins.quantization.weights.recipe import read_recipe
     from ortplugins.samples.text import TextSamples
 
     if isinstance(source, TextSamples):
         source = dataclasses.replace(source, held_back=_HELD_BACK)
     if output is None and not dry_run:
         raise typer.BadParameter("give --output, or --dry-run", param_hint="--output")
-    if recipe is None and quant_format != "MatMulNBits":
-        refuse_without_effect(context, "without --quant-format MatMulNBits", "accuracy_level")
-    given: Any = {
-        name: context.params[name] for name in _RECIPE_SETTINGS if opt.is_given(context, name)
-    }
-    given |= {"is_symmetric": False} if asymmetric else {}
-    chosen = read_recipe(recipe).with_settings(given)
+    chosen = read_recipe(recipe).with_settings(settings)
     _refuse_ignored(context, needs_samples=chosen.needs_statistics)
     with progress_bar() as bar, _executor(scheduler) as executor:
         result = quantize(
@@ -193,7 +208,7 @@ def _refuse_ignored(context: typer.Context, *, needs_samples: bool) -> None:
         refuse_without_effect(context, "with --format json", "verbose")
     if given["checkpoint"] is not None:
         refuse_without_effect(
-            context, "with --checkpoint", "method", "bits", "block_size", "asymmetric"
+            context, "with --checkpoint", "method", "bits", "block_size", "is_symmetric"
         )
     samples = given["samples"] or given["text"]
     if not needs_samples and not samples:

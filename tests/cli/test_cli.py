@@ -133,7 +133,6 @@ def test_the_shell_completes_without_onnx(ortp, words, expected):
         ("check m.onnx --samples x.npz --count 3", "--count"),
         ("report m.onnx -o p.html --no-measure --rounds 2", "--rounds"),
         ("quantize m.onnx --dry-run -o o.onnx", "--output"),
-        ("quantize m.onnx -o o.onnx --accuracy-level 4", "--accuracy-level"),
         ("quantize m.onnx -o o.onnx --provider CPUExecutionProvider", "--provider"),
     ],
 )
@@ -448,12 +447,15 @@ def test_quantize_tells_bad_patterns_and_leaves_the_output(main, tmp_path):
     output = tmp_path / "q.onnx"
     output.write_text("earlier")
     arguments = ["quantize", "model.onnx", "-o", "q.onnx", "--force"]
-    config = """{"haed": {"bits": 8}, "foo": {"bits": 8}}"""
     for options, message in {
-        ("--node-config", config): "'haed'; did you mean 'head'?; no node that can be",
-        ("--node-config", "[1]"): "an object such as",
-        ("--node-config", "{"): "is not JSON",
-        ("--exclude", "re:("): "is not a regular expression",
+        (
+            "--rule",
+            "haed={bits: 8}",
+        ): "no node that can be quantised is called 'haed'",
+        ("--rule", "head"): "a pattern and its settings are expected",
+        ("--rule", "head=[1]"): "rule 'head' is [1]: float, or settings",
+        ("--rule", "head={"): "is not YAML",
+        ("--rule", "re:(=float"): "is not a regular expression",
         ("--bits", "3"): "bits is 3: 2, 4 or 8 is expected",
         ("--method", "hqq"): "'hqq'",
         ("--scheduler", "tcp://127.0.0.1:9"): "no scheduler answers",

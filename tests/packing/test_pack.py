@@ -59,7 +59,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     options = {"save_as_external_data": True, "location": "weights", "size_threshold": 0}
     # Of weights, the head alone is dequantised.
-    head = {"nodes_to_include": ["logits"], "block_size": 16}
+    head = {"rules": {"*": "float", "logits": {"keep_float": False}}, "block_size": 16}
     model = quantize(decoder("genai"), **head).model
     onnx.save(model, folder / "model.onnx", **options)
     (folder / "genai_config.json").write_text(json.dumps(CONFIG))

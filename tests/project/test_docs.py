@@ -106,7 +106,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder / "float.onnx",
         folder / "int4.onnx",
         quant_format="QDQ_transposed",
-        nodes_to_exclude=IN_FLOAT,
+        rules=dict.fromkeys(IN_FLOAT, "float"),
     )
     random = np.random.default_rng(0)
     np.savez(folder / "samples.npz", input_ids=random.integers(0, 100, (1, 16)))

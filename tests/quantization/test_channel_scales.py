@@ -233,7 +233,7 @@ MULS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("method", ["awq_lite", "awq_full", "awq_gptq"])
+@pytest.mark.parametrize("method", ["awq_lite", "awq_gptq"])
 def test_every_method_that_scales_folds(method):
     model = """
         a = LayerNormalization(x, g, b)
@@ -288,7 +288,7 @@ READERS = {
     ),
     "quantised and excluded ones": (
         made(f"{NORM} [n] z = MatMul(a, V)", **seen("z")),
-        {"nodes_to_exclude": ["n"]}, {"mul"}, "W",
+        {"rules": {"n": "float"}}, {"mul"}, "W",
     ),
 }  # fmt: skip
 
@@ -329,12 +329,17 @@ def have_scales(monkeypatch, magnitudes: float) -> None:
 EXACT = {"bits": 8, "block_size": 1}
 
 
-@pytest.mark.parametrize("include", [["[mn]"], None], ids=["two", "all"])
+def only(pattern: str) -> dict[str, Any]:
+    """Rules by which nothing else is quantised, if there is a pattern."""
+    return {"*": "float", pattern: {"keep_float": False}} if pattern else {}
+
+
+@pytest.mark.parametrize("include", ["[mn]", ""], ids=["two", "all"])
 @pytest.mark.parametrize("name", [*FOLDS, *MULS])
 def test_any_scales_come_out_again_where_nobody_sees_them(monkeypatch, name, include):
     have_scales(monkeypatch, 3)
     model, constants = FOLDS.get(name) or (MULS[name], "")
-    floats, options = model.build(), {"nodes_to_include": include, **EXACT}
+    floats, options = model.build(), {"rules": only(include), **EXACT}
     result, error = scaled(floats, **options)
     assert error < 1e-5
     rows = [row for row in result.report.quantized if row.node in "mn"]
@@ -351,7 +356,7 @@ def test_any_scales_come_out_again_where_nobody_sees_them(monkeypatch, name, inc
         assert scaled(model.build(np.float16), **options)[1] < 2e-2
 
 
-@pytest.mark.parametrize("include", [["m"], None], ids=["constants", "codes"])
+@pytest.mark.parametrize("include", ["m", ""], ids=["constants", "codes"])
 @pytest.mark.parametrize(
     ("body", "constants"),
     [
@@ -364,8 +369,8 @@ def test_float16_constants_keep_their_digits(monkeypatch, body, constants, inclu
     # Below 6e-5 float16 has fewer digits, below 6e-8 none: such numbers are not to be divided.
     have_scales(monkeypatch, 2)
     model = Model(body, {"up": np.array(1e2), **constants}).build(np.float16)
-    _, plain = scaled(model, method="rtn", nodes_to_include=include, **EXACT)
-    _, error = scaled(model, nodes_to_include=include, **EXACT)
+    _, plain = scaled(model, method="rtn", rules=only(include), **EXACT)
+    _, error = scaled(model, rules=only(include), **EXACT)
     assert error < 3 * plain + 5e-3, (plain, error)
 
 
@@ -373,6 +378,6 @@ def test_float16_constants_keep_their_digits(monkeypatch, body, constants, inclu
 def test_a_weight_of_few_columns_is_scaled_too(n):
     outputs = f"float[B, T, {n}] y"
     model = Model("[m] y = MatMul(x, W)", {"W": normal(K, n)}, outputs=outputs).build()
-    for method in ("awq_lite", "awq_full", "awq_gptq"):
+    for method in ("awq_lite", "awq_gptq"):
         _, error = scaled(model, method=method)
         assert error < 1e-2

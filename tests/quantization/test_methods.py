@@ -120,15 +120,14 @@ def same(one, other):
     ]
 
 
-@pytest.mark.parametrize("order", ["natural", "energy"])
 @pytest.mark.parametrize("form", [BlockFormat(4, 8), BlockFormat(4, 7, False)])
-def test_codes_are_those_of_the_paper_in_float64(form, order):
+def test_codes_are_those_of_the_paper_in_float64(form):
     weight, gram = problem(22, 9)
     size, energy = form.block_size, np.diag(gram)
-    rows = sorted(range(22), key=lambda r: -energy[r] if order == "energy" else r)
+    rows = sorted(range(22), key=lambda r: -energy[r])
     blocks = [energy[b * size : (b + 1) * size].mean() for b in range(form.blocks(22))]
-    rows.sort(key=lambda r: -blocks[r // size] if order == "energy" else r // size)
-    codes, scales, zeros = gptq(weight, gram, form, order=order, **PLAIN)
+    rows.sort(key=lambda r: -blocks[r // size])
+    codes, scales, zeros = gptq(weight, gram, form, **PLAIN)
     expected = paper(weight, damped(gram), rows, form)
     # A tie within the last bits of float32 may round the other way; none does here.
     assert np.array_equal(codes, expected[0])
@@ -515,7 +514,7 @@ def test_weights_of_different_bits_are_searched_as_what_they_are():
         report = quantize(
             model_of(text, {"A": a, "B": b}),
             method="awq_lite",
-            node_config={"a": {"bits": 8}, "b": {"bits": 2, "block_size": 8}},
+            rules={"a": {"bits": 8}, "b": {"bits": 2, "block_size": 8}},
             calibration_data_reader=[{"x": x}],
         ).report
         found.append({row.node: (row.alpha, row.weight_error) for row in report.nodes})
@@ -623,13 +622,13 @@ def test_scales_are_positive_where_they_must_be(method, bits):
     weight[:32, 3], weight[32:64, 3], weight[64:, 3] = 0, abs(weight[32:64, 3]), -1
     given = {"method": method, "bits": bits, "calibration_data_reader": samples}
     signs = {}
-    for positive in (True, False):
-        proto = read(quantize(matmul_of(weight), positive_scales=positive, **given).model)
+    for grid in ("positive", "extreme"):
+        proto = read(quantize(matmul_of(weight), grid=grid, **given).model)
         scales = [
             a for name, a in arrays_of(proto).items() if "W.int" in name and "scales" in name
         ]
-        signs[positive] = (scales[0] > 0).mean()
-    assert signs[True] == 1 > signs[False]
+        signs[grid] = (scales[0] > 0).mean()
+    assert signs["positive"] == 1 > signs["extreme"]
 
 
 def test_the_signed_extreme_gets_the_longer_end():

@@ -45,6 +45,11 @@ def shared() -> ir.Model:
 LAYERS = ("/l.0/up", "/l.0/down", "/l.1/up", "/l.1/down", "/lm_head")
 
 
+def only(*patterns):
+    """Rules by which nothing else is quantised."""
+    return {"*": "float"} | {pattern: {"keep_float": False} for pattern in patterns}
+
+
 def chosen(model: ir.Model, **options) -> list[str]:
     report = quantize(model, **options).report
     assert len(report.nodes) == len(list(model.graph))
@@ -73,21 +78,16 @@ def exported(named: str = "weights") -> ir.Model:
 @pytest.mark.parametrize("pattern", ["*lm_head*", "re:^lm_head", "lm_head*"])
 def test_patterns_mean_weights_and_modules_too(pattern, named):
     model = exported(named)
-    assert chosen(model, nodes_to_exclude=[pattern]) == ["node_linear"]
-    assert chosen(model, nodes_to_include=[pattern]) == ["node_linear_1"]
+    assert chosen(model, rules={pattern: "float"}) == ["node_linear"]
     rows = quantize(model, rules=[Rule(pattern, bits=8)]).report.nodes
     assert [row.bits for row in rows] == [4, 8]
 
 
 @pytest.mark.parametrize("pattern", ["*lm_haed*", "re:lm_heads?_x", "lm_hea?.x"])
 def test_a_pattern_that_means_nothing_is_an_error_with_the_nearest_names(pattern):
-    for given in (
-        {"nodes_to_exclude": [pattern]},
-        {"nodes_to_include": [pattern]},
-        {"rules": [Rule(pattern, bits=8)]},
-    ):
+    for rule in (Rule(pattern, keep_float=True), Rule(pattern, bits=8)):
         with pytest.raises(QuantizationError, match=r"matches no node.*; there is 'lm_head"):
-            quantize(exported(), **given)
+            quantize(exported(), rules=[rule])
 
 
 MATRIX, STACK = normal(D, D), normal(4, D, D)
@@ -189,31 +189,28 @@ def test_a_weight_that_stays_for_other_readers_counts_as_both():
     ids=str,
 )
 def test_nodes_are_meant_by_name_glob_and_regular_expression(patterns, left):
-    taken = tuple(name for name in LAYERS if name not in left)
+    taken = [name for name in LAYERS if name not in left]
     if left:
-        assert chosen(chain(*LAYERS), nodes_to_exclude=patterns) == list(left)
-    if taken:
-        assert chosen(chain(*LAYERS), nodes_to_include=patterns) == list(taken)
+        assert chosen(chain(*LAYERS), rules=dict.fromkeys(patterns, "float")) == list(left)
     else:
         with pytest.raises(ModelFileError, match="nothing to quantise"):
-            quantize(chain(*LAYERS), nodes_to_include=patterns)
+            quantize(chain(*LAYERS), rules=dict.fromkeys(patterns, "float"))
+    if taken:
+        assert chosen(chain(*LAYERS), rules=only(*patterns)) == taken
 
 
-def test_excluding_wins_over_including_and_brackets_and_outputs_are_names():
-    report = quantize(
-        chain(*LAYERS), nodes_to_include=["/l*"], nodes_to_exclude=["/lm_head"]
-    ).report
+def test_brackets_and_outputs_are_names():
+    report = quantize(chain(*LAYERS), rules={"/l*": {"bits": 8}, "/lm_head": "float"}).report
     (row,) = report.refused
     assert (row.node, row.bits, row.bytes_before) == ("/lm_head", 0, row.bytes_after)
     assert row.reason == "kept in float by '/lm_head'"
     # And a glob, for the second one.
-    names = chosen(chain("up[0]", "up0", "up*"), nodes_to_include=["up[0]"])
-    assert names == ["up[0]", "up0"]
-    assert chosen(chain("up[0]", "down"), nodes_to_exclude=["up[0]"]) == ["down"]
-    assert chosen(chain("", "", "z"), nodes_to_include=["h1", "z"]) == ["h1", "z"]
+    assert chosen(chain("up[0]", "up0", "up*"), rules=only("up[0]")) == ["up[0]", "up0"]
+    assert chosen(chain("up[0]", "down"), rules={"up[0]": "float"}) == ["down"]
+    assert chosen(chain("", "", "z"), rules=only("h1", "z")) == ["h1", "z"]
 
 
-def test_node_config_gives_bits_and_block_and_the_last_one_wins():
+def test_rules_give_bits_and_block_and_the_last_one_wins():
     model = chain("a", "b", "c", "d")
     config = {
         "*": {"bits": 8},
@@ -221,11 +218,11 @@ def test_node_config_gives_bits_and_block_and_the_last_one_wins():
         re.compile("c"): {"bits": 4, "block_size": -1},
         "d": {"bits": 2, "block_size": 8},
     }
-    report = quantize(model, node_config=config).report
+    report = quantize(model, rules=config).report
     found = {row.node: (row.bits, row.block_size) for row in report.nodes}
     assert found == {"a": (8, 32), "b": (8, 16), "c": (4, -1), "d": (2, 8)}
     reordered = dict(reversed(config.items()))
-    report = quantize(model, node_config=reordered).report
+    report = quantize(model, rules=reordered).report
     assert {row.bits for row in report.nodes} == {8}
 
 
@@ -236,7 +233,7 @@ def test_one_weight_in_two_forms():
             model,
             quant_format=layout,
             bits=8,
-            node_config={"b": {"bits": 4, "block_size": 16}},
+            rules={"b": {"bits": 4, "block_size": 16}},
         )
         proto, x = read(result.model), normal(3, D)
         matrices = dequantised(proto)
@@ -246,13 +243,10 @@ def test_one_weight_in_two_forms():
         assert {row.node: row.bits for row in result.report.nodes} == {"a": 8, "b": 4}
 
 
-@pytest.mark.parametrize("option", ["nodes_to_include", "nodes_to_exclude", "node_config"])
-def test_unknown_names_are_all_reported_with_the_closest(option):
+def test_unknown_names_are_all_reported_with_the_closest():
     names = ["/l.0/upp", "/lm_haed", "entirely other"]
-    given = {name: {"bits": 8} for name in names} if option == "node_config" else names
-    where = "nodes_to_include: " if option == "nodes_to_include" else "rules: "
-    with pytest.raises(ValueError, match=where) as error:
-        quantize(chain(*LAYERS), **{option: given})
+    with pytest.raises(ValueError, match="rules: ") as error:
+        quantize(chain(*LAYERS), rules=dict.fromkeys(names, "float"))
     message = str(error.value)
     for name in (*names, "/l.0/up", "/lm_head"):
         assert repr(name) in message
@@ -267,18 +261,18 @@ def test_unknown_names_are_all_reported_with_the_closest(option):
         ({"bits": 4.0}, "bits is 4.0"),
         ({"block_size": 32.0}, "block_size is 32.0"),
         ({"block_size": None}, "block_size is None"),
-        ({"op_types": ["Conv"]}, r"op_types has \['Conv'\]"),
+        ({"op_types": ["Conv"]}, r"op_types is \['Conv'\]"),
         ({"op_types": "MatMul"}, "op_types"),
-        ({"nodes_to_exclude": "/lm_head"}, "nodes_to_exclude is a string"),
-        ({"nodes_to_include": "/lm_head"}, "nodes_to_include is a string"),
-        ({"nodes_to_exclude": ["re:("]}, r"'re:\(' is not a regular expression"),
-        ({"node_config": {"*": {"bits": 5}}}, r"rule '\*': bits is 5"),
-        ({"node_config": {"*": {"group": 5}}}, r"rule '\*' has no 'group'"),
+        ({"half_scales": "no"}, "half_scales is 'no': True or False"),
+        ({"rules": {3: "float"}}, "rule 3: a pattern is a text"),
+        ({"rules": {"re:(": "float"}}, r"'re:\(' is not a regular expression"),
+        ({"rules": {"*": {"bits": 5}}}, r"rule '\*': bits is 5"),
+        ({"rules": {"*": {"group": 5}}}, r"rule '\*' has no 'group'"),
         ({"quant_format": "QOperators"}, "quant_format is 'QOperators'"),
         ({"accuracy_level": 4}, "accuracy_level.*MatMulNBits"),
         ({"accuracy_level": 5, **NBITS}, "accuracy_level is 5"),
         ({"block_size": 24, **NBITS}, "block_size 24"),
-        ({"node_config": {"*": {"block_size": 8}}, **NBITS}, "block_size 8"),
+        ({"rules": {"*": {"block_size": 8}}, **NBITS}, "block_size 8"),
         ({"max_calibration_memory": 0, "method": "awq_lite"}, "max_calibration_memory is 0"),
     ],
     ids=str,
@@ -351,7 +345,7 @@ def test_codes_that_onnxruntime_dequantises_at_every_run_are_reported(options, r
 @pytest.mark.parametrize("layout", FORMATS)
 def test_a_second_round_leaves_what_is_done(layout):
     model, options = chain("a", "b", "c"), {"quant_format": layout, "block_size": 16}
-    first = read(quantize(model, nodes_to_include=["b"], **options).model)
+    first = read(quantize(model, rules=only("b"), **options).model)
     second = quantize(first, **options)
     done = dequantised(first)
     assert list(done) == ["b"]
@@ -383,7 +377,7 @@ def uneven() -> Reader:
 
 
 @pytest.mark.filterwarnings("ignore::ortplugins.OrtpluginsWarning")
-@pytest.mark.parametrize("method", ["awq_full", "gptq", "paired"])
+@pytest.mark.parametrize("method", ["awq_lite", "gptq", "paired"])
 def test_memory_changes_no_bit(method):
     settings = {"method": method}
     if method == "paired":
@@ -520,8 +514,8 @@ def tied(head: str) -> ir.Model:
             for bits, symmetric in itertools.product((2, 4, 8), (True, False))
         ),
         (shared(), {}),
-        (shared(), {"nodes_to_exclude": ["b"]}),
-        (shared(), {"node_config": {"a": {"bits": 8}}}),
+        (shared(), {"rules": {"b": "float"}}),
+        (shared(), {"rules": {"a": {"bits": 8}}}),
         *((tied(head), {"op_types": ("MatMul",)}) for head in HEADS),
         *((tied(head), {"op_types": ("MatMul", "Gather")}) for head in HEADS),
     ],
@@ -581,7 +575,7 @@ def test_a_table_that_is_a_head_transposed_has_its_codes(layout):
 
 
 @pytest.mark.parametrize(
-    ("method", "done"), [("gptq", "gptq"), ("awq_clip", "awq_clip"), ("awq_full", "rtn")]
+    ("method", "done"), [("gptq", "gptq"), ("awq_clip", "awq_clip"), ("awq_lite", "rtn")]
 )
 def test_codes_of_a_table_and_its_head_know_what_the_head_reads(method, done):
     data = [{"i": np.arange(40)}]
@@ -593,7 +587,7 @@ def test_codes_of_a_table_and_its_head_know_what_the_head_reads(method, done):
 
 
 @pytest.mark.parametrize("layout", FORMATS)
-@pytest.mark.parametrize("method", ["rtn", "awq_full", "gptq"])
+@pytest.mark.parametrize("method", ["rtn", "awq_lite", "gptq"])
 def test_half_scales_are_cast_where_they_are_read(method, layout, tmp_path):
     x = normal(50, D, seed=9) * np.geomspace(0.1, 10, D, dtype=np.float32)
     options = {"calibration_data_reader": [{"x": x}], "method": method}
@@ -620,7 +614,7 @@ def test_half_scales_are_cast_where_they_are_read(method, layout, tmp_path):
 
 
 def test_the_report_is_json_and_text():
-    report = quantize(chain("a", "b"), nodes_to_exclude=["b"]).report
+    report = quantize(chain("a", "b"), rules={"b": "float"}).report
     reported = json.loads(report.to_json(), parse_constant=pytest.fail)
     assert reported["quantized"] == reported["refused"] == 1
     a, b = reported["nodes"]

@@ -22,7 +22,7 @@ from ortplugins.quantization.methods.gptq import Gptq
 pytestmark = pytest.mark.xdist_group("scale_out")
 
 WIDTHS = (64, 96, 70, 64)
-METHODS = ["rtn", "awq_full", "awq_gptq"]
+METHODS = ["rtn", "awq_lite", "awq_gptq"]
 
 
 @pytest.fixture(scope="module")
@@ -127,11 +127,11 @@ def test_workers_of_a_dask_cluster(floats, expected, tmp_path, scheduler):
 def test_the_command_line_finds_a_scheduler(floats, expected, tmp_path, scheduler):
     np.savez(tmp_path / "samples.npz", x=np.stack([sample["x"] for sample in samples()]))
     output = tmp_path / "q.onnx"
-    command = ["-m", "ortplugins", "quantize", floats, "-o", output, "--method", "awq_full"]
+    command = ["-m", "ortplugins", "quantize", floats, "-o", output, "--method", "awq_lite"]
     command += ["--samples", tmp_path / "samples.npz", "--scheduler", scheduler]
     done = python(*command)
     assert done.returncode == 0, done.stderr
-    assert files(output) == expected["awq_full"]
+    assert files(output) == expected["awq_lite"]
 
 
 def test_an_error_in_a_worker_names_the_weight(tmp_path):

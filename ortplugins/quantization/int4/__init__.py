@@ -171,6 +171,8 @@ def quantize(
             "expected; ortplugins.quantization.quantize has GPTQ as well"
         )
     method = calibration_method.removesuffix("_dq")
+    if method == "awq_full":
+        method = "awq_gptq"
     level = logging.getLevelNamesMapping().get(str(log_level).upper())
     if level is None:
         raise QuantizationError(f"log_level is {log_level!r}: INFO or the like is expected")

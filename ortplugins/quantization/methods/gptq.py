@@ -60,6 +60,7 @@ from ortplugins.quantization.methods.nearest import (
     candidate_grids,
     stored_scales,
 )
+from ortplugins.quantization.schema import check_settings, is_int, is_number, setting
 
 Doubles = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.intp]
@@ -78,13 +79,15 @@ _PANEL = 512
 _ATTEMPTS = 12
 
 
+def _not_negative(value: object) -> bool:
+    return is_number(value) and float(value) >= 0  # type: ignore[arg-type]
+
+
 @dataclasses.dataclass(frozen=True)
 class GptqOptions:
     """Options of the method gptq.
 
     Attributes:
-        order: ``"energy"``, blocks of the greatest mean diag(H) first, and in each the rows of
-            the greatest; or ``"natural"``.
         damping: Part of the mean of diag(H) that is added to it; ten times as much for as long
             as H cannot be factored.
         relative_damping: Part of diag(H) that is added to it.
@@ -96,27 +99,19 @@ class GptqOptions:
         QuantizationError: If a value is out of range.
     """
 
-    order: str = "energy"
-    damping: float = 0.01
-    relative_damping: float = 1.0
-    ratios: Sequence[float] = _RATIOS
-    revisits: int = 4
+    damping: float = setting(0.01, "0 or more", _not_negative)
+    relative_damping: float = setting(1.0, "0 or more", _not_negative)
+    ratios: Sequence[float] = setting(
+        _RATIOS,
+        "a list of numbers above 0 and up to 2",
+        lambda given: bool(given) and all(0 < ratio <= 2 for ratio in given),
+    )
+    revisits: int = setting(
+        4, "an int, 0 or more,", lambda count: is_int(count) and count >= 0
+    )
 
     def __post_init__(self) -> None:
-        if self.order not in ("energy", "natural"):
-            raise QuantizationError(
-                f"gptq: order is {self.order!r}: 'energy' or 'natural' is expected"
-            )
-        for name in ("damping", "relative_damping", "revisits"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-                raise QuantizationError(f"gptq: {name} is {value!r}: 0 or more is expected")
-        if not isinstance(self.revisits, int):
-            raise QuantizationError(f"gptq: revisits is {self.revisits}: an int is expected")
-        if not (self.ratios and all(0 < ratio <= 2 for ratio in self.ratios)):
-            raise QuantizationError(
-                f"gptq: ratios is {self.ratios!r}: numbers above 0 and up to 2 are expected"
-            )
+        check_settings(self, "gptq: ")
 
 
 class Gptq:
@@ -174,10 +169,8 @@ class Gptq:
         energy = self._energy
         rows = np.arange(len(energy))
         blocks = [rows[start : start + size] for start in range(0, len(rows), size)]
-        if self._options.order == "energy":
-            blocks = [block[np.argsort(-energy[block], kind="stable")] for block in blocks]
-            blocks.sort(key=lambda block: -float(energy[block].mean()))  # stable
-        return blocks
+        blocks = [block[np.argsort(-energy[block], kind="stable")] for block in blocks]
+        return sorted(blocks, key=lambda block: -float(energy[block].mean()))  # stable
 
     def _factor(self, order: Rows) -> tuple[Doubles, Floats]:
         """Factor H with its rows and columns in this order."""

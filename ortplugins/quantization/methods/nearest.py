@@ -52,6 +52,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ortplugins.errors import QuantizationError
+from ortplugins.quantization.schema import check_settings, is_int, setting
 
 # Of the range of a block; the first of those with the same error wins.
 _RATIOS = (1.0, 0.95, 0.9, 0.85, 1.05)
@@ -70,7 +71,7 @@ _MIN_SCALE = {
     "float16": np.float32(np.finfo(np.float16).smallest_subnormal),
 }
 
-_GRIDS = ("extreme", "positive", "amax")
+GRIDS = ("extreme", "positive", "amax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,28 +95,16 @@ class BlockFormat:
         QuantizationError: If a value is none of these.
     """
 
-    bits: int = 4
-    block_size: int = 32
+    bits: int = setting(4, "2, 4 or 8", lambda bits: is_int(bits) and bits in (2, 4, 8))
+    block_size: int = setting(
+        32, "1 or more, or -1 for K,", lambda size: is_int(size) and (size > 0 or size == -1)
+    )
     is_symmetric: bool = True
-    grid: str = "extreme"
-    scale_type: str = "float32"
+    grid: str = setting("extreme", choices=GRIDS)
+    scale_type: str = setting("float32", choices=_MIN_SCALE)
 
     def __post_init__(self) -> None:
-        bits, size = self.bits, self.block_size
-        types = tuple(_MIN_SCALE)
-        for name, fits, wanted in (
-            ("bits", _is_int(bits) and bits in (2, 4, 8), "2, 4 or 8 is expected"),
-            (
-                "block_size",
-                _is_int(size) and (size > 0 or size == -1),
-                "1 or more is expected, or -1 for K",
-            ),
-            ("is_symmetric", isinstance(self.is_symmetric, bool), "True or False is expected"),
-            ("grid", self.grid in _GRIDS, f"one of {_GRIDS} is expected"),
-            ("scale_type", self.scale_type in types, f"one of {types} is expected"),
-        ):
-            if not fits:
-                raise QuantizationError(f"{name} is {getattr(self, name)!r}: {wanted}")
+        check_settings(self)
 
     def size_along(self, k: int) -> int:
         """Return the block size for a weight of ``k`` rows, ``k`` where it is -1."""
@@ -363,7 +352,3 @@ def stored_scales(scales: npt.NDArray[Any], form: BlockFormat) -> Floats:
             raise QuantizationError("a scale is beyond 65504, float16's greatest number")
     least = _MIN_SCALE[form.scale_type]
     return np.where(abs(scales) < least, least, scales).astype(np.float32, copy=False)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)

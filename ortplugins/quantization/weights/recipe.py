@@ -17,7 +17,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ import onnx_ir as ir
 
 from ortplugins.errors import QuantizationError, UsageError
 from ortplugins.quantization.methods.gptq import GptqOptions
-from ortplugins.quantization.methods.nearest import BlockFormat
+from ortplugins.quantization.methods.nearest import GRIDS, BlockFormat
+from ortplugins.quantization.schema import check_keys, check_settings, is_number, setting
 from ortplugins.quantization.selection import Pattern, check_names, matches, text_of
 from ortplugins.quantization.weights.uses import OP_TYPES, WeightUse, readers_of
 from rewrite_rules.closest_name import did_you_mean
@@ -35,7 +37,6 @@ METHODS = {
     "rtn": (),
     "awq_lite": ("scales",),
     "awq_clip": ("clip",),
-    "awq_full": ("scales", "clip"),
     "gptq": ("gptq",),
     "awq_gptq": ("scales", "gptq"),
 }
@@ -44,8 +45,6 @@ QUANT_FORMATS = ("QDQ", "QDQ_transposed", "MatMulNBits")
 ROUTER = "it chooses experts (a rule ':router': {keep_float: false} quantises it)"
 
 _KERNEL_BLOCK_SIZES = (16, 32, 64, 128, 256, -1)
-_FORM = ("bits", "block_size", "is_symmetric")
-_SHORT_FORMS = ("node_config", "nodes_to_exclude")  # of rules
 # Patterns that no name is needed for.
 _HEAD, _TABLE, _ROUTER = ":head", ":table", ":router"
 _PRODUCTS = frozenset({"FusedMatMul", "Gemm", "MatMul"})
@@ -73,26 +72,40 @@ class Rule:
     """
 
     nodes: Pattern
-    method: str | None = None
+    method: str | None = setting(None, choices=(None, *METHODS))
     bits: int | None = None
     block_size: int | None = None
     is_symmetric: bool | None = None
     keep_float: bool | None = None
     optional: bool = False
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.nodes, str | re.Pattern):
+            raise QuantizationError(f"rule {self.nodes!r}: a pattern is a text")
+        what = f"rule {text_of(self.nodes)!r}: "
+        check_settings(self, what)
+        try:
+            self.changed(BlockFormat())
+        except QuantizationError as error:
+            raise QuantizationError(f"{what}{error}") from error
+
     @classmethod
     def of(cls, nodes: Pattern, settings: Any) -> Rule:
         """Return the rule of settings by name, or of ``"float"``."""
         if settings == "float":
             return cls(nodes, keep_float=True)
+        what = f"rule {text_of(nodes)!r}"
         if not isinstance(settings, Mapping):
             raise QuantizationError(
-                f"rule {text_of(nodes)!r} is {settings!r}: float, or settings as {{bits: 8}}, "
-                "are expected"
+                f"{what} is {settings!r}: float, or settings as {{bits: 8}}, are expected"
             )
-        known = [field.name for field in dataclasses.fields(cls) if field.name != "nodes"]
-        _check_keys(f"rule {text_of(nodes)!r}", settings, known)
-        return cls(nodes, **settings)
+        return cls(nodes, **check_keys(what, settings, cls))
+
+    def changed(self, form: BlockFormat) -> BlockFormat:
+        """Return a form with what the rule says of it."""
+        names = ("bits", "block_size", "is_symmetric")
+        given = {name: getattr(self, name) for name in names}
+        return dataclasses.replace(form, **{k: v for k, v in given.items() if v is not None})
 
     def means(self, use: WeightUse) -> bool:
         """Whether the rule is for a node."""
@@ -114,46 +127,46 @@ class Rule:
 class Recipe:
     """How the weights of a model are quantised.
 
+    Its fields are the settings of :func:`quantize`, the keys of a YAML file and options of the
+    command line.
+
     Attributes:
-        method: ``"rtn"`` rounds to nearest and needs no data. ``"awq_lite"`` scales input
-            channels so that those that matter are rounded finer, ``"awq_clip"`` clips blocks,
-            ``"awq_full"`` does both (Lin et al., arXiv 2306.00978). ``"gptq"`` makes up for
+        method: How codes are chosen; all but rtn need samples. ``"rtn"`` rounds to nearest.
+            ``"awq_lite"`` scales input channels so that those that matter are rounded finer,
+            ``"awq_clip"`` clips blocks (Lin et al., arXiv 2306.00978). ``"gptq"`` makes up for
             each rounding in what is rounded later (Frantar et al., arXiv 2210.17323);
             ``"awq_gptq"`` scales first.
         bits: 2, 4 or 8.
         block_size: Elements along K that share a scale; -1 for a scale per column.
         is_symmetric: Signed codes without zero points; else unsigned ones with.
-        grid: Of symmetric codes, ``"extreme"``, ``"positive"`` or ``"amax"``; see
-            :class:`BlockFormat`.
-        positive_scales: Whether ``"positive"`` takes the place of ``"extreme"``, for runtimes
-            that refuse negative scales, as TensorRT's parser does. Blocks lose a code of one
-            sign: a perplexity nearer to that of ``"amax"``.
+        grid: Of symmetric codes: extreme, positive or amax. See :class:`BlockFormat`.
+            ``"positive"`` is for runtimes that refuse negative scales, as TensorRT's parser
+            does: blocks lose a code of one sign, for a perplexity nearer to that of "amax".
         op_types: Some of MatMul (FusedMatMul included), Gemm and Gather.
-        nodes_to_include: Patterns of the nodes to quantise, as :class:`Rule` has them; None
-            for all of them.
         rules: What some nodes get instead, in order: later rules win over earlier ones. A
             mapping, as in a file, of patterns to settings or ``"float"`` will do.
         share_of_8_bits: Share of the weights, 0 to 1, that get 8 bits, rounded to nearest:
             those whose codes add the most error to outputs. 0.03 of them make 4.6 bits per
             weight out of 4.5. Needs samples.
-        quant_format: ``"QDQ"``, codes ``[K, N]``, blocks along axis 0; ``"QDQ_transposed"``,
-            codes ``[N, K]``, and a Transpose; ``"MatMulNBits"``, for onnxruntime alone
-            (Gather becomes GatherBlockQuantized). onnxruntime's ``QuantFormat`` is taken, too.
+        quant_format: QDQ, QDQ_transposed or MatMulNBits. ``"QDQ"`` has codes ``[K, N]``,
+            blocks along axis 0; ``"QDQ_transposed"`` codes ``[N, K]``, and a Transpose;
+            ``"MatMulNBits"`` is for onnxruntime alone (Gather becomes GatherBlockQuantized).
+            onnxruntime's ``QuantFormat`` is taken, too.
         half_scales: Whether scales of float32 weights are stored in float16, behind a Cast
-            that onnxruntime folds when a session starts: half a bit less for each weight in
+            that onnxruntime folds when a session starts. Half a bit less for each weight in
             blocks of 32. Not where MatMulNBits or GatherBlockQuantized is written, which take
             scales of the activations' type.
         fuse_tables: Whether Gather becomes GatherBlockQuantized in the other formats, too, and
-            a MatMul that reads the same codes MatMulNBits: plain onnxruntime dequantises a
+            a MatMul that reads the same codes MatMulNBits. Plain onnxruntime dequantises a
             QDQ table whole at every run.
-        accuracy_level: Attribute of MatMulNBits: 0 or 1 computes in float32 (the default), 4
-            with int8 activations. Only where that is written.
+        accuracy_level: Of MatMulNBits: 0 or 1 computes in float32 (the default), 4 with int8
+            activations. Only where that is written.
         alphas: Exponents that AWQ tries for the scales of input channels, 0 to 1.
         clip_ratios: Ratios that it tries for what blocks are clipped to, above 0 and up to 1.
         fold_scales: Whether those scales may be folded into the constants that an activation
             comes from; else a Mul takes them out again.
-        gptq: Damping, order and searches of GPTQ; a mapping of its options will do.
-        quantized_inputs: Whether GPTQ makes up for the errors of earlier weights, too: weights
+        gptq: Damping and searches of GPTQ; a mapping of its options will do.
+        quantized_inputs: Whether GPTQ makes up for the errors of earlier weights, too. Weights
             are quantised one after the other, for the inputs that they get in the quantised
             model. It takes about twice as long.
 
@@ -161,110 +174,82 @@ class Recipe:
         QuantizationError: If a value is out of range.
     """
 
-    method: str = "rtn"
+    method: str = setting("rtn", choices=METHODS)
     bits: int = 4
     block_size: int = 32
     is_symmetric: bool = True
-    grid: str = "extreme"
-    positive_scales: bool = False
-    op_types: Sequence[str] = ("MatMul", "Gemm")
-    nodes_to_include: Sequence[Pattern] | None = None
+    grid: str = setting("extreme", choices=GRIDS)
+    op_types: Sequence[str] = setting(
+        ("MatMul", "Gemm"),
+        f"a list of {OP_TYPES}",
+        lambda given: not isinstance(given, str) and set(given) <= set(OP_TYPES),
+    )
     rules: Sequence[Rule] | Mapping[Any, Any] = ()
-    share_of_8_bits: float = 0.0
-    quant_format: str | enum.Enum = "QDQ"
+    share_of_8_bits: float = setting(
+        0.0, "0 to 1", lambda share: is_number(share) and 0 <= share <= 1
+    )
+    quant_format: str = setting("QDQ", choices=QUANT_FORMATS)
     half_scales: bool = False
     fuse_tables: bool = False
-    accuracy_level: int | None = None
-    alphas: Sequence[float] | None = None
-    clip_ratios: Sequence[float] | None = None
+    accuracy_level: int | None = setting(
+        None, "0 to 4", lambda level: level in (None, 0, 1, 2, 3, 4)
+    )
+    alphas: Sequence[float] | None = setting(
+        None, "a list of numbers of 0 to 1", lambda given: _within(given, 0)
+    )
+    clip_ratios: Sequence[float] | None = setting(
+        None, "a list of numbers above 0, up to 1,", lambda given: _within(given, 1e-6)
+    )
     fold_scales: bool = True
     gptq: GptqOptions = dataclasses.field(default_factory=GptqOptions)
     quantized_inputs: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "quant_format", _format_name(self.quant_format))
-        object.__setattr__(self, "rules", _rules(self.rules))
         gptq: Any = self.gptq
         if not isinstance(gptq, GptqOptions):
-            gptq = GptqOptions(**_mapping("gptq", gptq, GptqOptions))
-            object.__setattr__(self, "gptq", gptq)
-        _check_method(self.method)
-        if isinstance(self.op_types, str):
-            raise QuantizationError(f"op_types is {self.op_types!r}: a list is expected")
-        if wrong := set(self.op_types) - set(OP_TYPES):
-            raise QuantizationError(
-                f"op_types has {sorted(wrong)}: {OP_TYPES} can be quantised"
-            )
-        # YAML reads "yes" as true, which Python counts as 1.
-        if isinstance(self.share_of_8_bits, bool) or not 0 <= self.share_of_8_bits <= 1:
-            raise QuantizationError(
-                f"share_of_8_bits is {self.share_of_8_bits}: 0 to 1 is expected"
-            )
-        _check_patterns("nodes_to_include", self.nodes_to_include)
-        for name, least, range_ in (
-            ("alphas", 0, "of 0 to 1"),
-            ("clip_ratios", 1e-6, "above 0, up to 1,"),
-        ):
-            given = getattr(self, name)
-            if given is None:
-                continue
-            if not (given and all(least <= x <= 1 for x in given)):
-                raise QuantizationError(f"{name} is {given}: numbers {range_} are expected")
-            object.__setattr__(self, name, tuple(given))
+            gptq = GptqOptions(**check_keys("gptq", gptq, GptqOptions))
+        read = {
+            "quant_format": _format_name(self.quant_format),
+            "rules": _rules(self.rules),
+            "gptq": gptq,
+        }
+        for name, value in read.items():
+            object.__setattr__(self, name, value)
+        check_settings(self)
+        for name in ("alphas", "clip_ratios"):
+            if (given := getattr(self, name)) is not None:
+                object.__setattr__(self, name, tuple(given))
         _ = self.form
-        for rule in self.rules:
-            try:
-                self._changed(self.form, rule)
-                _check_method(rule.method or self.method)
-            except QuantizationError as error:
-                raise QuantizationError(f"rule {text_of(rule.nodes)!r}: {error}") from error
-        self._check_kernels()
-
-    def _check_kernels(self) -> None:
-        if self.accuracy_level not in (None, 0, 1, 2, 3, 4):
-            raise QuantizationError(
-                f"accuracy_level is {self.accuracy_level!r}: 0 to 4 is expected"
-            )
         if not (self.for_kernels or self.fuse_tables) and self.accuracy_level is not None:
             raise QuantizationError(
                 "accuracy_level is an attribute of MatMulNBits: give it where "
                 f"{self.quant_format} is fused, or take quant_format='MatMulNBits'"
             )
-        if not self.for_kernels:
-            return
         sizes = {self.block_size, *(rule.block_size or -1 for rule in self.rules)}
-        if wrong := sorted(sizes - set(_KERNEL_BLOCK_SIZES)):
+        wrong = sorted(sizes - set(_KERNEL_BLOCK_SIZES)) if self.for_kernels else ()
+        if wrong:
             raise QuantizationError(
                 f"block_size {wrong[0]} has no MatMulNBits kernel: one of "
                 f"{_KERNEL_BLOCK_SIZES} is expected"
             )
 
     def with_settings(self, settings: Mapping[str, Any]) -> Recipe:
-        """Return the recipe with other fields, and rules from two short forms of them.
+        """Return the recipe with other fields; rules are added to its own, and win.
 
         Raises:
             TypeError: If a setting is not known; names the closest.
         """
-        known = [*(field.name for field in dataclasses.fields(self)), *_SHORT_FORMS]
+        known = [field.name for field in dataclasses.fields(self)]
         for name in settings:
             if name not in known:
                 raise TypeError(f"unknown setting {name!r}{did_you_mean(name, known)}")
-        fields = dict(settings)
-        config, excluded = (fields.pop(name, None) or () for name in _SHORT_FORMS)
-        _check_patterns("nodes_to_exclude", excluded)
-        rules = [
-            *_rules(fields.pop("rules", self.rules)),
-            *_rules(config),
-            *(Rule(pattern, keep_float=True) for pattern in excluded),
-        ]
-        return dataclasses.replace(self, rules=tuple(rules), **fields)
+        rules = (*_rules(self.rules), *_rules(settings.get("rules", ())))
+        return dataclasses.replace(self, **{**settings, "rules": rules})
 
     @property
     def form(self) -> BlockFormat:
         """Bits, block size and grid where no rule says anything else."""
-        positive = self.positive_scales and self.grid == "extreme"
-        grid = "positive" if positive else self.grid
-        return BlockFormat(self.bits, self.block_size, self.is_symmetric, grid)
+        return BlockFormat(self.bits, self.block_size, self.is_symmetric, self.grid)
 
     @property
     def for_kernels(self) -> bool:
@@ -292,20 +277,14 @@ class Recipe:
         method, reason = self.method, ROUTER if use.is_router else ""
         for rule in self.rules:
             if rule.means(use):
-                form, method = self._changed(form, rule), rule.method or method
+                form, method = rule.changed(form), rule.method or method
                 if rule.keep_float is not None:
                     kept = f"kept in float by {text_of(rule.nodes)!r}"
                     reason = kept if rule.keep_float else ""
-        included = self.nodes_to_include
-        if included is not None and not any(
-            matches(pattern, name) for pattern in included for name in use.names
-        ):
-            reason = reason or "not among nodes_to_include"
         return form, method, reason
 
     def check_against(self, uses: Sequence[WeightUse], names: Collection[str]) -> list[str]:
         """Check that every pattern means a node; return notes on optional ones that do not."""
-        check_names("nodes_to_include", self.nodes_to_include or (), names, all_patterns=True)
         roles = [rule for rule in self.rules if rule.nodes in (_HEAD, _TABLE, _ROUTER)]
         unmet = [rule for rule in roles if not any(map(rule.means, uses))]
         if wrong := [str(rule.nodes) for rule in unmet if not rule.optional]:
@@ -319,11 +298,6 @@ class Recipe:
         unmatched = check_names("rules", optional, names, all_patterns=False)
         return [f"{text!r} matches no node" for text in unmatched]
 
-    @staticmethod
-    def _changed(form: BlockFormat, rule: Rule) -> BlockFormat:
-        given = {name: getattr(rule, name) for name in _FORM}
-        return dataclasses.replace(form, **{k: v for k, v in given.items() if v is not None})
-
 
 def _rules(given: Any) -> tuple[Rule, ...]:
     """Return rules, or those of patterns and their settings."""
@@ -332,22 +306,9 @@ def _rules(given: Any) -> tuple[Rule, ...]:
     return tuple(given)
 
 
-def _check_keys(what: str, given: Iterable[Any], known: Sequence[str]) -> None:
-    """Refuse a key that is not known, with the closest that is."""
-    for name in given:
-        if name not in known:
-            hint = did_you_mean(str(name), known) or f"; it can have {', '.join(known)}"
-            raise QuantizationError(f"{what} has no {name!r}{hint}")
-
-
-def _check_method(method: str) -> None:
-    if method not in METHODS:
-        raise QuantizationError(f"method is {method!r}: one of {tuple(METHODS)} is expected")
-
-
-def _check_patterns(name: str, patterns: Any) -> None:
-    if isinstance(patterns, str):
-        raise QuantizationError(f"{name} is a string: a list of patterns is expected")
+def _within(given: Sequence[float] | None, least: float) -> bool:
+    """Whether all of some numbers, if any are given, are of this and up to 1."""
+    return given is None or (bool(given) and all(least <= number <= 1 for number in given))
 
 
 def _format_name(quant_format: str | enum.Enum) -> str:
@@ -356,9 +317,7 @@ def _format_name(quant_format: str | enum.Enum) -> str:
     for known in QUANT_FORMATS:
         if str(name).lower() == known.lower():
             return known
-    if name == "QOperator":
-        return "MatMulNBits"
-    raise QuantizationError(f"quant_format is {name!r}: one of {QUANT_FORMATS} is expected")
+    return "MatMulNBits" if name == "QOperator" else str(name)
 
 
 def _is_head(value: ir.Value) -> bool:
@@ -409,22 +368,20 @@ def read_recipe(recipe: Recipe | str | os.PathLike[str] | None) -> Recipe:
         return PRESETS[str(recipe)]
     path = Path(recipe)
     try:
-        return _recipe_of(_load(path))
+        return _recipe_of(read_yaml(_text_of(path)))
     except QuantizationError as error:
         raise QuantizationError(f"{path}: {error}") from error
 
 
-def _load(path: Path) -> Any:
+def read_yaml(text: str) -> Any:
+    """Read YAML; a key that comes twice, of which YAML would take the last, is refused."""
     try:
         import yaml
     except ModuleNotFoundError:
         raise UsageError("recipes in files need: pip install 'ortplugins[cli]'") from None
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Refuses keys that come twice, of which YAML would take the last."""
-
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            """Return a mapping."""
             mapping: dict[Any, Any] = super().construct_mapping(node, deep)
             if len(mapping) < len(node.value):
                 keys = [self.construct_object(key) for key, _ in node.value]
@@ -433,31 +390,24 @@ def _load(path: Path) -> Any:
             return mapping
 
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader)
+        return yaml.load(text, Loader)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise QuantizationError(f"is not YAML: {' '.join(str(error).split())}") from error
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         known = ", ".join(PRESETS)
         hint = did_you_mean(str(path), PRESETS)
         raise QuantizationError(f"is neither a file nor one of {known}{hint}") from None
-    except OSError as error:
-        raise QuantizationError(f"cannot be read: {error.strerror}") from error
-    except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise QuantizationError(f"is not YAML: {reason}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise QuantizationError(f"cannot be read: {error}") from error
 
 
 def _recipe_of(content: Any) -> Recipe:
-    fields = _mapping("a recipe", content, Recipe)
+    fields = check_keys("a recipe", content, Recipe)
     if not isinstance(fields.get("rules", {}), dict | None):
         raise QuantizationError("rules: a mapping, pattern to settings, is expected")
-    fields["rules"] = fields.get("rules") or {}
-    try:
-        return Recipe(**fields)
-    except (TypeError, AttributeError) as error:
-        raise QuantizationError(f"a value has the wrong type: {error}") from error
-
-
-def _mapping(what: str, content: Any, kind: Any) -> dict[str, Any]:
-    if not isinstance(content, Mapping):
-        raise QuantizationError(f"{what} is a {type(content).__name__}: a mapping is expected")
-    _check_keys(what, content, [field.name for field in dataclasses.fields(kind)])
-    return dict(content)
+    return Recipe(**fields | {"rules": fields.get("rules") or {}})

@@ -43,7 +43,7 @@ def use() -> str:
     )
     fired: int = len(result.report.fired)
     report: ortplugins.Report = result.report
-    quantized = quantize("model.onnx", "int4.onnx", node_config={"a": {"bits": 8}})
+    quantized = quantize("model.onnx", "int4.onnx", rules={"a": {"bits": 8}})
     mixed = ortplugins.quantize_static_mixed("a.onnx", "b.onnx", [{"x": np.zeros(3)}])
     with ortplugins.enabled(ortplugins.PrepackedWeights(limit_mb=10)):
         session = ortplugins.InferenceSession("model.onnx", providers=["CPUExecutionProvider"])
