@@ -416,7 +416,7 @@ def test_keywords_reach_our_quantizer(monkeypatch):
         gather_quantize_axis=None,
     )
     assert seen["alphas"] == [0, 0.5, 1]
-    assert seen["clip_ratios"] == [1, 0.9, 0.8]
+    assert seen["gptq"] == {"ratios": [1, 0.9, 0.8]}
     assert seen["fold_scales"] is False
     assert (seen["block_size"], seen["grid"], seen["is_symmetric"]) == (128, "positive", True)
     assert "CPUExecutionProvider" in seen["calibration_providers"]

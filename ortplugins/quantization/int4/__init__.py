@@ -46,25 +46,23 @@ import onnxruntime
 
 from ortplugins.errors import OrtpluginsWarning, QuantizationError
 from ortplugins.model_io.loading import load_model
-from ortplugins.quantization.int4.primitives import (
-    dq_tensor,
-    find_scales,
-    get_act_scale,
-    get_scale,
-    get_weight_scale,
-    quant_tensor,
-    rtn,
-)
 from ortplugins.quantization.int4.searches import (
     AWQClipHelper,
     AWQLiteHelper,
     clip_search,
+    dq_tensor,
     exponents,
     find_quantizable_weights,
+    find_scales,
+    get_act_scale,
     get_act_to_weight_map_and_act_to_wa_pack_map,
     get_parent_child_nodes_map,
+    get_scale,
+    get_weight_scale,
     get_x_w_mean_for_subgraph,
+    quant_tensor,
     ratios,
+    rtn,
     run_awq_scale_search_per_node,
     run_awq_scale_search_per_subgraph,
 )
@@ -171,12 +169,14 @@ def quantize(
             "expected; ortplugins.quantization.quantize has GPTQ as well"
         )
     method = calibration_method.removesuffix("_dq")
-    if method == "awq_full":
-        method = "awq_gptq"
     level = logging.getLevelNamesMapping().get(str(log_level).upper())
     if level is None:
         raise QuantizationError(f"log_level is {log_level!r}: INFO or the like is expected")
     options = _options(kwargs)
+    if method == "awq_full":  # error feedback does more than clips, in less time
+        method = "awq_gptq"
+        if clips := options.pop("clip_ratios", None):
+            options["gptq"] = {"ratios": clips}
     if method != "rtn":
         options["calibration_data_reader"] = calibration_data_reader
         options["calibration_providers"] = _providers(calibration_eps, input_shapes_profile)
@@ -250,7 +250,7 @@ def _options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
         "fold_scales": kwargs.get("awqlite_fuse_nodes", True),
     }
     if "awqlite_alpha_step" in kwargs:
-        options["alphas"] = [min(a, 1.0) for a in exponents(kwargs["awqlite_alpha_step"])]
+        options["alphas"] = exponents(kwargs["awqlite_alpha_step"])
     if "awqclip_alpha_step" in kwargs or "awqclip_alpha_min" in kwargs:
         least = kwargs.get("awqclip_alpha_min", AWQClipHelper.min_alpha)
         step = kwargs.get("awqclip_alpha_step", AWQClipHelper.alpha_step)
@@ -295,27 +295,22 @@ def _excluded(patterns: Sequence[str] | None, labels: Sequence[str]) -> list[Rul
     """Return rules that leave nodes in float, for expressions at the start of names."""
     if isinstance(patterns, str):
         raise QuantizationError("nodes_to_exclude is a string: a list of patterns is expected")
-    excluded: list[Rule] = []
-    for pattern in patterns or ():
-        try:
-            compiled = re.compile(pattern)
-        except re.error as error:
-            raise QuantizationError(
-                f"nodes_to_exclude: {pattern!r} is not a regular expression: {error}"
-            ) from error
-        matching = filter(compiled.match, labels)
-        excluded += [Rule(_exactly(label), keep_float=True) for label in matching]
-    return excluded
+    try:
+        compiled = [re.compile(pattern) for pattern in patterns or ()]
+    except re.error as error:
+        raise QuantizationError(
+            f"nodes_to_exclude: {error.pattern!r} is not a regular expression: {error}"
+        ) from error
+    excluded = [label for label in labels if any(each.match(label) for each in compiled)]
+    return [Rule(_exactly(label), keep_float=True) for label in excluded]
 
 
 def _wider(labels: Sequence[str], kwargs: Mapping[str, Any]) -> list[str]:
     """Return the nodes whose weights get 8 bits."""
     if layers := kwargs.get("layers_8bit"):
         return _listed(layers, labels)
-    if not kwargs.get("enable_mixed_quant"):
-        return []
-    wider = _sensitive(labels)
-    if not wider:
+    wider = _sensitive(labels) if kwargs.get("enable_mixed_quant") else []
+    if not wider and kwargs.get("enable_mixed_quant"):
         _warn(
             "enable_mixed_quant has no effect: no node is named as in "
             "/model/layers.0/attn/v_proj/MatMul; name them with layers_8bit"
@@ -335,13 +330,13 @@ def _listed(layers: str | Sequence[str], labels: Sequence[str]) -> list[str]:
     def parts(name: str) -> str:
         return f".{name.lstrip('/').replace('/', '.')}."
 
-    found: dict[str, None] = {}
+    found: list[str] = []
     for pattern in filter(None, map(str.strip, text.split(","))):
         matching = [label for label in labels if parts(pattern) in parts(label)]
         if not matching:
             _warn(f"layers_8bit: {pattern!r} matches no node")
-        found.update(dict.fromkeys(matching))
-    return list(found)
+        found += matching
+    return list(dict.fromkeys(found))
 
 
 def _sensitive(labels: Sequence[str]) -> list[str]:
@@ -354,8 +349,8 @@ def _sensitive(labels: Sequence[str]) -> list[str]:
     for nodes in kinds.values():
         names = [name for _, name in sorted(nodes)]
         eighth = len(names) // 8
-        middle = names[eighth : len(names) - eighth]
-        chosen += names[:eighth] + middle[::3] + names[len(names) - eighth :]
+        last = len(names) - eighth
+        chosen += names[:eighth] + names[eighth:last:3] + names[last:]
     return chosen
 
 

@@ -1,14 +1,23 @@
 # SPDX-License-Identifier: MIT
-"""ModelOpt's AWQ searches, by its names: one weight, or one activation, at a time.
+"""ModelOpt's numeric primitives and AWQ searches, by its names, on our methods.
 
-For scripts that drive the search themselves: a session that computes activations, samples, and
+Compared with nvidia-modelopt 0.47.0 on float16, float32 and float64 arrays; arithmetic is done
+in the type of the arrays, as there. With amax the greatest magnitude of a block, b bits,
+
+    symmetric     s = max(alpha * amax / (2**(b - 1) - 1), 1e-5)
+                  codes = clip(rint(w / s), -2**(b - 1), 2**(b - 1) - 1)
+    zero points   s = max(hi - lo, 1e-5) / (2**b - 1)    z = clip(-rint(lo / s), 0, 2**b - 1)
+                  codes = clip(rint(w / s) + z, 0, 2**b - 1)
+    awq           s = clip(x^a / w^(1 - a), 1e-4, 1e4) / sqrt(max * min)
+
+The searches are for scripts that drive them: a session that computes activations, samples, and
 
     wa_pack = [(activation with .name, weight TensorProto, is weight [N, K], type, node name)]
 
 as :func:`find_quantizable_weights` makes it. ``augmented_onnx_path`` is a file that the
 weights' external data lies beside, ``inputs`` are samples, name to array, and ``session`` has
-``run([activation], feed)``. The choices are ModelOpt's but for the mistakes that
-``docs/moving-from-modelopt.md`` lists. :func:`.quantize` is faster, with less error.
+``run([activation], feed)``. ``docs/moving-from-modelopt.md`` lists the values of ModelOpt's
+that are mistakes. :func:`.quantize` is faster, with less error.
 """
 
 from __future__ import annotations
@@ -22,21 +31,128 @@ import numpy.typing as npt
 import onnx
 
 from ortplugins.errors import QuantizationError
-from ortplugins.quantization.int4.primitives import (
-    Array,
-    dq_tensor,
-    get_act_scale,
-    get_scale,
-    get_weight_scale,
-    quant_tensor,
-    relative_magnitude,
+from ortplugins.quantization.methods.awq import search_scales
+from ortplugins.quantization.methods.nearest import (
+    BlockFormat,
+    dequantize_blocks,
+    in_blocks,
+    round_to_grid,
 )
-from ortplugins.quantization.methods.nearest import BlockFormat, in_blocks
 
+Array = npt.NDArray[Any]
 WaPack = Sequence[tuple[Any, onnx.TensorProto, bool, int, str]]
-LayerInfo = Mapping[str, Mapping[str, Any]]
 
+# Scales, or ranges where there are zero points, are raised to this: AutoAWQ's bound.
+_LEAST = 1e-5
 _PRODUCTS = ("Gemm", "MatMul")
+
+
+def find_scales(
+    w: Array,
+    block_size: int,
+    quantize_axis: int = 0,
+    alpha: float | Array = 1.0,
+    use_zero_point: bool = False,
+    num_bits: int = 4,
+) -> tuple[Array, Array | None]:
+    """Return scales, and zero points where they are asked for, of blocks along an axis.
+
+    Args:
+        w: Float ``[K, N]``. Further axes may follow where ``quantize_axis`` is 0.
+        block_size: Neighbours that share a scale; -1 for all of them. The last block is filled
+            up with zeros.
+        quantize_axis: 0, 1 or -1.
+        alpha: What the range of symmetric blocks shrinks by: a number, or one for each block
+            in the order ``[N, blocks]``, flat or not, such as ``AWQClipHelper.best_alpha``.
+        use_zero_point: Whether to make zero points; ``alpha`` is ignored then.
+        num_bits: 2, 4 or 8.
+
+    Returns:
+        Scales and zero points (or None) in ``w``'s type and shape, but for the axis's blocks.
+
+    Raises:
+        QuantizationError: If an argument is out of range.
+    """
+    matrix = _along_rows(w, quantize_axis)
+    form = BlockFormat(num_bits, block_size, not use_zero_point)
+    blocks = in_blocks(matrix, form.size_along(len(matrix)))
+    if use_zero_point:
+        low, high = blocks.min(axis=1).clip(max=0), blocks.max(axis=1).clip(min=0)
+        scales = (high - low).clip(min=_LEAST) / form.highest_code
+        zeros = (-np.rint(low / scales)).clip(0, form.highest_code)
+        return _along_axis(scales, w, quantize_axis), _along_axis(zeros, w, quantize_axis)
+    ratios = alpha
+    if isinstance(alpha, np.ndarray) and alpha.ndim:
+        ratios = alpha.reshape(matrix.shape[1], len(blocks)).T
+    scales = (np.abs(blocks).max(axis=1) * ratios / form.highest_code).clip(min=_LEAST)
+    return _along_axis(scales, w, quantize_axis), None
+
+
+def rtn(
+    w: Array,
+    s: Array,
+    block_size: int,
+    quantize_axis: int = 0,
+    zp: Array | None = None,
+    num_bits: int = 4,
+) -> npt.NDArray[np.int8 | np.uint8]:
+    """Return the codes nearest to a weight on given scales, ties to even, of ``w``'s shape.
+
+    They are int8, but for 8 bits with zero points uint8. ``s`` may have fewer blocks than
+    ``block_size`` gives, if these divide the axis evenly; else a QuantizationError.
+    """
+    matrix = _along_rows(w, quantize_axis)
+    scales, zeros, form = _grid(matrix, s, block_size, quantize_axis, zp, num_bits)
+    codes = _along_axis(round_to_grid(matrix, scales, zeros, form), w, quantize_axis)
+    return codes if num_bits == 8 else codes.view(np.int8)
+
+
+def dq_tensor(
+    w: Array, s: Array, block_size: int, quantize_axis: int = 0, zp: Array | None = None
+) -> Array:
+    """Return ``(w - zp) * s`` for codes ``w``, in the type that numpy gives the product."""
+    dtype = np.result_type(w, s)
+    codes = _along_rows(w, quantize_axis)
+    scales, zeros, form = _grid(codes, s.astype(dtype), block_size, quantize_axis, zp, 8)
+    product = dequantize_blocks(codes, scales, zeros, form)
+    # A code times a float16 scale is exact in float32, so this rounds once.
+    return _along_axis(product, w, quantize_axis).astype(dtype, copy=False)
+
+
+def quant_tensor(
+    w: Array,
+    block_size: int,
+    quantize_axis: int = 0,
+    alpha: float | Array = 1.0,
+    use_zero_point: bool = False,
+    num_bits: int = 4,
+) -> tuple[npt.NDArray[np.int8 | np.uint8], Array, Array | None]:
+    """Return codes, scales and zero points: :func:`find_scales`, then :func:`rtn`."""
+    grid = find_scales(w, block_size, quantize_axis, alpha, use_zero_point, num_bits)
+    return rtn(w, grid[0], block_size, quantize_axis, grid[1], num_bits), *grid
+
+
+def get_act_scale(x: Array) -> Array:
+    """Return the mean of abs(x) over tokens, ``[T, K]`` to ``[K]``."""
+    mean: Array = np.abs(x).mean(0)
+    return mean
+
+
+def get_weight_scale(weight: Array, block_size: int | None = None) -> Array:
+    """Return abs(w) over its block's greatest, its mean over columns: ``[K, N]`` to ``[K]``.
+
+    Blocks are of ``block_size`` adjacent rows; None and -1 stand for K.
+    """
+    tiny = np.finfo(weight.dtype).tiny
+    return _relative_magnitude(weight, -1 if block_size is None else block_size, tiny)
+
+
+def get_scale(x_max: Array, w_max: Array, alpha: float) -> Array:
+    """Return AWQ's scales ``[K]``: ``x^alpha / w^(1 - alpha)``, normalised."""
+    tiny = np.finfo(w_max.dtype).tiny
+    scales = (x_max**alpha / (w_max ** (1 - alpha) + tiny)).clip(1e-4, 1e4)
+    normalised: Array = scales / np.sqrt(scales.max() * scales.min())
+    return normalised
 
 
 class AWQLiteHelper:
@@ -107,7 +223,7 @@ def exponents(step: float) -> list[float]:
             f"awqlite_alpha_step is {step!r}: more than 0, up to 1, is expected"
         )
     steps: list[float] = np.arange(0, 1.0 + step, step).tolist()
-    return [alpha for alpha in steps if alpha <= 1 + 1e-9]
+    return [min(alpha, 1.0) for alpha in steps if alpha <= 1 + 1e-9]
 
 
 def ratios(least: float, step: float) -> list[float]:
@@ -163,7 +279,7 @@ def run_awq_scale_search_per_node(
     enable_fast_path_using_high_sysram: bool,
     output_data: list[list[Any]],
     clip_alphas: dict[str, Array],
-    layer_info: LayerInfo | None = None,
+    layer_info: Mapping[str, Mapping[str, Any]] | None = None,
     **kwargs: Any,
 ) -> tuple[list[Any], dict[str, Array]]:
     """Search the scales of each weight by itself; return ``awq_lite`` and ``clip_alphas``.
@@ -193,11 +309,8 @@ def run_awq_scale_search_per_node(
         layer = (layer_info or {}).get(weight.name, {})
         bits, size = layer.get("precision", 4), layer.get("block_size", block_size)
         helper = awq_lite[index] = AWQLiteHelper(x, w, size, **kwargs)
-        assert helper.act_scale is not None and helper.weight_scale is not None
-        expected = x @ w
-        for alpha in helper.loss:
-            scale = get_scale(helper.act_scale, helper.weight_scale, alpha)
-            helper.loss[alpha] = _loss(x, w, scale, expected, size, use_zero_point, bits)
+        form = BlockFormat(bits, size, not use_zero_point, "amax")
+        helper.loss = _losses(x, [w], form, list(helper.loss))
         helper.update_best_params()
         if enable_weight_clipping:
             assert helper.best_scale is not None
@@ -227,30 +340,24 @@ def run_awq_scale_search_per_subgraph(
     the text for a progress bar, are not used.
     """
     alphas = exponents(kwargs.get("awqlite_alpha_step", AWQLiteHelper.alpha_step))
+    form = BlockFormat(4, block_size, not use_zero_point, "amax")
     for activation, indices in act_to_wa_pack_map.items():
         weights = [_matrix(*wa_pack[index][1:3], augmented_onnx_path) for index in indices]
         x = _tokens(_run(session, activation, inputs), len(weights[0]))
         x_mean, w_mean = get_x_w_mean_for_subgraph(
             wa_pack, indices, augmented_onnx_path, x, block_size
         )
-        expected = [x @ w for w in weights]
-        best: tuple[float, float | None, Array | None] = (np.inf, None, None)
+        losses = _losses(x, weights, form, alphas)
         # In float64, as ModelOpt's: numpy's scalars, unlike Python's, widen what they meet.
-        for alpha in map(np.float64, alphas):
-            # The constants are AutoAWQ's.
-            scale = (x_mean**alpha / (w_mean ** (1 - alpha) + 1e-4)).clip(min=1e-4)
-            with np.errstate(invalid="ignore"):
-                scale = scale / np.sqrt(scale.max() * scale.min())
-            scale[~np.isfinite(scale)] = 1
-            loss = sum(
-                _loss(x, w, scale, y, block_size, use_zero_point, 4)
-                for w, y in zip(weights, expected, strict=True)
-            )
-            if loss < best[0]:
-                best = (loss, alpha, scale)
+        best = np.float64(min(losses, key=losses.__getitem__))
+        # The constants are AutoAWQ's.
+        scale = (x_mean**best / (w_mean ** (1 - best) + 1e-4)).clip(min=1e-4)
+        with np.errstate(invalid="ignore"):
+            scale = scale / np.sqrt(scale.max() * scale.min())
+        scale[~np.isfinite(scale)] = 1
         for index in indices:
             helper = awq_lite[index] = AWQLiteHelper(None, None, block_size, **kwargs)
-            _, helper.best_alpha, helper.best_scale = best
+            helper.best_alpha, helper.best_scale = best, scale
     return awq_lite
 
 
@@ -261,10 +368,10 @@ def get_x_w_mean_for_subgraph(
     x: Array,
     block_size: int,
 ) -> tuple[Array, Array]:
-    """Return the mean of abs(x) ``[T, K]``, and :func:`relative_magnitude`, ``[K]``."""
+    """Return the means of abs(x) ``[T, K]``, and of abs(w) over its block's greatest."""
     sums = np.sum(np.abs(x), axis=0, dtype=np.float32)
     weights = [_matrix(*wa_pack[i][1:3], augmented_onnx_path) for i in wa_pack_idx_list]
-    relative = relative_magnitude(np.concatenate(weights, axis=1), block_size, 1e-6)
+    relative = _relative_magnitude(np.concatenate(weights, axis=1), block_size, 1e-6)
     return (sums / len(x)).astype(x.dtype), relative
 
 
@@ -332,23 +439,63 @@ def find_quantizable_weights(
     return found
 
 
-def _loss(
-    x: Array,
-    w: Array,
-    scale: Array,
-    expected: Array,
-    block_size: int,
-    use_zero_point: bool,
-    num_bits: int,
-) -> float:
-    """Mean squared error of the products when rows of the weight are scaled."""
-    codes, scales, zero_points = quant_tensor(
-        w * scale[:, None], block_size, use_zero_point=use_zero_point, num_bits=num_bits
+def _losses(
+    x: Array, weights: Sequence[Array], form: BlockFormat, alphas: Sequence[float]
+) -> dict[float, float]:
+    """Return the squared error of products for each exponent, on all columns."""
+    choice = search_scales(
+        weights,
+        np.abs(x).mean(axis=0, dtype=np.float32),
+        x.astype(np.float32, copy=False),
+        None,
+        [form] * len(weights),
+        alphas=alphas,
+        all_columns=True,
     )
-    error = expected - (x / scale) @ dq_tensor(codes, scales, block_size, zp=zero_points)
-    # Squares of float16 overflow.
-    squares = np.square(error, dtype=np.result_type(error, np.float32))
-    return float(squares.mean())
+    return dict(choice.losses)
+
+
+def _relative_magnitude(weight: Array, block_size: int, least: Any) -> Array:
+    """Return the mean over columns of abs(w) / (its block's greatest + least), ``[K]``."""
+    size = BlockFormat(block_size=block_size).size_along(len(weight))
+    blocks = np.abs(in_blocks(weight, size))
+    relative = blocks / (blocks.max(axis=1, keepdims=True) + least)
+    mean: Array = relative.reshape(-1, weight.shape[1])[: len(weight)].mean(1)
+    return mean
+
+
+def _grid(
+    matrix: Array, s: Array, block_size: int, axis: int, zp: Array | None, num_bits: int
+) -> tuple[Array, Array | None, BlockFormat]:
+    """Lay scales and zero points out as ``[blocks, N]``; the form has their block size."""
+    scales = _along_rows(s, axis)
+    wanted = BlockFormat(num_bits, block_size, zp is None)
+    size = wanted.size_along(len(matrix))
+    padded = wanted.blocks(len(matrix)) * size
+    if not len(scales) or padded % len(scales):
+        raise QuantizationError(
+            f"scales have shape {list(s.shape)}: {padded // size} blocks of {size} along axis "
+            f"{axis} are expected"
+        )
+    form = BlockFormat(num_bits, padded // len(scales), zp is None)
+    return scales, None if zp is None else _along_rows(zp, axis), form
+
+
+def _along_rows(array: Array, axis: int) -> Array:
+    """Return ``[axis, others]``."""
+    if axis == 0 and array.ndim:
+        return array.reshape(len(array), -1)
+    if axis in (1, -1) and array.ndim == 2:
+        return array.T
+    raise QuantizationError(
+        f"axis {axis} of an array of shape {list(array.shape)}: 0, or 1 of a matrix, is "
+        "expected"
+    )
+
+
+def _along_axis(matrix: Array, like: Array, axis: int) -> Array:
+    """Undo :func:`_along_rows`."""
+    return matrix.reshape(len(matrix), *like.shape[1:]) if axis == 0 else matrix.T
 
 
 def _matrix(weight: onnx.TensorProto, transposed: bool, model_path: str) -> Array:
