@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from ortplugins.optimization.request import BuildRequest
     from ortplugins.report import Report
     from ortplugins.runtime.copied_options import CopiedOptions
-    from session_options.keys import Lookup
     from session_options.plan import Plan
 
 # What ``Report.to_dict`` returns: nobody may ask for the report of a session, and making the
@@ -71,8 +70,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
                 warning and the untouched model runs.
         """
         given = path_or_bytes, sess_options, providers, provider_options
-        start = Start(self, super().__init__, given, kwargs)
-        self._ortplugins_report = start.open(_read_plan)
+        self._ortplugins_report = Start(self, super().__init__, given, kwargs).open()
 
     def set_providers(
         self,
@@ -91,8 +89,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         reads_config, falls_back = int(self._read_config_from_model), self._enable_fallback
         kwargs = {"enable_fallback": 0, "read_config_from_model": reads_config}
         try:
-            start = Start(self, super().__init__, given, kwargs)
-            self._ortplugins_report = start.open(_read_plan)
+            self._ortplugins_report = Start(self, super().__init__, given, kwargs).open()
         finally:
             self._enable_fallback = falls_back
 
@@ -123,10 +120,10 @@ class Start:
         self._kwargs, self._switched = kwargs, switched
         self._text: str | None = None  # of a start that may be known, or is kept
 
-    def open(self, read_plan: Callable[[Lookup], Plan]) -> ReportDict:
+    def open(self) -> ReportDict:
         """Construct the session, and log it; return the report."""
         started = time.perf_counter()
-        report = self._open(read_plan)
+        report = self._open()
         seconds = time.perf_counter() - started
         if "ORTPLUGINS_RUN_LOG" in os.environ and report is not STOCK:  # ``ortplugins run``
             from ortplugins.session.run_log import record
@@ -135,7 +132,7 @@ class Start:
         _log_start(self._model, seconds, report)
         return report
 
-    def _open(self, read_plan: Callable[[Lookup], Plan]) -> ReportDict:
+    def _open(self) -> ReportDict:
         """Construct the session, on its artifact where it has one."""
         are_usable = isinstance(self._model, str | bytes | os.PathLike) and isinstance(
             self._options, onnxruntime.SessionOptions
@@ -144,12 +141,19 @@ class Start:
             self._open_given()
             return STOCK
         if (record := record_of(self._options)) is not None:
-            if not self._switched and not any(map(_is_ours, record.entries)):
+            ours = [key for key in record.entries if key.startswith("ortplugins.")]
+            if not self._switched and not ours:
                 self._open_given()
                 return STOCK
-            if (report := self._open_known(record, read_plan)) is not None:
+            if (report := self._open_known(record)) is not None:
                 return report
-        plan = read_plan(self._entry)
+        try:
+            plan = self._plan()
+        except ValueError as error:  # an entry of another's session; a file that is gone
+            if self._switched is None or self._switched.get("ortplugins.strict") == "1":
+                raise
+            self._open_given()
+            return untouched_report(str(error))
         if not plan:
             self._open_given()
             return STOCK
@@ -169,9 +173,7 @@ class Start:
             return _untouched(f"external initializers were added to the SessionOptions{_RUNS}")
         return self._open_planned(plan, given, providers)
 
-    def _open_known(
-        self, record: Record, read_plan: Callable[[Lookup], Plan]
-    ) -> ReportDict | None:
+    def _open_known(self, record: Record) -> ReportDict | None:
         """Construct the session as an earlier start did; None where none is known."""
         if record.others:
             return None
@@ -197,8 +199,21 @@ class Start:
         except Exception:  # whatever it is, who looks closer says it
             return None
         if artifact.opened:
-            _call_opened(read_plan(self._entry))
+            _call_opened(self._plan())
         return artifact.report
+
+    def _plan(self) -> Plan:
+        """Read the plan; one that names a pass or a hint itself gets what it names."""
+        from session_options.keys import enable_key
+        from session_options.plan import HINT_KEY, read_plan
+        from session_options.registry import pass_names
+
+        own, switched = self._entry, self._switched
+        if switched is None or own(HINT_KEY):
+            return read_plan(own)
+        if any(own(enable_key(name)) is not None for name in pass_names()):
+            return read_plan(own)
+        return read_plan(lambda key: switched.get(key) if own(key) is None else own(key))
 
     def _entry(self, key: str) -> str | None:
         """Return an entry of the options, or None when it was never set."""
@@ -305,13 +320,18 @@ class Start:
         written = self._settings_of_written_model(artifact)
         level = {"graph_optimization_level": "ORT_DISABLE_ALL"} if artifact.baked else {}
         self._open_with(model, given, artifact.settings, {**written, **level})
-        if artifact.baked and not known and _overrides(self._session, artifact.source):
+        if artifact.baked and not known and self._overrides(artifact.source):
             if self._options.enable_profiling:
                 os.unlink(self._session.end_profiling())
             self._open_with(model, given, artifact.settings, written)
             note = "free dimensions are overridden, so onnxruntime optimises at this start"
             report = {**report, "notes": [*report["notes"], note]}
         return report, True
+
+    def _overrides(self, described: Mapping[str, Any]) -> bool:
+        from ortplugins.runtime.session_settings import overrides_dimensions
+
+        return overrides_dimensions(self._session, described)
 
     def _settings_of_written_model(self, artifact: Artifact) -> dict[str, str]:
         """Return what makes ``optimized_model_filepath`` a model with data of its own.
@@ -428,22 +448,6 @@ def _remove_temporary(artifact: Artifact, session: onnxruntime.InferenceSession)
 
             remove = functools.partial(shutil.rmtree, ignore_errors=True)
             weakref.finalize(session._sess, remove, artifact.temporary.name)
-
-
-def _read_plan(entry: Lookup) -> Plan:
-    from session_options.plan import read_plan
-
-    return read_plan(entry)
-
-
-def _is_ours(key: str) -> bool:
-    return key.startswith("ortplugins.")
-
-
-def _overrides(session: onnxruntime.InferenceSession, described: Mapping[str, Any]) -> bool:
-    from ortplugins.runtime.session_settings import overrides_dimensions
-
-    return overrides_dimensions(session, described)
 
 
 def _is_ort_format(path_or_bytes: str | bytes | os.PathLike[str]) -> bool:

@@ -13,27 +13,22 @@ and those that our modules and passes open while they work.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial, wraps
+from typing import Any
 
 import onnxruntime
 
 from ortplugins.report import Report
-from ortplugins.session.opening import Start, untouched_report, whole_report
-from session_options import OptionError, Pass, Plan, enable_key
+from ortplugins.session.opening import Start, whole_report
+from session_options import OptionError, Pass
 from session_options.caller_warnings import is_ours
 from session_options.environment import general_entries, plan_entries
-from session_options.keys import PREFIX
 from session_options.plan import HINT_KEY, entries_of, read_plan
-from session_options.registry import pass_names
-
-if TYPE_CHECKING:
-    from session_options.keys import Lookup
 
 # What one call has switched on, as session entries.
 Entries = dict[str, str]
@@ -92,19 +87,7 @@ def enabled(*passes: Pass, **general: bool | str) -> Iterator[None]:
         _patch.remove(switched)
 
 
-# From passes to entries, and with a session's own entries to its plan.
-
-
-def _plan_for(own: Lookup, switched: Entries) -> Plan:
-    """Plan of a session: one that names a pass or a hint itself gets what it names."""
-    if own(HINT_KEY) or any(own(enable_key(name)) is not None for name in pass_names()):
-        return read_plan(own)
-
-    def entry(key: str) -> str | None:
-        text = own(key)
-        return switched.get(key) if text is None else text
-
-    return read_plan(entry)
+# From passes to entries.
 
 
 def _checked(entries: Entries) -> Entries:
@@ -173,7 +156,7 @@ class _Patch:
 def _replacement(original: Callable[..., None]) -> Callable[..., None]:
     """Return a constructor that opens what is in force; ``original`` opens everything else."""
 
-    @functools.wraps(original)
+    @wraps(original)
     def __init__(  # noqa: N807
         self: onnxruntime.InferenceSession,
         path_or_bytes: Any,
@@ -194,26 +177,12 @@ def _replacement(original: Callable[..., None]) -> Callable[..., None]:
         options = sess_options
         if options is None:
             options = onnxruntime.capi._pybind_state.get_default_session_options()
-        problems = []
-
-        def read_plan(own: Lookup) -> Plan:
-            try:
-                return _plan_for(own, switched)
-            except OptionError as error:  # the session's own entry; a file that is gone
-                if switched.get(f"{PREFIX}.strict") == "1":
-                    raise
-                problems.append(untouched_report(str(error)))
-                return Plan()
-
+        given = path_or_bytes, options, providers, provider_options
         _working.now = True
         try:
-            given = path_or_bytes, options, providers, provider_options
-            start = Start(self, functools.partial(original, self), given, kwargs, switched)
-            report = start.open(read_plan)
+            report = Start(self, partial(original, self), given, kwargs, switched).open()
         finally:
             _working.now = False
-        if problems:
-            (report,) = problems
         self.ortplugins_report = Report.from_dict(whole_report(report))
 
     _replacements[__init__] = original
