@@ -140,33 +140,12 @@ def save_with_data(
     folder = Path(os.path.realpath(output.parent))
     data = output_data_path(model, output)
     with scratch_within(folder) as scratch:
-        to_write = []
-        for value, tensor in initializer_tensors(model):
-            if isinstance(tensor, AliasTensor):
-                tensor = _under(original_of(tensor), tensor)
-            if isinstance(tensor, ir.ExternalTensor):
-                path = Path(os.path.realpath(tensor.path))
-                stays_in = data_folder or (folder if keep_in_place else None)
-                if stays_in is not None and path.is_relative_to(stays_in):
-                    location = path.relative_to(stays_in).as_posix()
-                    value.const_value = relocated(tensor, location, str(stays_in))
-                    continue
-            if not inline and data_folder is None and stored_bytes(tensor) >= least_bytes:
-                to_write.append(value)
-            elif isinstance(tensor, ir.ExternalTensor):
-                (value.const_value,) = ir.external_data.convert_tensors_from_external([tensor])
-        if to_write:
+        stays_in = data_folder or (folder if keep_in_place else None)
+        leaving = None if inline or data_folder is not None else least_bytes
+        if to_write := _sort_tensors(model, stays_in, leaving):
             check_absent([data], overwrite)
             _write_tensors(to_write, Path(scratch), data.name, progress)
-        try:
-            if has_kept_types(model):
-                Path(scratch, output.name).write_bytes(to_proto(model).SerializeToString())
-            else:
-                ir.save(model, Path(scratch, output.name))
-        except OSError:
-            raise
-        except Exception as error:  # a name that is not UTF-8, an attribute without a type
-            raise ModelFileError(f"{output.name}: cannot be written: {error}") from error
+        _write_model(model, Path(scratch, output.name))
         if finish is not None:
             finish(Path(scratch, output.name))
         # The model last: it must never point to data that is not there yet.
@@ -179,6 +158,43 @@ def save_with_data(
         if isinstance(tensor, ir.ExternalTensor) and os.fspath(tensor.base_dir) == scratch:
             tensor.base_dir = str(folder)
     return written
+
+
+def _sort_tensors(
+    model: ir.Model, stays_in: Path | None, least_bytes: int | None
+) -> list[ir.Value]:
+    """Leave tensors in files of a folder, take others into the model; return what is left.
+
+    These are the values whose tensors, of ``least_bytes`` and more, go to the data file.
+    """
+    to_write = []
+    for value, tensor in initializer_tensors(model):
+        if isinstance(tensor, AliasTensor):
+            tensor = _under(original_of(tensor), tensor)
+        if isinstance(tensor, ir.ExternalTensor) and stays_in is not None:
+            path = Path(os.path.realpath(tensor.path))
+            if path.is_relative_to(stays_in):
+                location = path.relative_to(stays_in).as_posix()
+                value.const_value = relocated(tensor, location, str(stays_in))
+                continue
+        if least_bytes is not None and stored_bytes(tensor) >= least_bytes:
+            to_write.append(value)
+        elif isinstance(tensor, ir.ExternalTensor):
+            (value.const_value,) = ir.external_data.convert_tensors_from_external([tensor])
+    return to_write
+
+
+def _write_model(model: ir.Model, path: Path) -> None:
+    """Write the .onnx file of a model whose tensors are where they belong."""
+    try:
+        if has_kept_types(model):
+            path.write_bytes(to_proto(model).SerializeToString())
+        else:
+            ir.save(model, path)
+    except OSError:
+        raise
+    except Exception as error:  # a name that is not UTF-8, an attribute without a type
+        raise ModelFileError(f"{path.name}: cannot be written: {error}") from error
 
 
 def _write_tensors(

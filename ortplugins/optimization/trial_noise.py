@@ -134,7 +134,7 @@ class Noise:
         """Run a model whose weights are saved; what fails computes nothing."""
         copy, path = model.clone(), self._folder / "part.onnx"
         save_with_data(copy, path, keep_in_place=True)
-        _, found = outputs_on(path, self._providers, feeds, threads)
+        found = outputs_on(path, self._providers, feeds, threads)[1]
         for file in self._folder.glob(f"{path.name}*"):
             file.unlink()
         names = _names(model)

@@ -42,7 +42,11 @@ def trials_of(
 ) -> Iterator[OriginalOnTrials]:
     """Run a model on trials, and keep its files as long as results are compared with it."""
     with tempfile.TemporaryDirectory(prefix="ortplugins-trials-") as name:
-        yield OriginalOnTrials(before, trials, providers, Path(name))
+        original = OriginalOnTrials(before, trials, providers, Path(name))
+        try:
+            yield original
+        finally:
+            original.close()
 
 
 class OriginalOnTrials:
@@ -69,12 +73,15 @@ class OriginalOnTrials:
         # Where the original runs none of them, nothing is known of the result.
         self._counting = run or {t: o for t, o in self._outputs.items() if not t.guessed}
 
+    def close(self) -> None:
+        """Let go of the session: Windows removes no file that one maps."""
+        self._session = None
+
     def failure(self, after: ir.Model, names: Container[str]) -> str | None:
         """Return what fails the first trial of these names; None where the models agree."""
-        after, wanted = (
-            _exact(after),
-            [trial for trial in self._counting if trial.name in names],
-        )
+        after = _exact(after)
+        wanted = [trial for trial in self._counting if trial.name in names]
+        session = None
         path = self._folder / "after.onnx"
         _save_beside(self._before, after, path)
         try:
@@ -93,6 +100,7 @@ class OriginalOnTrials:
                 return _withdrawn(excess[0].name, excess[1])
             return self._slower(session, timed) if timed else None
         finally:
+            session = None
             for file in self._folder.glob(f"{path.name}*"):
                 file.unlink()
 

@@ -11,6 +11,7 @@ import onnx_ir as ir
 import pytest
 from builders.decoders import SIGNED, small_decoder
 from builders.exports import decoder_feeds, exported, fused, greatest_difference
+from builders.processes import keep_mapped_files
 from builders.same_numbers import session as opened
 from builders.sessions import CPU
 from builders.text_models import model_of
@@ -18,6 +19,7 @@ from builders.transformer_parts import norm
 
 import ortplugins
 from ortplugins.optimization.trials import OriginalOnTrials, find_failure
+from ortplugins.optimization.trials import trials_of as beside_original
 from rewrite_rules.facts.made_up_batches import DecoderInputs, Run, trials_of
 from rewrite_rules.graph.nodes import label, producer
 from rewrite_rules.remarks import Trial
@@ -129,6 +131,18 @@ def test_a_part_that_is_slower_is_withdrawn(monkeypatch: pytest.MonkeyPatch):
     refused = {each.reason for each in report.remarks if each.outcome.value == "refused"}
     assert refused == {"withdrawn after a trial on x: slow (RotaryEmbedding)"}
     assert any(each.reason.startswith("attention") for each in result.report.fired)
+
+
+def test_files_that_a_session_maps_are_left_while_it_does(monkeypatch: pytest.MonkeyPatch):
+    """As Windows has it. Both sessions of a timed trial live; each has weights of its own."""
+    keep_mapped_files(monkeypatch)
+    text = "g (float[n, 64] x) => (float[n, 64] y) {{ y = Add(x, {0}) }}"
+    weight = np.ones((64, 64), np.float32)
+    before, after = (model_of(text.format(name), {name: weight}) for name in ("u", "v"))
+    trial = Trial("64 rows", {"x": weight}, timed=True)
+    with beside_original(before, [trial], CPU) as original:
+        found = [original.failure(after, {trial.name}) for _ in range(2)]
+    assert all(each is None or "times as long" in each for each in found)
 
 
 @pytest.mark.parametrize("passing", [0, 1])
