@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ortplugins import known_starts
+from ortplugins.cache.key import MODEL_CHARACTERS, file_digest
 from ortplugins.errors import OrtpluginsWarning
 from ortplugins.known_starts import MANIFEST, note_use
 from session_options.caller_warnings import warn_caller
 
-# From this size on, hashing takes a noticeable part of a start.
-_MEMO_SIZE = 1 << 20
 # Whoever has found an entry opens it within this time. Twice USE_SECONDS: a use may lie that
 # much behind the one that was written down.
 _OPENING_SECONDS = 2 * known_starts.USE_SECONDS
@@ -35,8 +34,6 @@ _OPENING_SECONDS = 2 * known_starts.USE_SECONDS
 _INDEX_SECONDS = 86400.0
 _KEY_LENGTH = 40
 KEY_CHARACTERS = 12  # of a key, to people
-# The end of a key: the beginning of the model's digest. It names the model's lock, too.
-MODEL_CHARACTERS = 16
 _CHECKSUM = "checksum"  # of the rest of a manifest
 _NAMES = {
     "entries": re.compile("[0-9a-f]{40}"),
@@ -113,8 +110,6 @@ class ArtifactCache:
         """Name a directory; nothing is created before something is stored."""
         self.root, self.limit = root, limit
         self._has_locks = True
-        # A cache that cannot be written keeps none on disk.
-        self._digests: dict[str, str] = {}  # by the state of a file
 
     def is_trusted(self) -> bool:
         """Whether nobody but this user, or the administrator, can put models here."""
@@ -203,38 +198,11 @@ class ArtifactCache:
             name
             for name, time in manifest["times"].items()
             if not known_starts.is_same_time(found[name].st_mtime_ns, time)
-            and self.file_digest(folder / name)[0] != manifest["digests"][name]
+            and file_digest(folder / name, self.root)[0] != manifest["digests"][name]
         ]
         if damaged:
             warn_rebuilt(folder, damaged)
         return not damaged
-
-    def file_digest(self, path: str | os.PathLike[str]) -> tuple[str, str]:
-        """Return the SHA-256 of a file, and the state in which the file has it.
-
-        A large one that was seen before is not read.
-
-        Raises:
-            OSError: If it can't be read, or changes while it is.
-        """
-        name, started = os.path.realpath(path), time.time()
-        text = _digest_text(name)
-        with open(name, "rb") as file:
-            state = known_starts.state_of_open(file.fileno())
-            is_large = os.fstat(file.fileno()).st_size >= _MEMO_SIZE
-            if is_large and (known := self._digests.get(state)):
-                return known, state
-            memo = known_starts.recall(self.root, text) if is_large else None
-            if memo is not None and known_starts.state_of(name) == state:  # of the open file
-                return memo[0], state
-            file.seek(0)
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            if known_starts.state_of_open(file.fileno()) != state:
-                raise OSError(f"{name}: changed while it was read")
-        if is_large and known_starts.is_settled(state, started):
-            self._digests[state] = digest
-            known_starts.remember(self.root, text, {name: state}, [digest], started)
-        return digest, state
 
     def data_locations(self, digest: str) -> list[str] | None:
         """Return where a model has its external data; None where no entry is made of it."""
@@ -246,22 +214,6 @@ class ArtifactCache:
             parts = (read_manifest(path) or {}).get("made_from", {})
             if parts.get("digest") == digest:
                 yield path.name, parts
-
-    def share_digests(self, paths: Iterable[str]) -> None:
-        """Keep the digests of files for copies of them, beside which nothing can be written.
-
-        Once no time stamp can hide another change.
-        """
-        for path in paths:
-            if not os.path.exists(path) or os.stat(path).st_size < _MEMO_SIZE:
-                continue
-            digest, state = self.file_digest(path)
-            time.sleep(max(0.0, known_starts.seconds_to_settle(state)))
-            name = os.path.realpath(path)
-            text = _digest_text(name)
-            known_starts.remember(
-                self.root, text, {name: state}, [digest], time.time(), shared=True
-            )
 
     def entries(self) -> list[Entry]:
         """Return all published entries, the newest first; their files are not looked at."""
@@ -500,10 +452,6 @@ def warn_rebuilt(folder: Path, damaged: Iterable[str]) -> None:
     """Warn that an entry is built again because files of it changed on disk."""
     text = f"{folder}: {', '.join(damaged)} changed on disk, and is built again"
     warn_caller(text, OrtpluginsWarning)
-
-
-def _digest_text(name: str) -> str:
-    return f"digest of {name}"
 
 
 def disk_size(folder: Path) -> int:

@@ -14,8 +14,8 @@ from typing import Any
 
 import onnxruntime
 
-from ortplugins.cache.get_or_build import get_or_build
-from ortplugins.cache.key import cache_of, session_key_content
+from ortplugins.cache.get_or_build import cache_of, get_or_build, session_key_content
+from ortplugins.cache.key import share_digests
 from ortplugins.cache.store import ArtifactCache, Entry, disk_size, share
 from ortplugins.errors import ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.optimization.request import read_request
@@ -108,7 +108,7 @@ def warm(
         result = _warm_one(model, plan, prepared, disabled_optimizers, cache)
         if cache_dir is not None and not result.error:
             request = read_request(model, plan, prepared, _PROVIDERS, disabled_optimizers)
-            cache.share_digests(session_key_content(request, cache).states)
+            share_digests(session_key_content(request, cache).states, cache.root)
             share(cache)
         results.append(result)
     return results

@@ -29,8 +29,8 @@ from builders.sessions import CPU, EXACT, check, options, save, source, start
 
 import ortplugins
 from ortplugins import known_starts
-from ortplugins.cache import store
-from ortplugins.cache.key import session_key_content
+from ortplugins.cache import key
+from ortplugins.cache.get_or_build import session_key_content
 from ortplugins.cache.store import ArtifactCache, Entry, cache_root, prune
 from ortplugins.known_starts import text_of_start
 from ortplugins.optimization import build
@@ -87,7 +87,7 @@ def test_a_cache_that_cannot_be_written_warns_once_and_is_done_without(
         raise AssertionError("this process builds")
 
     monkeypatch.delenv("ORTPLUGINS_BUILD_IN_PROCESS")
-    monkeypatch.setattr("ortplugins.cache.build.build_entry", build)
+    monkeypatch.setattr("ortplugins.cache.get_or_build.build_entry", build)
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     with warnings.catch_warnings(record=True) as caught:
@@ -147,7 +147,7 @@ def large_file(tmp_path: Path) -> Path:
 
 
 def digest(path: Path, cache_dir: Path) -> str:
-    return ArtifactCache(cache_dir).file_digest(path)[0]
+    return key.file_digest(path, cache_dir)[0]
 
 
 def test_a_large_file_is_hashed_once(cache_dir, large_file, monkeypatch):
@@ -283,7 +283,7 @@ def test_pruning_forgets_starts_whose_entry_is_gone(model_path, cache_dir, monke
 
 
 def test_pruning_forgets_what_belongs_to_no_entry(model_path, cache_dir, monkeypatch):
-    monkeypatch.setattr(store, "_MEMO_SIZE", 0)
+    monkeypatch.setattr(key, "_MEMO_SIZE", 0)
     all_is_settled(monkeypatch)
     start(model_path)
     cache = ArtifactCache(cache_dir)
@@ -351,8 +351,8 @@ def test_a_folder_switched_behind_a_link_is_noticed(tmp_path, monkeypatch, momen
 
         return function
 
-    name = {"built": "publish", "hashed": "file_digest"}[moment]
-    monkeypatch.setattr(ArtifactCache, name, then_switch(getattr(ArtifactCache, name)))
+    owner, name = {"built": (ArtifactCache, "publish"), "hashed": (key, "file_digest")}[moment]
+    monkeypatch.setattr(owner, name, then_switch(getattr(owner, name)))
     with warnings.catch_warnings():  # the data of one under the graph of the other
         warnings.simplefilter("ignore")
         start(link / "model.onnx")
@@ -399,7 +399,7 @@ SMALL = DequantizedMatMul(32, 32, 32)
 def test_a_byte_changed_anywhere_is_a_miss(tmp_path, cache_dir, monkeypatch):
     """In entries, manifests, memos: never an error, never another result."""
     all_is_settled(monkeypatch)
-    monkeypatch.setattr(store, "_MEMO_SIZE", 0)
+    monkeypatch.setattr(key, "_MEMO_SIZE", 0)
     path, draw = save(SMALL, tmp_path / "model.onnx"), random.Random(0)
     start(path)
     start(path)
@@ -625,8 +625,8 @@ for name in ("onnx", "onnx_ir", "onnxscript", "ml_dtypes", "filelock", "platform
 from ortplugins.runtime import machine
 machine._version_of = lambda name: "unknown"
 import hashlib
-from ortplugins.cache import store
-store._MEMO_SIZE = 0
+from ortplugins.cache import key
+key._MEMO_SIZE = 0
 def file_digest(*_):
     raise AssertionError("a file is read whole")
 hashlib.file_digest = file_digest
@@ -636,7 +636,7 @@ hashlib.file_digest = file_digest
 def test_a_serving_image_hits_without_what_builds(
     model_path, cache_dir, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(store, "_MEMO_SIZE", 0)
+    monkeypatch.setattr(key, "_MEMO_SIZE", 0)
     (warmed,) = ortplugins.warm([model_path], ["dq_matmulnbits_fusion"], cache_dir=cache_dir)
     assert not warmed.error
     original = tmp_path.rename(tmp_path.with_name(f"{tmp_path.name}-built"))

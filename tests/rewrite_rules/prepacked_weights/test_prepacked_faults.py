@@ -86,7 +86,8 @@ class Faults:
         (site / "sitecustomize.py").write_text(_HOOK.format(module=module, action=action))
         # Children get this process's path; here, sitecustomize was looked for long ago.
         self.patch.syspath_prepend(site)
-        self.patch.setenv("PYTHONPATH", str(site))
+        given = os.environ.get("PYTHONPATH", "")
+        self.patch.setenv("PYTHONPATH", f"{site}{os.pathsep}{given}")
 
 
 @pytest.fixture
@@ -133,7 +134,7 @@ sys.meta_path.insert(0, Finder())
 """
 PACKING, BUILDING = (
     "rewrite_rules.prepacked_weights.child",
-    "ortplugins.cache.build",
+    "ortplugins.cache.get_or_build",
 )
 
 
