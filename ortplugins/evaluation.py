@@ -82,6 +82,8 @@ class Evaluation:
             model's distribution to the model's, in nats.
         top1_agreement: How often both models rank the same token first, 0 to 1.
         cosine: For encoders: mean cosine of the model's embeddings to the float model's.
+        ranking_agreement: For encoders: Spearman's rank correlation of the similarities of all
+            pairs of texts, -1 to 1: what a search puts first, it puts first with the other.
     """
 
     model: ModelFigures
@@ -90,6 +92,7 @@ class Evaluation:
     kl_divergence: float = math.nan
     top1_agreement: float = math.nan
     cosine: float = math.nan
+    ranking_agreement: float = math.nan
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as JSON's types; those that do not apply as None."""
@@ -355,7 +358,20 @@ def _encoder(
             f"{vectors[1].shape[1]}: they are not the same encoder"
         )
     cosine = float((vectors[0] * vectors[1]).sum(1).mean())
-    return Evaluation(own[0], own[1], len(found), cosine=cosine)
+    agreement = _rank_correlation(*(_similarities(rows) for rows in vectors))
+    return Evaluation(own[0], own[1], len(found), cosine=cosine, ranking_agreement=agreement)
+
+
+def _similarities(vectors: _Floats) -> _Floats:
+    """Return the similarities of all pairs of different texts."""
+    pairs: _Floats = (vectors @ vectors.T)[np.triu_indices(len(vectors), 1)]
+    return pairs
+
+
+def _rank_correlation(a: _Floats, b: _Floats) -> float:
+    """Return Spearman's rank correlation of numbers that hardly ever are equal."""
+    ranks = np.stack([a, b]).argsort(kind="stable").argsort()
+    return float(np.corrcoef(ranks)[0, 1])
 
 
 def _pairs_of(path: Path, count: int) -> list[tuple[str, str]]:

@@ -77,6 +77,7 @@ def print_evaluation(found: Evaluation) -> None:
         row("KL divergence", ".4f", found.kl_divergence),
         row("top-1 agreement", ".2%", found.top1_agreement),
         row("cosine", ".4f", found.cosine),
+        row("ranking agreement", ".4f", found.ranking_agreement),
         ("size", *(decimal(item.bytes) for item in both)),
         row("quantised weights", ".1%", *(item.coverage.share for item in both)),
         of("prefill, tokens/s", ".1f", "prefill_tokens_per_second"),

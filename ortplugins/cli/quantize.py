@@ -122,7 +122,8 @@ def quantize(
 
     Args:
         output: File to write; for a folder, a folder.
-        recipe (NAME|FILE): small, balanced, best, or a YAML file; the options below change it.
+        recipe (NAME|FILE): small, balanced, best, encoder8, or a YAML file; the options below
+            change it.
         checkpoint (FOLDER): Take the codes of a GPTQ, AWQ or AutoRound checkpoint of the same
             model.
         max_calibration_memory (SIZE): What activations and their statistics may take at once.

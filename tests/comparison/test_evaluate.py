@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """What ``evaluate`` says of a model, against float64 numpy on the same windows."""
 
+import itertools
 import shutil
 from pathlib import Path
 
@@ -107,6 +108,14 @@ def test_an_encoder_finds_the_rest_of_its_paragraphs():
     assert found.count == 6
     assert found.model.retrieval_accuracy == pytest.approx((ranks == np.arange(6)).mean())
     assert found.cosine == pytest.approx((floats * ours).sum(1).mean(), abs=1e-5)
+    ranks = [
+        np.argsort(np.argsort([a @ b for a, b in itertools.combinations(rows, 2)]))
+        for rows in (floats, ours)
+    ]
+    squares = float(((ranks[0] - ranks[1]) ** 2).sum())
+    count = len(ranks[0])
+    spearman = 1 - 6 * squares / (count * (count**2 - 1))
+    assert found.ranking_agreement == pytest.approx(spearman, abs=1e-6)
     assert np.isnan([found.model.perplexity, found.kl_divergence]).all()
 
 

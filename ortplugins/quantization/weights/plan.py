@@ -107,7 +107,7 @@ def _chosen(
         if not reason and by_rows and use.K * form.bits % 8:
             size = f"{use.K} x {form.bits} bits"
             reason = f"GatherBlockQuantized wants rows of whole bytes, not {size}"
-        nodes.append(_report(use, reason=reason) if reason else use)
+        nodes.append(report_of(use, reason=reason) if reason else use)
         if not reason:
             name, k_last = use.weight.name or "", use.stored_k_last
             key = (use.weight, k_last, form, method)
@@ -127,7 +127,7 @@ def _other_readers(weights: Iterable[Weight], reported: Collection[str]) -> list
             if name not in reported:
                 op_type = "graph output" if node is None else node.op_type
                 reason = f"reads {use.weight.name!r} in float, which stays for it"
-                row = _report(use, node=name, op_type=op_type, K=0, N=0, reason=reason)
+                row = report_of(use, node=name, op_type=op_type, K=0, N=0, reason=reason)
                 rows.setdefault(name, row)
     return list(rows.values())
 
@@ -226,7 +226,7 @@ def reported(plan: WeightPlan, recipe: Recipe) -> QuantizeReport:
             group, weight = weights[node]
             before = once(node.tensor.nbytes, "float", node.weight.name)
             after = once(_stored_bytes(recipe, weight), weight)
-            node = _report(
+            node = report_of(
                 node,
                 bits=weight.form.bits,
                 block_size=weight.form.block_size,
@@ -268,7 +268,8 @@ def _stored_bytes(recipe: Recipe, weight: Weight) -> int:
     return table + weight.N * (filled + repeated)
 
 
-def _report(use: WeightUse, **more: Any) -> NodeReport:
+def report_of(use: WeightUse, **more: Any) -> NodeReport:
+    """Report a node with a constant matrix, which stays in float if nothing else is said."""
     size = use.tensor.nbytes
     fields: dict[str, Any] = {
         "node": use.label,

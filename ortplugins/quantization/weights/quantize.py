@@ -102,8 +102,8 @@ def quantize(
         output: File to write; its data goes to ``<output>.data``. For a folder, a folder to
             write, unless it ends with ``.onnx``: tokenizer and configurations go along.
         recipe: Which weights are quantised, and how: a :class:`Recipe`, the path of one in
-            YAML, or ``"small"``, ``"balanced"`` or ``"best"``. By default 4 bits in blocks of
-            32, rounded to nearest.
+            YAML, or ``"small"``, ``"balanced"``, ``"best"`` or ``"encoder8"``. By default 4
+            bits in blocks of 32, rounded to nearest.
         checkpoint: Folder of a GPTQ, AWQ or AutoRound checkpoint (safetensors) of the same
             model, whose codes, scales and zero points are taken as they are. Its layers are
             found by the names of weights or nodes; what is not in it stays in float.
@@ -241,7 +241,7 @@ def _files_of(model: ModelLike, loaded: LoadedModel) -> list[Path]:
 
 def _raise_opset(model: ir.Model, recipe: Recipe, plan: WeightPlan) -> list[str]:
     """Convert the model to the opset that its new form needs; tell if that was done."""
-    if recipe.for_kernels:
+    if recipe.for_kernels or recipe.for_integers:
         model.ir_version = max(model.ir_version or 0, _MICROSOFT_IR_VERSION)
         return []
     bits = {weight.form.bits for group in plan.groups for weight in group.weights}

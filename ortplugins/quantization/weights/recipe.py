@@ -39,6 +39,7 @@ METHODS = {
     "awq_clip": ("clip",),
     "gptq": ("gptq",),
     "awq_gptq": ("scales", "gptq"),
+    "w8a8": ("activations",),
 }
 QUANT_FORMATS = ("QDQ", "QDQ_transposed", "MatMulNBits")
 
@@ -135,7 +136,9 @@ class Recipe:
             ``"awq_lite"`` scales input channels so that those that matter are rounded finer,
             ``"awq_clip"`` clips blocks (Lin et al., arXiv 2306.00978). ``"gptq"`` makes up for
             each rounding in what is rounded later (Frantar et al., arXiv 2210.17323);
-            ``"awq_gptq"`` scales first.
+            ``"awq_gptq"`` scales first. ``"w8a8"`` computes products of 8-bit integers,
+            activations included, in onnxruntime's MatMulIntegerToFloat: for the whole model,
+            with 8 bits and a block_size of -1.
         bits: 2, 4 or 8.
         block_size: Elements along K that share a scale; -1 for a scale per column.
         is_symmetric: Signed codes without zero points; else unsigned ones with.
@@ -166,6 +169,8 @@ class Recipe:
         fold_scales: Whether those scales may be folded into the constants that an activation
             comes from; else a Mul takes them out again.
         gptq: Damping and searches of GPTQ; a mapping of its options will do.
+        least_cosine: Of a layer's output in w8a8 with the float layer's, on sampled tokens, 0
+            to 1; layers below it stay in float.
         quantized_inputs: Whether GPTQ makes up for the errors of earlier weights, too. Weights
             are quantised one after the other, for the inputs that they get in the quantised
             model. It takes about twice as long.
@@ -202,6 +207,9 @@ class Recipe:
     )
     fold_scales: bool = True
     gptq: GptqOptions = dataclasses.field(default_factory=GptqOptions)
+    least_cosine: float = setting(
+        0.999, "0 to 1", lambda given: is_number(given) and 0 <= given <= 1
+    )
     quantized_inputs: bool = False
 
     def __post_init__(self) -> None:
@@ -232,6 +240,13 @@ class Recipe:
                 f"block_size {wrong[0]} has no MatMulNBits kernel: one of "
                 f"{_KERNEL_BLOCK_SIZES} is expected"
             )
+        methods = {self.method, *(rule.method or self.method for rule in self.rules)}
+        form = (self.bits, self.block_size, self.share_of_8_bits)
+        if "w8a8" in methods and (len(methods) > 1 or form != (8, -1, 0)):
+            raise QuantizationError(
+                "w8a8 is for the whole model, no other method beside it, and has 8 bits, a "
+                "block_size of -1 and no share_of_8_bits"
+            )
 
     def with_settings(self, settings: Mapping[str, Any]) -> Recipe:
         """Return the recipe with other fields; rules are added to its own, and win.
@@ -259,6 +274,11 @@ class Recipe:
     def fuses(self, *, table: bool) -> bool:
         """Whether they are made of the codes of a weight that Gather reads, or not."""
         return self.for_kernels or (self.fuse_tables and table)
+
+    @property
+    def for_integers(self) -> bool:
+        """Whether products are computed on integers."""
+        return self.method == "w8a8"
 
     @property
     def needs_statistics(self) -> bool:
@@ -354,8 +374,9 @@ PRESETS = {
     ),
     "balanced": _BALANCED,
     "best": dataclasses.replace(_BALANCED, block_size=32, share_of_8_bits=0.1),
+    "encoder8": Recipe(method="w8a8", bits=8, block_size=-1),
 }
-"""Recipes by name; all of them look at samples."""
+"""Recipes by name; all of them look at samples. ``encoder8`` is for encoders on a CPU."""
 
 
 def read_recipe(recipe: Recipe | str | os.PathLike[str] | None) -> Recipe:

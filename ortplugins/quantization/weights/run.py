@@ -36,6 +36,7 @@ from ortplugins.quantization.statistics.accumulator import (
 )
 from ortplugins.quantization.statistics.collect import Calibration, collect
 from ortplugins.quantization.statistics.paired import PairedModels
+from ortplugins.quantization.w8a8 import quantize_products
 from ortplugins.quantization.weights.graph import write_codes
 from ortplugins.quantization.weights.plan import WeightPlan, reported
 from ortplugins.quantization.weights.quantize_group import (
@@ -73,6 +74,8 @@ def quantize_graph(
     default threads do the work, one per core, and share ``max_memory``. Without samples, all
     weights are rounded to nearest.
     """
+    if recipe.for_integers:
+        return quantize_products(plan, recipe, calibration)
     with contextlib.ExitStack() as stack:
         stack.enter_context(one_blas_thread())
         quantize: Callable[[Group], Group] = functools.partial(

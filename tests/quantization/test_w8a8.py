@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: MIT
+"""Products in 8 bits: near float, never saturated, and each text by itself."""
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from builders.encoders import encoder
+from builders.quantized_files import arrays_of, kinds, read
+from builders.text_models import T, normal, text_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ortplugins.errors import CalibrationError, ModelFileError, QuantizationError
+from ortplugins.quantization import Recipe, quantize
+from ortplugins.quantization.w8a8 import QuantizedProducts, choose
+
+K, N = 64, 48
+PRODUCT = "y = MatMul(x, W)"
+ENCODER8 = {"method": "w8a8", "bits": 8, "block_size": -1}
+
+
+def with_outliers(rows: int, seed: int = 0) -> np.ndarray:
+    """Tokens whose channels 5 and 40 are 30 times as large as the others."""
+    x = normal(rows, K, seed=seed)
+    x[:, [5, 40]] *= 30
+    return x
+
+
+def quantized(nodes: str, constants: dict, x: np.ndarray | None = None, **more):
+    """Return the float model, and what quantize() makes of it."""
+    options = {name: more.pop(name) for name in ("inputs", "output_type") if name in more}
+    model = text_model(nodes, constants, **options)
+    x = with_outliers(256) if x is None else x
+    return model, quantize(
+        model, recipe="encoder8", calibration_data_reader=[{"x": x}], **more
+    )
+
+
+def run(model: onnx.ModelProto, x: np.ndarray) -> np.ndarray:
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    session = ort.InferenceSession(model.SerializeToString(), options)
+    return session.run(None, {session.get_inputs()[0].name: x})[0]
+
+
+def error(model: onnx.ModelProto, result: onnx.ModelProto, x: np.ndarray) -> float:
+    expected, found = run(model, x), run(result, x)
+    assert found.shape == expected.shape and found.dtype == expected.dtype
+    difference = found.astype(float) - expected
+    return float(np.linalg.norm(difference) / np.linalg.norm(expected.astype(float)))
+
+
+def test_the_numbers_are_those_of_the_codes():
+    """Against the definition, in float64, with the codes and ranges that are in the file."""
+    _, result = quantized(
+        "p = MatMul(x, W) y = Add(p, b)", {"W": normal(K, N), "b": normal(N)}
+    )
+    x = with_outliers(32, seed=1)
+    held = arrays_of(read(result.model))
+    scale, zero = held["x.scale"].astype(np.float64), int(held["x.zero_point"])
+    outliers, codes = held["x.outlier_channels"], held["W.int8"].astype(np.float64)
+    assert {5, 40} <= set(outliers) and not codes[outliers].any()
+    rounded = np.clip(np.rint(x / np.float32(scale)) + zero, 0, 255) - zero
+    expected = scale * (rounded @ codes) * held["W.scales"] + held["W.bias"]
+    expected += x[:, outliers].astype(np.float64) @ held["W.outlier_rows"]
+    np.testing.assert_allclose(run(read(result.model), x), expected, rtol=1e-4, atol=1e-4)
+
+
+FORMS = {
+    "a product": (PRODUCT, {"W": normal(K, N)}),
+    "a bias": ("p = MatMul(x, W) y = Add(b, p)", {"W": normal(K, N), "b": normal(N)}),
+    "a bias of other axes": (
+        "p = MatMul(x, W) y = Add(p, b)",
+        {"W": normal(K, N), "b": normal(1, 1)},
+    ),
+    "a product that is read twice": (
+        "p = MatMul(x, W) q = Add(p, b) y = Add(p, q)",
+        {"W": normal(K, N), "b": normal(N)},
+    ),
+    "Gemm": ("y = Gemm(x, W, b)", {"W": normal(K, N), "b": normal(N)}),
+    "Gemm with transB": ("y = Gemm<transB = 1>(x, W, b)", {"W": normal(N, K), "b": normal(N)}),
+    "Gemm with a scalar": ("y = Gemm(x, W, b)", {"W": normal(K, N), "b": normal(1)}),
+    "Gemm with an addend for each row": (
+        "y = Gemm(x, W, b)",
+        {"W": normal(K, N), "b": normal(256, N)},
+    ),
+    "a Transpose": ("t = Transpose(W) y = MatMul(x, t)", {"W": normal(N, K)}),
+    "two products of one activation": (
+        "p = MatMul(x, W) q = MatMul(x, V) y = Sub(p, q)",
+        {"W": normal(K, N), "V": normal(K, N, seed=1)},
+    ),
+    "a weight of two activations": (
+        "z = Relu(x) p = MatMul(x, W) q = MatMul(z, W) y = Sub(p, q)",
+        {"W": normal(K, N)},
+    ),
+    "a product of a product": (
+        "p = MatMul(x, W) q = Add(p, b) r = MatMul(q, V) y = MatMul(r, U)",
+        {"W": normal(K, N), "b": normal(N), "V": normal(N, N, seed=1), "U": normal(N, 8)},
+    ),
+    "a norm before": (
+        "z = LayerNormalization(x, g, b) y = MatMul(z, W)",
+        {"W": normal(K, N), "g": np.geomspace(0.1, 50, K).astype(np.float32), "b": normal(K)},
+    ),
+    "a norm that others read": (
+        "z = LayerNormalization(x, g) p = MatMul(z, W) y = Concat<axis = 1>(p, z)",
+        {"W": normal(K, N), "g": np.geomspace(0.1, 50, K).astype(np.float32)},
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_is_near_float(form: str):
+    model, result = quantized(*FORMS[form])
+    assert not result.report.refused
+    assert error(model, read(result.model), with_outliers(256, seed=3)) < 0.03
+    assert "MatMulIntegerToFloat" in kinds(read(result.model))
+
+
+def test_a_constant_bias_takes_no_node_of_its_own():
+    _, result = quantized(*FORMS["a bias"], x=normal(256, K))
+    assert kinds(read(result.model)) == ["QuantizeLinear", "MatMulIntegerToFloat"]
+
+
+def test_the_scales_of_channels_go_into_the_norm_before():
+    _, result = quantized(*FORMS["a norm before"])
+    assert "Mul" not in kinds(read(result.model))
+    _, result = quantized(*FORMS["a norm that others read"])
+    assert {"Mul", "Gather"} & set(kinds(read(result.model)))
+
+
+def test_float16_models_stay_float16():
+    nodes = "p = MatMul(x, W) y = Add(p, b)"
+    half = {"W": normal(K, N).astype(np.float16), "b": normal(N).astype(np.float16)}
+    inputs = {"x": (T.FLOAT16, ("rows", K))}
+    x = with_outliers(256).astype(np.float16)
+    model, result = quantized(nodes, half, x, inputs=inputs, output_type=T.FLOAT16)
+    assert error(model, read(result.model), x) < 0.03
+
+
+@given(
+    st.integers(1, 40), st.integers(0, 2**32 - 1), st.sampled_from(["normal", "alike", "one"])
+)
+@settings(max_examples=60, deadline=None)
+def test_two_products_fit_into_16_bits(k: int, seed: int, kind: str):
+    """Of each four rows that a kernel without VNNI takes together, any two."""
+    rng = np.random.default_rng(seed)
+    weight = rng.normal(size=(k, 5)).astype(np.float32)
+    if kind == "alike":
+        weight = np.sign(weight)
+    elif kind == "one":
+        weight[1:] *= 1e-6
+    none = np.zeros(0, np.int64)
+    codes, scales = QuantizedProducts(np.float32(1), np.uint8(0), none).codes(weight)
+    for start in range(0, k, 4):
+        four = codes[start : start + 4].astype(int)
+        for signed in (four, -four):
+            pair = np.sort(np.maximum(signed, 0), axis=0)[-2:].sum(axis=0)
+            assert (255 * pair <= 32767).all()
+    assert (abs(codes * scales - weight) <= scales * 0.501).all()
+
+
+def test_a_text_does_not_depend_on_its_batch():
+    _, result = quantized(PRODUCT, {"W": normal(K, N)})
+    x, model = with_outliers(16, seed=2), read(result.model)
+    beside = np.concatenate([x, 1e4 * normal(16, K, seed=4)])
+    np.testing.assert_array_equal(run(model, x), run(model, beside)[:16])
+
+
+def test_padding_does_not_stretch_ranges():
+    """The mask says which tokens count, as for every method."""
+    model = encoder()
+    rng = np.random.default_rng(0)
+    ids = rng.integers(1, 20, (8, 12))
+    mask = np.ones_like(ids)
+    whole = {"input_ids": ids, "attention_mask": mask}
+    names = [value.name for value in model.graph.input]
+    half = {"input_ids": ids.copy(), "attention_mask": mask.copy()}
+    half["attention_mask"][:, 6:] = 0
+    half["input_ids"][:, 6:] = 0
+    for feed in (whole, half):
+        for name in names:
+            feed.setdefault(name, np.zeros_like(ids))
+    cut = {name: array[:, :6] for name, array in half.items()}
+    padded, alone = (
+        quantize(model, recipe="encoder8", calibration_data_reader=[feed], least_cosine=0)
+        for feed in (half, cut)
+    )
+    scales = [
+        {k: v for k, v in arrays_of(read(r.model)).items() if k.endswith(".scale")}
+        for r in (padded, alone)
+    ]
+    assert scales[0] and scales[0].keys() == scales[1].keys()
+    for name, scale in scales[0].items():
+        np.testing.assert_allclose(scale, scales[1][name], rtol=1e-5)
+
+
+REFUSED = {
+    "the weight on the left": ("y = MatMul(W, x)", {"W": normal(N, 8)}, "last axis"),
+    "a factor": ("y = Gemm<alpha = 2.0>(x, W)", {"W": normal(K, N)}, "alpha and a beta of 1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_has_no_such_product_stays_in_float(case: str):
+    nodes, constants, reason = REFUSED[case]
+    inputs = {"x": (T.FLOAT, (8, K))}
+    with pytest.raises(ModelFileError, match=reason):
+        quantized(nodes, constants, normal(8, K), inputs=inputs)
+
+
+def test_a_layer_that_8_bits_do_not_suit_stays_in_float():
+    """Tokens of which most are 1,000 times smaller than the largest, in every channel."""
+    x = normal(512, K)
+    x[1:] *= 1e-3
+    nodes = "p = MatMul(x, W) n = LayerNormalization(p, g) y = MatMul(n, V)"
+    constants = {"W": normal(K, N), "g": np.ones(N, np.float32), "V": normal(N, 8)}
+    model, result = quantized(nodes, constants, x, least_cosine=0.9999)
+    (kept,) = result.report.refused
+    assert kept.weight == "W" and "least_cosine" in kept.reason
+    assert error(model, read(result.model), x) < 0.03
+    with pytest.raises(ModelFileError, match="least_cosine"):
+        quantized(PRODUCT, {"W": normal(K, N)}, x, least_cosine=0.99999)
+
+
+def test_channels_are_kept_in_float_only_where_they_pay():
+    weight = normal(K, N)
+    assert not choose(normal(512, K), [weight]).outliers.size
+    found = choose(with_outliers(512), [weight])
+    assert set(found.outliers) >= {5, 40} or found.channel_scales is not None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"bits": 4}, "8 bits"),
+        ({"block_size": 32}, "block_size of -1"),
+        ({"share_of_8_bits": 0.1}, "share_of_8_bits"),
+        ({"least_cosine": 1.5}, "least_cosine is 1.5: 0 to 1"),
+        ({"rules": {"*": {"method": "rtn"}}}, "no other method"),
+    ],
+)
+def test_bad_recipes(fields: dict, message: str):
+    with pytest.raises(QuantizationError, match=message):
+        Recipe(**ENCODER8 | fields)
+
+
+def test_samples_and_a_recent_opset_are_needed():
+    model = text_model(PRODUCT, {"W": normal(K, N)}, opset=9)
+    with pytest.raises(ModelFileError, match="opset 9: export it with 10"):
+        quantize(model, recipe="encoder8", calibration_data_reader=[{"x": normal(8, K)}])
+    with pytest.raises(CalibrationError, match="NaN"):
+        quantized(PRODUCT, {"W": normal(K, N)}, np.full((8, K), np.nan, np.float32))
