@@ -370,8 +370,9 @@ def _similarities(vectors: _Floats) -> _Floats:
 
 def _rank_correlation(a: _Floats, b: _Floats) -> float:
     """Return Spearman's rank correlation of numbers that hardly ever are equal."""
-    ranks = np.stack([a, b]).argsort(kind="stable").argsort()
-    return float(np.corrcoef(ranks)[0, 1])
+    ranks = np.stack([a, b]).argsort(kind="stable").argsort().astype(np.float64)
+    ranks -= ranks.mean(axis=1, keepdims=True)
+    return float(ranks[0] @ ranks[1] / np.linalg.norm(ranks[0]) / np.linalg.norm(ranks[1]))
 
 
 def _pairs_of(path: Path, count: int) -> list[tuple[str, str]]:
