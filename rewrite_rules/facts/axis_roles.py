@@ -7,8 +7,8 @@
     Softmax(scores[a, 12, b, d] + bias)   d = n, where bias is computed from mask[m, n] alone
 
 Neither names nor sizes decide. Each equation holds where the model runs at all, or one of the
-sizes is 1; and a mask hides what its numbers say. Whoever rests a rewrite on them asks for the
-sizes of the inputs at run time, which leaves out the sizes of 1.
+sizes is 1 or 0; and a mask hides what its numbers say. Whoever rests a rewrite on them asks for the
+sizes of the inputs at run time, which leaves out the sizes of 1 and 0.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
+import math
 from collections.abc import Collection, Iterable, Iterator
 
 import onnx_ir as ir
@@ -24,6 +25,7 @@ from rewrite_rules.graph.nodes import captures
 from rewrite_rules.graph.parameters import int_attribute
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import Dim, Dims, known
+from rewrite_rules.shapes.node_facts import Site
 from rewrite_rules.shapes.operator_shapes import BROADCASTS
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
@@ -46,30 +48,73 @@ class AxisRoles:
         A number that a mask declares says nothing of an input that declares it, too.
         """
         with _opened(model.graph.inputs, masks):
-            self._shapes = ProvedShapes(model)
+            self.shapes = ProvedShapes(model, nonempty=True)
         self._masks = masks
         # What is joined along an axis, by its size.
         self._parts: dict[Dim, list[Dim]] = {}
-        self._roots: dict[int, int] = {}
-        # Sizes that follow from those of inputs; of others, each may be 1 in every run.
-        self._followed = {
-            unknown
+        self._solved: dict[int, Dim] = {}
+        self._ends: list[tuple[Dim, Dim, int]] = []
+        # The sizes of inputs, and where they are.
+        self.places = {
+            unknown: (value, axis)
             for value in model.graph.inputs
-            for dim in self._shapes.dims(value) or ()
+            for axis, dim in enumerate(self.shapes.dims(value) or ())
             for unknown in dim[1]
         }
+        # Sizes that follow from these; of others, each may be 1 in every run.
+        self._followed = set(self.places)
+        self._recipes: dict[int, tuple[str, tuple[Dim, ...]]] = {}
         self._sources: dict[ir.Value, frozenset[ir.Value]] = {}
-        self._pairs: dict[_Pair, None] = {}
+        # Equations, and whether one of the sizes may be 1 where they differ.
+        self._pairs: dict[_Pair, bool] = {}
         for node in model.graph:
             self._note_sources(node)
-            self._pairs.update(dict.fromkeys(self._equations(node)))
-        while sum(self._unify(*pair) for pair in self._pairs):
-            pass  # each may solve others
+            of_elements = not node.domain and node.op_type in _RESHAPES
+            for pair in self._equations(node):
+                self._pairs[pair] = self._pairs.get(pair, True) and not of_elements
+        self._solve()
+        # Lengths of Slices that take all of the tokens of masks that are not longer.
+        self.limits: list[int] = []
+        for whole, made, end in self._ends:
+            if any(self.same(whole, dims[1]) for dims in map(self.shapes.dims, masks) if dims):
+                self._pairs[whole, made] = True
+                self.limits.append(end)
+                self._solve()
 
     def dims(self, value: ir.Value) -> Dims | None:
         """Return the sizes of a value in the unknowns that stand for all equal ones."""
-        dims = self._shapes.dims(value)
+        dims = self.shapes.dims(value)
         return None if dims is None else tuple(map(self._rooted, dims))
+
+    def follow(self, value: ir.Value) -> bool:
+        """Return whether the sizes of a value follow from those of inputs, whatever these are.
+
+        They do in any run that has no size of 0.
+        """
+        dims = self.shapes.dims(value)
+        return dims is not None and all(map(self._is_sound, dims))
+
+    def _is_sound(self, dim: Dim) -> bool:
+        for unknown in dim[1]:
+            how, parts = self.recipe(unknown)
+            if unknown in self.places:
+                continue
+            if not parts or not all(map(self._is_sound, parts)):
+                return False
+            if how == "Min" and not any(self.same((1, (unknown,)), part) for part in parts):
+                return False
+        return True
+
+    def recipe(self, unknown: int) -> tuple[str, tuple[Dim, ...]]:
+        """Return the operator and the sizes that one is worked out from; none if it is not."""
+        found = self.shapes.unknowns.broadcast_parts((1, (unknown,)))
+        if found != ((1, (unknown,)),):
+            return "Max", found
+        return self._recipes.get(unknown, ("", ()))
+
+    def same(self, one: Dim, other: Dim) -> bool:
+        """Return whether two sizes count the same."""
+        return self._rooted(one) == self._rooted(other)
 
     def last_part(self, total: Dim) -> Dim | None:
         """Return the last of the sizes that are joined to one: the new tokens of all."""
@@ -96,8 +141,8 @@ class AxisRoles:
 
     def _equations(self, node: ir.Node) -> Iterator[_Pair]:
         """Yield pairs of sizes that are the same where a node runs; malformed nodes none."""
-        inputs = [None if value is None else self._shapes.dims(value) for value in node.inputs]
-        result = self._shapes.dims(node.outputs[0]) if node.outputs else None
+        inputs = [None if value is None else self.shapes.dims(value) for value in node.inputs]
+        result = self.shapes.dims(node.outputs[0]) if node.outputs else None
         try:
             for one, other in self._pairs_of(node, inputs, result):
                 if one != other and self._is_followed(one) and self._is_followed(other):
@@ -114,18 +159,20 @@ class AxisRoles:
         if kind in BROADCASTS:
             return self._broadcast(given, result)
         if kind == "Expand" and result is not None and inputs[0] is not None:
-            sizes = self._shapes.numbers(node.inputs[1]) or ()
+            sizes = self.shapes.numbers(node.inputs[1]) or ()
             wanted = tuple(size for size in sizes if size is not None)
             shapes = [inputs[0], wanted] if len(wanted) == len(sizes) else [inputs[0]]
             return self._broadcast(shapes, result)
         if kind in ("MatMul", "Gemm") and len(given) >= 2:
-            return self._product(node, given[0], given[1])
+            return self._product(node, given[0], given[1], result)
         if kind in _RESHAPES and inputs[0] is not None and result is not None:
             return self._reshaped(inputs[0], result)
         if kind == "Concat":
             axis = int_attribute(node, "axis", 0)
             self._note_parts(given, result, axis)
             return self._beside(given, axis)
+        if kind == "Slice" and inputs[0] is not None and result is not None:
+            self._note_first(node, inputs[0], result)
         if kind == "Softmax":
             return self._hidden_by_masks(node)
         return ()
@@ -141,20 +188,29 @@ class AxisRoles:
                 self._followed.update(made[1])
                 yield followed[0], made
 
-    def _product(self, node: ir.Node, one: Dims, other: Dims) -> Iterator[_Pair]:
+    def _product(
+        self, node: ir.Node, one: Dims, other: Dims, result: Dims | None
+    ) -> Iterator[_Pair]:
         if node.op_type == "Gemm":
             one = one[::-1] if int_attribute(node, "transA", 0) else one
             other = other[::-1] if int_attribute(node, "transB", 0) else other
         yield one[-1], other[-2 if len(other) > 1 else -1]
-        yield from self._broadcast([one[:-2], other[:-2]])
+        yield from self._broadcast([one[:-2], other[:-2]], result and result[:-2])
 
     def _reshaped(self, before: Dims, after: Dims) -> Iterator[_Pair]:
-        product = self._shapes.unknowns.product
+        product = self.shapes.unknowns.product
         made = product(after)
         unknown = [each for each in made[1] if each not in self._followed]
         if len(unknown) == 1:  # the size that is written as -1
             self._followed.update(unknown)
+            others = (dim for dim in after if unknown[0] not in dim[1])
+            self._note_recipe(unknown[0], "Div", product(before), product(others))
         yield product(before), made
+
+    def _note_recipe(self, unknown: int, how: str, *parts: Dim) -> None:
+        """Note how a size is worked out from older ones."""
+        if all(each < unknown for part in parts for each in part[1]):
+            self._recipes[unknown] = how, parts
 
     def _beside(self, shapes: list[Dims], axis: int) -> Iterator[_Pair]:
         for dims in shapes[1:]:
@@ -170,22 +226,41 @@ class AxisRoles:
             self._followed.update(result[axis][1])
             self._parts[result[axis]] = parts
 
+    def _note_first(self, node: ir.Node, before: Dims, after: Dims) -> None:
+        """Follow how many of the first places are taken: 1 only where one is asked for."""
+        site = Site(node, self.shapes, self.shapes.opset(node))
+        for start, end, axis, step in zip(*site.slices(), strict=True):
+            whole, made = before[axis], after[axis]
+            is_new = len(made[1]) == 1 and made != whole and end != known(1)
+            if start != known(0) or step != 1 or end is None or not is_new or end[0] < 1:
+                continue
+            if whole[1] and not end[1]:
+                self._ends.append((whole, made, end[0]))
+            elif whole[1] or whole[0] < 2 or not self._is_followed(end):
+                continue
+            self._followed.update(made[1])
+            self._note_recipe(made[1][0], "Min", whole, end)
+
+    def _solve(self) -> None:
+        while sum(self._unify(*pair, may_be_1) for pair, may_be_1 in self._pairs.items()):
+            pass  # each may solve others
+
     def _hidden_by_masks(self, node: ir.Node) -> Iterator[_Pair]:
         """Yield the axis that a Softmax is along, and that of each mask that it is made under.
 
         Such a mask is all that some operand of the scores depends on. Rows are the first axis.
         """
         scores = node.inputs[0]
-        dims = None if scores is None else self._shapes.dims(scores)
+        dims = None if scores is None else self.shapes.dims(scores)
         if scores is None or not dims:
             return
         axis = int_attribute(node, "axis", -1) % len(dims) - len(dims)
         pending, seen = [scores], set[ir.Value]()
         for value in pending:
             source, *others = self.sources(value) or (None,)
-            own = self._shapes.dims(value)
+            own = self.shapes.dims(value)
             if source is not None and not others and value is not scores:
-                mask = self._shapes.dims(source)
+                mask = self.shapes.dims(source)
                 if source in self._masks and mask and own and -axis <= len(own):
                     if own[axis] != known(1):
                         yield dims[axis], mask[1]
@@ -203,23 +278,30 @@ class AxisRoles:
 
     # Solutions
 
-    def _unify(self, one: Dim, other: Dim) -> bool:
-        """Take two sizes for equal; return whether that says that two unknowns are."""
-        counts = [collections.Counter(self._rooted(dim)[1]) for dim in (one, other)]
+    def _unify(self, one: Dim, other: Dim, may_be_1: bool) -> bool:
+        """Take two sizes for equal; return whether that says what an unknown is."""
+        pair = [self._rooted(dim) for dim in (one, other)]
+        counts = [collections.Counter(dim[1]) for dim in pair]
         common = counts[0] & counts[1]
-        left = [list((count - common).elements()) for count in counts]
-        if one[0] != other[0] or [len(each) for each in left] != [1, 1]:
+        left = [
+            (size, tuple((count - common).elements()))
+            for (size, _), count in zip(pair, counts, strict=True)
+        ]
+        (total, others), (count, unknowns) = sorted(left, key=lambda d: (len(d[1]) == 1, d[1]))
+        if len(unknowns) != 1 or not count or total % count or len(others) > 1:
             return False
-        self._roots[max(left)[0]] = min(left)[0]
+        if may_be_1 and not others:
+            return False
+        self._solved[unknowns[0]] = total // count, others
         return True
 
     def _rooted(self, dim: Dim) -> Dim:
-        return dim[0], tuple(sorted(map(self._root, dim[1])))
-
-    def _root(self, unknown: int) -> int:
-        while unknown in self._roots:
-            unknown = self._roots[unknown]
-        return unknown
+        count, unknowns = dim
+        while any(unknown in self._solved for unknown in unknowns):
+            solved = [self._solved.get(unknown, (1, (unknown,))) for unknown in unknowns]
+            count *= math.prod(size for size, _ in solved)
+            unknowns = tuple(each for _, many in solved for each in many)
+        return count, tuple(sorted(unknowns))
 
 
 @contextlib.contextmanager

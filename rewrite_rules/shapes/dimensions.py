@@ -134,9 +134,13 @@ class Unknowns:
             for i in range(rank)
         )
 
+    def broadcast_parts(self, dim: Dim) -> tuple[Dim, ...]:
+        """Return the sizes that a dimension was broadcast from; itself for any other."""
+        return self._broadcast.get(dim, (dim,))
+
     def _broadcast_dim(self, sizes: set[Dim]) -> Dim:
         # Broadcasting again what has been broadcast already changes nothing.
-        sizes = {part for size in sizes for part in self._broadcast.get(size, (size,))}
+        sizes = {part for size in sizes for part in self.broadcast_parts(size)}
         sizes.discard((1, ()))
         if len(sizes) < 2:
             return sizes.pop() if sizes else known(1)

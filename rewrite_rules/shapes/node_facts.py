@@ -65,10 +65,14 @@ def sliced(size: int, start: int, end: int, step: int) -> range:
 
 
 class Facts:
-    """What is known of the values before a node; ``estimates`` may not hold in every run."""
+    """What is known of the values before a node; ``estimates`` may not hold in every run.
+
+    ``nonempty``: no size is 0.
+    """
 
     unknowns: Unknowns
     estimates = False
+    nonempty = False
 
     def shape(self, value: ir.Value) -> Shape:
         """The shape of a value."""

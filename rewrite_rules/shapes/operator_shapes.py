@@ -130,7 +130,7 @@ def _reshape(site: Site) -> Sequence[Shape]:
             result.append(None)
         elif size == (0, ()) and not literal:
             result.append(below)
-        elif size is None or literal or not size[1]:
+        elif size is None or literal or site.facts.nonempty or not size[1]:
             result.append(size)
         else:  # if this is 0, the size of the input stands here: it has to be 0, too
             zero = below is not None and (below[0] == 0 or set(size[1]) <= set(below[1]))
@@ -220,6 +220,8 @@ def _slice(site: Site) -> Sequence[Shape]:
             result[axis] = known(len(sliced(size, first, last, step)))
         elif step == 1 and first == 0 and (end == dim or _takes_all(last)):
             continue
+        elif site.facts.nonempty and (first, last, step) == (0, 1, 1):
+            result[axis] = known(1)
         elif start is None or end is None:
             result[axis] = site.unknowns.fresh_dim()
         else:

@@ -45,14 +45,18 @@ class ProvedShapes(Facts):
 
     Without ``names``, everything that is found holds in every run. ``on_demand`` looks only at
     what a value that is asked for is computed from; else at the whole graph, and on demand at
-    what was added since.
+    what was added since. ``nonempty``: what is found holds in runs that have no size of 0.
     """
 
     def __init__(
-        self, model: ir.Model, names: DeclaredNames | None = None, on_demand: bool = False
+        self,
+        model: ir.Model,
+        names: DeclaredNames | None = None,
+        on_demand: bool = False,
+        nonempty: bool = False,
     ) -> None:
         self.unknowns = Unknowns(arithmetic=names is None or names.arithmetic)
-        self.estimates = names is not None
+        self.estimates, self.nonempty = names is not None, nonempty
         self._names = names
         self._main = model.opset_imports
         self._opsets: dict[object, Mapping[str, int]] = {}

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
 
 from rewrite_rules.facts.operator_table import (
     DOMAINS,
@@ -24,10 +23,9 @@ from rewrite_rules.facts.operator_table import (
     PerToken,
     per_token,
 )
-from rewrite_rules.graph.parameters import axes_of, axis_of, constant, type_attribute
+from rewrite_rules.graph.parameters import axes_of, axis_of, constant_ints, type_attribute
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import known
-from rewrite_rules.trim_padding.length_steps import NO_END
 from rewrite_rules.trim_padding.token_axes import (
     BATCH,
     UNFIT,
@@ -39,9 +37,9 @@ from rewrite_rules.trim_padding.token_axes import (
     marked,
     plain,
     sequences_of,
-    split_axes,
+    size_of,
 )
-from rewrite_rules.trim_padding.token_flow import Choice, Evaluated, Rule, Site, flagged
+from rewrite_rules.trim_padding.token_flow import Rule, Side, Site
 
 _MICROSOFT = "com.microsoft"
 _UNSURE = "takes positions that may be padding: only the first is sure to be real"
@@ -92,7 +90,7 @@ def _broadcast(
 def _elementwise(site: Site) -> Axes:
     """Broadcast; an operand that is 0 everywhere is zero along all axes."""
     present = [i for i in range(len(site.node.inputs)) if site.has(i)]
-    beside = [Sequence(zero=site.is_zero(i), same=True) for i in present]
+    beside = [dataclasses.replace(site.beside(i), low=False) for i in present]
     return _broadcast(site.operands(), per_token(site.node) or _NEVER, beside)
 
 
@@ -110,19 +108,37 @@ def _quantized(site: Site) -> Axes:
 
 
 def _where(site: Site) -> Axes:
-    """Flags follow from the condition's numbers, if they are known."""
+    """Of an operand that the condition chooses at padded positions, what that has there."""
     axes = _elementwise(site)
-    condition, one, other = site.evaluated(0), site.stand_in(1), site.stand_in(2)
-    if condition is None or one is None or other is None:
-        return axes
-    chosen = [np.where(*each) for each in zip(condition.arrays, one, other, strict=True)]
-    found = flagged(chosen, axes, site.runs)
-    was_set = any(f.set_by_mask for f in sequences_of(*site.tokens(1), *site.tokens(2)))
-    return found if not was_set else changed(found, _set_unless_zero)
+    sides = [
+        ((),) * (len(axes) - len(operand)) + operand for operand in map(site.tokens, range(3))
+    ]
+    beside = [site.beside(i) for i in range(3)]
+    is_one = len(sequences_of(*axes)) == 1
+    result = list(axes)
+    for i, axis in enumerate(axes):
+        if len(axis) == 1 and sequences_of(axis):
+            factors = [
+                (sequences_of(side[i]) or [own])[0]
+                for side, own in zip(sides, beside, strict=True)
+            ]
+            (joined,) = sequences_of(axis)
+            result[i] = (_chosen(*factors, joined, is_one),)
+    return tuple(result)
 
 
-def _set_unless_zero(factor: Sequence) -> Sequence:
-    return dataclasses.replace(factor, set_by_mask=not factor.zero)
+def _chosen(
+    condition: Sequence, one: Sequence, other: Sequence, joined: Sequence, is_one: bool
+) -> Sequence:
+    if condition.high:
+        one, other = other, one
+    elif not condition.zero:
+        return joined
+    # Where the mask is the only sequence, positions behind all rows are all padded.
+    same = joined.same or (is_one and other.uniform)
+    low = other.low and not one.low and (condition.low or condition.high)
+    was_set = one.set_by_mask or other.set_by_mask or low or same
+    return Sequence(other.zero, low, same=same, set_by_mask=was_set and not other.zero)
 
 
 # Along axes, under a mask where those hold the sequence
@@ -149,7 +165,7 @@ def _product(site: Site, one: Axes, other: Axes) -> Axes:
         Sequence(zero=(a.zero or b.zero) and not (a.low or b.low)) for a, b in pairs
     )
     if plain([one[-1]]) != plain([other[-2]]):
-        if site.runs.size(one[-1]) != site.runs.size(other[-2]):
+        if size_of(one[-1]) != size_of(other[-2]):
             raise Refusal(UNFIT)
         both = (Sequence(),) * len(both)
     rows = tuple(factor for factor in one[-1] if factor == BATCH)
@@ -218,41 +234,23 @@ def _reduce(flag: str) -> Rule:
     return rule
 
 
-def _arg_reduce(site: Site) -> Axes | Evaluated:
-    """Take a position that an input chooses to be a real one; where it is not, none is cut."""
-    choice = _choice(site) if site.axis(0) == 1 and site.exact else None
-    if choice is None:
+def _arg_reduce(site: Site) -> Axes | Side:
+    """Take the position that whole inputs choose."""
+    axes, value = site.tokens(), site.input(0)
+    of_rows = len(axes) == 2 and axes[0] in ((), (BATCH,)) and plain(axes)[1] == (Sequence(),)
+    if not of_rows or site.axis(0) != 1 or not site.flow.is_made_of_inputs(value):
         return _reduced(site, {site.axis(0)}, "")
-    site.flow.choices.append(choice)
-    site.flow.unpackable = "padding may be pooled"
-    keep = site.integer("keepdims", 1)
-    places = site.runs.real_positions()
-    return Evaluated(tuple(one[:, None] if keep else one for one in places))
-
-
-def _choice(site: Site) -> Choice | None:
-    """Follow the node back to an input ``[batch, sequence]``; None where that fails."""
-    axes, steps = site.tokens(), list[tuple[ir.Node, int]]()
-    if axes[1:] != ((Sequence(),),) or site.runs.size(axes[0]) != site.runs.batch:
-        return None
-    node: ir.Node | None = site.node
-    while node is not None and node.domain == "" and len(node.outputs) == 1:
-        reads = [(i, v) for i, v in enumerate(node.inputs) if v and constant(v) is None]
-        index, source = reads[0]
-        reshapes = node.op_type == "Reshape"  # from these axes to these: changes nothing
-        if len(reads) > 1 + reshapes or site.flow.tokens(source).axes != axes:
-            return None
-        if not reshapes:
-            steps.append((node, index))
-        if source.is_graph_input():
-            return Choice(source, steps[::-1])
-        node = source.producer()
-    return None
+    places = site.flow.samples.real_positions()
+    if site.integer("keepdims", 1):
+        places = (each[:, None] for each in places)
+    return site.flow.side(site.node.outputs[0], places)
 
 
 def _cumulative_sum(site: Site) -> Axes:
-    axes, (number, *_) = site.tokens(), site.constants(1)
-    axis = axes[axis_of(number, len(axes))]
+    axes, number = site.tokens(), constant_ints(site.input(1))
+    if number is None:
+        raise Refusal("sums along an axis that is not constant")
+    axis = axes[axis_of(number[0], len(axes))]
     if not site.exact or site.integer("reverse", 0) or len(axis) != 1:
         site.mixes([axis], beside=axes)
     else:
@@ -284,15 +282,13 @@ def _transpose(site: Site) -> Axes:
 
 def _repeated(site: Site) -> Axes:
     """Expand or Tile: an axis several times, or as it is."""
-    (after,) = site.sizes()
-    axes = site.tokens()
+    after, axes, sizes = site.made(), site.tokens(), site.sizes
     result = []
-    for axis, size in zip(((),) * (len(after) - len(axes)) + axes, after, strict=True):
-        pairs = zip(size, site.runs.size(axis), strict=True)
-        times = site.runs.axis(tuple(n // own if own else 1 for n, own in pairs))
-        if times and sequences_of(axis):
-            raise Refusal("changes the axis of the sequence")
-        result.append((*times, *axis))
+    for axis, dim in zip(((),) * (len(after) - len(axes)) + axes, after, strict=True):
+        same = sizes.is_of(axis, dim)
+        if not same and any(not isinstance(factor, int) for factor in axis):
+            raise Refusal("changes the axis of the sequence" if sequences_of(axis) else UNFIT)
+        result.append(axis if same else sizes.axis(dim))
     return tuple(result)
 
 
@@ -309,10 +305,9 @@ def _rows_picked(site: Site, axes: Axes, *along: int) -> Axes:
 
 def _concat(site: Site) -> Axes:
     parts, axis = site.operands(), site.axis(0)
-    (after,) = site.sizes()
     if any(sequences_of(axes[axis]) for axes in parts):
         raise Refusal("changes the axis of the sequence")
-    made = site.runs.axis(after[axis])
+    made = site.sizes.axis(site.made()[axis])
     if len(parts) > 1:
         parts = [_rows_picked(site, axes, axis) for axes in parts]
     joined = _broadcast([(*axes[:axis], (), *axes[axis + 1 :]) for axes in parts], _ALL_KEPT)
@@ -324,87 +319,80 @@ def _split(site: Site) -> list[Axes]:
     if sequences_of(axes[axis]):
         raise Refusal("changes the axis of the sequence")
     axes = _rows_picked(site, axes, axis)
-    return [
-        (*axes[:axis], site.runs.axis(sizes[axis]), *axes[axis + 1 :])
-        for sizes in site.sizes()
-    ]
+    parts = [site.sizes.axis(site.made(i)[axis]) for i in range(len(site.node.outputs))]
+    return [(*axes[:axis], part, *axes[axis + 1 :]) for part in parts]
 
 
 def _slice(site: Site) -> Axes:
-    axes, (after,) = list(site.tokens()), site.sizes()
-    starts, _, along, steps = site.slices()
-    _note_bounds(site, tuple(axes), along)
-    for start, axis, step in zip(starts, along, steps, strict=True):
+    axes = list(site.tokens())
+    starts, ends, along, steps = site.slices()
+    whole = site.node.outputs[0]
+    for start, end, axis, step in zip(starts, ends, along, steps, strict=True):
         axis = axis_of(axis, len(axes))
+        after = (site.flow.roles.dims(whole) or ())[axis]
         in_front = start == known(0) and step == 1
-        whole = in_front and after[axis] == site.runs.size(axes[axis])
-        if not sequences_of(axes[axis]):
-            axes = axes if whole else list(_rows_picked(site, tuple(axes), axis))
-            axes[axis] = site.runs.axis(after[axis])
-            if sequences_of(axes[axis]) and not in_front:
-                raise Refusal(UNFIT)
-        elif not whole:
-            if not in_front or set(after[axis]) != {1} or len(axes[axis]) != 1:
+        before = axes[axis]
+        if in_front and site.sizes.is_of(before, after):
+            continue
+        if sequences_of(before):
+            if not in_front or after != known(1) or len(before) != 1:
                 raise Refusal(_UNSURE)
             axes[axis] = ()
+            continue
+        axes = list(_rows_picked(site, tuple(axes), axis))
+        axes[axis] = site.sizes.axis(after)
+        if sequences_of(axes[axis]):
+            # As many rows of a table as there are positions, which it has: L <= rows.
+            is_table = len(before) == 1 and isinstance(before[0], int) and before[0] > 1
+            if not (in_front and is_table and end and site.flow.roles.same(end, after)):
+                raise Refusal(UNFIT)
+    site.made()
     return tuple(axes)
-
-
-def _note_bounds(site: Site, axes: Axes, along: Collection[int]) -> None:
-    bounds = [site.evaluated(1), site.evaluated(2)]
-    for i, axis in enumerate(along):
-        first, last = (
-            [int(array.reshape(-1)[i]) for array in each.arrays] if each else [0]
-            for each in bounds
-        )
-        site.flow.steps.slice(site.runs.size(axes[axis]), first, last)
-        if sequences_of(axes[axis]) and max(last) < NO_END:
-            site.flow.unpackable = "the model ends at some length"
 
 
 def _gather(site: Site) -> Axes:
     axes, axis = site.tokens(), site.axis(0)
-    if _picks_real(site, axes[axis : axis + 1], joined=False):
-        places = tuple(map(site.runs.axis, site.flow.sizes(site.evaluated(1)) or ()))
-        return (*axes[:axis], *places, *axes[axis + 1 :])
-    if sequences_of(axes[axis]) and (len(axes[axis]) != 1 or not site.is_zero(1)):
-        raise Refusal(_UNSURE)
+    place = axes[axis]
+    if sequences_of(place):
+        if len(place) == 1 and site.flow.is_constant(site.input(1)) and site.beside(1).zero:
+            return (*axes[:axis], *_looked_up(site), *axes[axis + 1 :])
+        return _positions(site, axes[:axis], place, axes[axis + 1 :], joined=False)
     axes = _rows_picked(site, axes, axis)
-    return (*axes[:axis], *_looked_up(site.tokens(1)), *axes[axis + 1 :])
+    return (*axes[:axis], *_looked_up(site), *axes[axis + 1 :])
 
 
-def _looked_up(indices: Axes) -> Axes:
+def _looked_up(site: Site) -> Axes:
     """Return the axes of rows of a table: row 0 is not 0."""
-    return changed(indices, lambda factor: Sequence(same=factor.uniform))
+    axes = plain(site.tokens(1))
+    if 1 in site.read:
+        site.read[1] = axes
+    return axes
 
 
-def _picks_real(site: Site, axes: Axes, joined: bool) -> bool:
-    """Whether an index into rows and positions picks the same real ones in each pair of runs.
+def _positions(site: Site, before: Axes, place: Axis, behind: Axes, joined: bool) -> Axes:
+    """Take positions that the mask or an input chooses; they are asked to be real.
 
-    If joined, its last axis holds a number for each.
+    ``joined``: the last axis of the index holds a row and a position.
     """
-    index, runs = site.evaluated(1), site.runs
-    *rows, last = [factor for axis in plain(axes) for factor in axis] or [1]
-    if index is None or last != Sequence() or runs.size(tuple(rows)) != runs.batch:
-        return False
-    picked = list[NDArray[Any]]()
-    for run, (mask, array) in enumerate(zip(runs.masks, index.arrays, strict=True)):
-        numbers = np.add.outer(np.arange(len(mask)) << 32, np.arange(mask.shape[1]))
-        places = np.where(mask, numbers, -1).reshape([runs.size(axis)[run] for axis in axes])
-        try:
-            picked.append(places[tuple(np.moveaxis(array, -1, 0)) if joined else array])
-        except IndexError:
-            return False
-    pairs = zip(picked[::2], picked[1::2], strict=True)
-    return all(one.min(initial=0) >= 0 and np.array_equal(one, other) for one, other in pairs)
+    index = site.flow.value(site.input(1))
+    of_rows = plain([place])[0] in ((BATCH, Sequence()), (Sequence(),))
+    one_row = BATCH in place or all(len(mask) == 1 for mask in site.flow.samples.masks)
+    if not isinstance(index, Side) or not of_rows or not one_row:
+        raise Refusal(_UNSURE)
+    indices = site.tokens(1)[: -1 if joined else None]
+    if sequences_of(*before, *indices, *behind):
+        raise Refusal(_UNSURE)
+    del site.read[1]
+    site.flow.picked[site.node, 1] = joined
+    site.flow.unpackable = "padding may be pooled"
+    return (*before, *indices, *behind)
 
 
 def _gather_block_quantized(site: Site) -> Axes:
-    _, indices, *_ = site.operands()
-    (after,) = site.sizes()
+    indices, after = _looked_up(site), site.made()
     if len(after) != len(indices) + 1 or site.integer("gather_axis", 0):
         raise Refusal(UNFIT)
-    return (*_looked_up(indices), site.runs.axis(after[-1]))
+    return (*indices, site.sizes.axis(after[-1]))
 
 
 def _gather_elements(site: Site) -> Axes:
@@ -416,30 +404,44 @@ def _gather_elements(site: Site) -> Axes:
     if plain(beside[0]) != plain(beside[1]):
         raise Refusal(UNFIT)
     kept = _broadcast(beside)
-    return (*kept[:axis], *_looked_up(indices[axis : axis + 1]), *kept[axis:])
+    return (*kept[:axis], *plain(indices[axis : axis + 1]), *kept[axis:])
 
 
 def _gather_nd(site: Site) -> Axes:
-    data, indices = site.tokens(0), site.tokens(1)
-    skipped = site.integer("batch_dims", 0)
-    picked = skipped + site.runs.size(indices[-1])[0]
-    if not any(map(sequences_of, data[:picked])):
-        data = _rows_picked(site, data, *range(skipped, picked))
-    elif skipped or not _picks_real(site, data[:picked], joined=True):
-        raise Refusal(_UNSURE)
-    return (*_looked_up(indices[:-1]), *data[picked:])
+    data, skipped = site.tokens(), site.integer("batch_dims", 0)
+    *indices, (depth,) = [axis or (1,) for axis in site.tokens(1)]
+    if not isinstance(depth, int):
+        raise Refusal(UNFIT)
+    picked = data[: skipped + depth]
+    if any(map(sequences_of, picked)):
+        place = tuple(factor for axis in picked for factor in axis)
+        if skipped or len(picked) != 2:
+            raise Refusal(_UNSURE)
+        return _positions(site, (), place, data[2:], joined=True)
+    data = _rows_picked(site, data, *range(skipped, skipped + depth))
+    return (*_looked_up(site)[:-1], *data[skipped + depth :])
 
 
-def _shape(site: Site) -> Evaluated:
+def _shape(site: Site) -> Side:
     axes = site.tokens()
     span = slice(site.integer("start", 0), site.integer("end", len(axes)))
-    sizes = [site.runs.size(axis) for axis in axes][span]
-    return site.counting([np.array(each, np.int64) for each in zip(*sizes, strict=True)])
+    return _counts(site, [[axis] for axis in axes[span]])
 
 
-def _size(site: Site) -> Evaluated:
-    sizes = site.runs.size(tuple(factor for axis in site.tokens() for factor in axis))
-    return site.counting([np.array(size, np.int64) for size in sizes])
+def _size(site: Site) -> Side:
+    return _counts(site, site.tokens())
+
+
+def _counts(site: Site, counted: Any) -> Side:
+    samples = site.flow.samples
+    runs = range(len(samples.masks))
+    arrays = [
+        np.array([samples.size(*axis, run) for axis in counted], np.int64)
+        if site.node.op_type == "Shape"
+        else np.array(samples.size(tuple(f for axis in counted for f in axis), run), np.int64)
+        for run in runs
+    ]
+    return site.flow.side(site.node.outputs[0], arrays)
 
 
 def _rows(rule: Rule, operators: str) -> dict[str, Rule]:
@@ -461,7 +463,7 @@ _STANDARD: dict[str, Rule] = {
     "MatMul": _matmul,
     # Moving tokens.
     **_rows(
-        lambda site: split_axes(site.tokens(), site.sizes()[0], site.runs),
+        lambda site: site.sizes.split(site.tokens(), site.made()),
         "Flatten Reshape Squeeze Unsqueeze",
     ),
     **_rows(_repeated, "Expand Tile"),

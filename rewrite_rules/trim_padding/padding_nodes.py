@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The nodes that count padding, cut inputs and pad outputs, or run on real tokens only.
+"""The nodes that count padding, cut inputs and pad outputs.
 
     mask [batch, sequence] -> Cast(bool) -> Cast(int32)
          -> ReduceMax over rows               [sequence], 1 where any row is real
@@ -8,96 +8,115 @@
          -> ArgMax                            [1], padded positions at the end
 
 A mask without any real position counts as one without padding: ArgMax takes the first of equal
-numbers. What is asked of each batch (:class:`Conditions`):
+numbers. What is asked of each batch; where one does not hold, nothing is cut:
 
-    every row has a real position        ReduceMax along rows -> ReduceMin
-    inputs are as large as the mask      Shape -> Max, Min -> Equal
-    positions that inputs choose are real    GatherElements -> ReduceMin
-    no branch of the model changes       length <= longest
+    every row has a real position            ReduceMax along rows -> ReduceMin
+    inputs are as large as the mask          Shape -> Max, Min -> Equal
+    what side values show at padding         Greater, Equal -> ReduceMax
+    positions that are picked are real       Gather -> ReduceMin
 """
 
 from __future__ import annotations
 
-import collections.abc
-import dataclasses
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from onnxscript import TapeBuilder
 
-from rewrite_rules.facts.operator_table import NORMS, per_token
-from rewrite_rules.graph.initializers import FreshNames, new_initializer
-from rewrite_rules.graph.nodes import producer
-from rewrite_rules.graph.parameters import constant_ints, int_attribute
-from rewrite_rules.trim_padding.token_axes import BATCH, Sequence
-from rewrite_rules.trim_padding.token_flow import Choice, Evaluated, TokenFlow
+from rewrite_rules.graph.initializers import FreshNames
+from rewrite_rules.graph.parameters import constant
+from rewrite_rules.remarks import Refusal
+from rewrite_rules.trim_padding.sample_masks import LOW
+from rewrite_rules.trim_padding.token_axes import BATCH, UNFIT, Axes, Sequence, sequences_of
+from rewrite_rules.trim_padding.token_flow import Side, TokenFlow
 
 _ATTRIBUTE_AXES_UNTIL = 18  # ReduceMax has its axes as an attribute before this opset
 _INT64_MIN = np.iinfo(np.int64).min
-_MICROSOFT = "com.microsoft"
-# What a product's other inputs are at most: a matrix for MatMul, any constants for the other.
-_PRODUCTS = {"MatMul": 2, "MatMulNBits": 9}
-_ALLOWZERO_SINCE = 14
-_MAX_LENGTH = 1 << 24
-# A region has to save more than its gathers take.
-_MIN_PRODUCTS = 2
+_INT64_MAX = np.iinfo(np.int64).max
 
 
-@dataclasses.dataclass(frozen=True)
-class Conditions:
-    """What is asked of each batch; where one does not hold, nothing is cut.
+class NewNodes(TapeBuilder):
+    """Nodes that a graph gets, and their constants."""
 
-    Attributes:
-        choices: What has to choose real positions.
-        sizes: Where inputs have the batch, if they do, and where the sequence, each time: as
-            large as the mask's.
-        longest: Greatest length.
-    """
+    def __init__(self, names: FreshNames) -> None:
+        super().__init__()
+        self._names = names
 
-    choices: collections.abc.Sequence[Choice]
-    sizes: Mapping[ir.Value, tuple[int | None, ...]]
-    longest: int
+    def integers(self, numbers: Any) -> ir.Value:
+        return self.constant(np.array(numbers, np.int64))
+
+    def constant(self, array: Any) -> ir.Value:
+        name = self._names.take("trim_padding_number")
+        return self.initializer(ir.Tensor(np.asarray(array), name=name))
+
+    def is_real(self, mask: ir.Value) -> Any:
+        """Return a mask as bool: any number but 0 is real."""
+        is_bool = mask.dtype is ir.DataType.BOOL
+        return mask if is_bool else self.Cast(mask, to=ir.DataType.BOOL)
+
+    def register(self, graph: ir.Graph) -> None:
+        """Give a graph the constants."""
+        for value in self.initializers:
+            graph.register_initializer(value)
 
 
 class PaddingNodes:
     """Makes the nodes for one model; :meth:`insert` puts them into it."""
 
     def __init__(
-        self, model: ir.Model, names: FreshNames, mask: ir.Value, multiple: int
+        self, model: ir.Model, names: FreshNames, mask: ir.Value, flow: TokenFlow
     ) -> None:
-        """Prepare to keep a multiple of a length, by ``mask``, ``[batch, sequence]``."""
-        self._graph = model.graph
+        """Prepare to cut by ``mask``, ``[batch, sequence]``."""
+        self._graph, self._flow, self._mask = model.graph, flow, mask
         self._opset = model.opset_imports[""]
         self._names = names
-        self._mask, self._multiple = mask, multiple
-        self._before = _NewNodes(model.graph, names)
-        self._after = _NewNodes(model.graph, names)
+        self._before, self._after = NewNodes(names), NewNodes(names)
         self._pads: dict[tuple[int, ...], ir.Value] = {}
+        self._wholes: dict[ir.Value, Any] = {}
+        self._clones: dict[Any, Any] = {}
         self._cut: ir.Value | None = None
 
-    def count(self, conditions: Conditions, keep_one: bool) -> None:
-        """Count the padding behind the longest row; ``keep_one``: but for one position."""
-        op, integers = self._before, self._before.integers
-        mask, back = self._mask, integers([-1])
-        if conditions.choices:  # a mask of length 1 stands for all positions, here as well
-            mask = op.Expand(mask, op.Shape(conditions.choices[0].source))
-        numbers = op.Cast(op.is_real(mask), to=ir.DataType.INT32)
-        longest = self._greatest(numbers, 0, keepdims=0)
-        for holds in self._conditions(conditions, numbers):
+    def count(
+        self, sizes: Mapping[ir.Value, tuple[int | None, ...]], multiple: int, repeated: bool
+    ) -> None:
+        """Count the padding behind the longest row.
+
+        Args:
+            sizes: Where inputs have the batch, if they do, and where the sequence, each time.
+            multiple: The length that is kept is a multiple of it.
+            repeated: One position of the padding is kept, and shows what stands at the others.
+        """
+        op, integers, back = self._before, self._before.integers, self._before.integers([-1])
+        mask = self._mask
+        picked = (node.inputs[index] for node, index in self._flow.picked)
+        sources = [v for value in picked if value for v in self._flow.roles.sources(value)]
+        for source in dict.fromkeys(sources):
+            if source is not mask:  # one of length 1 stands for all positions
+                mask = op.Expand(mask, op.Shape(source))
+        self._real = op.is_real(mask)
+        numbers = op.Cast(self._real, to=ir.DataType.INT32)
+        any_row = longest = self._reduced("ReduceMax", numbers, 0, keepdims=0)
+        self._length = op.Gather(op.Shape(self._mask), integers([1]), axis=0)
+        conditions = [*self._sizes_agree(sizes), *self._asked(any_row, repeated), *self._picks()]
+        # Of another rank than the longest row: under one name for both axes of the mask,
+        # onnxruntime would let them share a buffer.
+        rows = self._reduced("ReduceMax", numbers, 1, keepdims=1)
+        if limits := self._flow.roles.limits:
+            fits = op.Less(self._length, integers([min(limits) + 1]))
+            conditions.append(op.Cast(fits, to=ir.DataType.INT32))
+        for holds in (op.ReduceMin(rows, keepdims=0), *conditions):
             longest = op.Mul(longest, holds)
         backwards = op.Slice(longest, back, integers([_INT64_MIN + 1]), integers([0]), back)
         lowest = op.constant(np.array(np.iinfo(np.int32).min, np.int32))
         behind = op.Pad(backwards, integers([0, 1]), lowest)
         cut = op.ArgMax(behind, axis=0, keepdims=1)
-        if keep_one:
+        if repeated:
             cut = op.Max(op.Sub(cut, integers([1])), integers([0]))
-        if self._multiple > 1:
+        if multiple > 1:
             # Cut less, until what is kept is a multiple, or nothing is cut.
-            length = op.Gather(op.Shape(mask), integers([1]), axis=0)
-            more = op.Mod(op.Sub(cut, length), integers([self._multiple]))
+            more = op.Mod(op.Sub(cut, self._length), integers([multiple]))
             cut = op.Max(op.Sub(cut, more), integers([0]))
         self._cut = cut
 
@@ -110,13 +129,46 @@ class PaddingNodes:
         for node, index in readers:
             node.replace_input_with(index, cut)
 
+    def cut_sides(self) -> None:
+        """Have tokens meet side values that are computed from whole inputs."""
+        op, integers = self._before, self._before.integers
+        nothing = op.Equal(self._cut, integers([0]))
+        left = op.Sub(self._length, self._cut)
+        kept = op.Where(nothing, integers([_INT64_MAX]), left)
+        ends, made = {1: kept}, dict[ir.Value, Any]()
+        for (node, index), axes in self._flow.read.items():
+            value = node.inputs[index]
+            assert value is not None
+            along = [i for i, axis in enumerate(axes) if sequences_of(axis)]
+            if value not in made:
+                made[value] = self._whole(value)
+                count = len(along)
+                if count and count not in ends:
+                    ends[count] = op.Concat(*[kept] * count, axis=0)
+                if count:
+                    starts = integers([0] * count)
+                    made[value] = op.Slice(made[value], starts, ends[count], integers(along))
+                    made[value].type = value.type
+            self._replace(node, index, made[value])
+        for (node, index), joined in self._flow.picked.items():
+            value = node.inputs[index]
+            assert value is not None
+            place = self._whole(value)
+            if not joined:
+                # The position, and the rows before it, which are shorter now.
+                place = self._int64(place)
+                rows = op.Div(place, op.Max(self._length, integers([1])))
+                place = op.Sub(place, op.Mul(rows, self._cut))
+                place.type = ir.TensorType(ir.DataType.INT64)
+            self._replace(node, index, place)
+
     def pad_output(self, value: ir.Value, axes: Mapping[int, Sequence]) -> None:
         """Pad an output to the length that was given.
 
         What the model has behind the longest row is repeated where that is one value; else
         the padding is 0.
         """
-        assert value.shape is not None and value.name is not None
+        assert value.shape is not None
         name, value.name = value.name, self._names.take(f"{value.name}_cut")
         kept = [None if i in axes else dim for i, dim in enumerate(value.shape)]
         repeated = [i for i, behind in axes.items() if behind.same and not behind.zero]
@@ -127,62 +179,35 @@ class PaddingNodes:
                 padded = self._after.Pad(padded, self._pads_of(value, along, 1), mode=mode)
                 padded.type, padded.shape = value.type, ir.Shape(kept)
         padded.name = name
-        self._graph.outputs[list(self._graph.outputs).index(value)] = padded
+        self._replace_output(value, padded)
+
+    def whole_output(self, value: ir.Value) -> None:
+        """Have an output be a side value, computed from whole inputs."""
+        name, value.name = value.name, self._names.take(f"{value.name}_cut")
+        whole = self._before.Identity(self._whole(value), _outputs=[name])
+        whole.type, whole.shape = value.type, value.shape
+        self._replace_output(value, whole)
 
     def insert(self) -> None:
+        for op in (self._before, self._after):
+            op.register(self._graph)
         self._graph.insert_before(self._graph[0], self._before.nodes)
         self._graph.extend(self._after.nodes)
 
-    def _greatest(self, numbers: ir.Value, axis: int, keepdims: int) -> Any:
+    def _replace(self, node: ir.Node, index: int, value: ir.Value) -> None:
+        old = node.inputs[index]
+        assert old is not None
+        self._flow.values[value] = self._flow.value(old)
+        node.replace_input_with(index, value)
+
+    def _replace_output(self, value: ir.Value, other: ir.Value) -> None:
+        self._graph.outputs[list(self._graph.outputs).index(value)] = other
+
+    def _reduced(self, op_type: str, numbers: Any, axis: int, keepdims: int) -> Any:
         op = self._before
         if self._opset < _ATTRIBUTE_AXES_UNTIL:
-            return op.ReduceMax(numbers, axes=[axis], keepdims=keepdims)
-        return op.ReduceMax(numbers, op.integers([axis]), keepdims=keepdims)
-
-    def _conditions(self, asked: Conditions, numbers: ir.Value) -> Iterator[Any]:
-        """Yield what is 1 where a condition holds; 0 where it does not."""
-        op = self._before
-        # Of another rank than the longest row: under one name for both axes of the mask,
-        # onnxruntime would let them share a buffer.
-        yield op.ReduceMin(self._greatest(numbers, 1, keepdims=1), keepdims=0)
-        sizes = op.Shape(self._mask)
-        for rows in (True, False):
-            compared = [
-                self._sizes_at(value, [axis] if row is None else [row, axis])
-                for value, (row, *axes) in asked.sizes.items()
-                for axis in axes
-                if (row is not None) == rows
-            ]
-            if compared:
-                own = sizes if rows else op.Gather(sizes, op.integers([1]), axis=0)
-                ends = (own, *compared)
-                if len(ends) > 2:
-                    ends = op.Max(*ends), op.Min(*ends)
-                same = op.Cast(op.Equal(*ends), to=ir.DataType.INT32)
-                yield op.ReduceMin(same, keepdims=1) if rows else same
-        if asked.longest < _MAX_LENGTH:
-            length = op.Gather(sizes, op.integers([1]), axis=0)
-            fits = op.Less(length, op.integers([asked.longest + 1]))
-            yield op.Cast(fits, to=ir.DataType.INT32)
-        for choice in asked.choices:
-            yield self._is_real(choice, numbers)
-
-    def _sizes_at(self, value: ir.Value, places: list[int | None]) -> Any:
-        sizes, op = self._before.Shape(value), self._before
-        assert value.shape is not None
-        whole = places == list(range(len(value.shape)))
-        return sizes if whole else op.Gather(sizes, op.integers(places), axis=0)
-
-    def _is_real(self, choice: Choice, numbers: ir.Value) -> ir.Value:
-        """1 where every row's chosen position is real, by a mask of 1 and 0; 0 otherwise."""
-        op, place = self._before, choice.source
-        for node, index in choice.steps:
-            inputs = (*node.inputs[:index], place, *node.inputs[index + 1 :])
-            attributes = dict[str, Any](node.attributes)
-            place = getattr(op, node.op_type)(*inputs, **attributes)  # reads what is not cut
-        producer(place).attributes["keepdims"] = ir.AttrInt64("keepdims", 1)
-        real: ir.Value = op.ReduceMin(op.GatherElements(numbers, place, axis=1), keepdims=0)
-        return real
+            return op.op(op_type, numbers, axes=[axis], keepdims=keepdims)
+        return op.op(op_type, numbers, op.integers([axis]), keepdims=keepdims)
 
     def _pads_of(self, value: ir.Value, axes: list[int], sign: int) -> ir.Value:
         """The pads that change the ends of some axes by what is cut."""
@@ -196,174 +221,239 @@ class PaddingNodes:
             self._pads[key] = op.Mul(self._cut, op.integers(ends))
         return self._pads[key]
 
+    # What is asked
 
-class _NewNodes(TapeBuilder):
-    """Nodes that a graph gets, and their constants, which it gets at once."""
+    def _sizes_agree(
+        self, asked: Mapping[ir.Value, tuple[int | None, ...]]
+    ) -> Iterator[ir.Value]:
+        op = self._before
+        sizes = op.Shape(self._mask)
+        for rows in (True, False):
+            compared = [
+                self._sizes_at(value, [axis] if row is None else [row, axis])
+                for value, (row, *axes) in asked.items()
+                for axis in axes
+                if (row is not None) == rows
+            ]
+            if compared:
+                ends = (sizes if rows else self._length, *compared)
+                if len(ends) > 2:
+                    ends = op.Max(*ends), op.Min(*ends)
+                same = op.Cast(op.Equal(*ends), to=ir.DataType.INT32)
+                yield op.ReduceMin(same, keepdims=1) if rows else same
 
-    def __init__(self, graph: ir.Graph, names: FreshNames) -> None:
-        super().__init__()
-        self._constants_of, self._names = graph, names
+    def _sizes_at(self, value: ir.Value, places: list[int | None]) -> Any:
+        sizes, op = self._before.Shape(value), self._before
+        assert value.shape is not None
+        whole = places == list(range(len(value.shape)))
+        return sizes if whole else op.Gather(sizes, op.integers(places), axis=0)
 
-    def integers(self, numbers: Any) -> ir.Value:
-        return self.constant(np.array(numbers, np.int64))
+    def _asked(self, any_row: Any, repeated: bool) -> Iterator[ir.Value]:
+        """Ask of side values what :meth:`SampleMasks.flagged` found."""
+        done = set[tuple[Any, Axes]]()
+        for (node, index), axes in self._flow.read.items():
+            value = node.inputs[index]
+            assert value is not None
+            whole = self._whole(value)
+            if (whole, axes) in done:
+                continue
+            done.add((whole, axes))
+            for place, axis in enumerate(axes):
+                for factor in sequences_of(axis):
+                    yield from self._asked_along(value, axes, place, factor)
+                    if repeated and factor.same and not factor.zero:
+                        yield self._is_same(whole, place, len(axes), any_row)
 
-    def constant(self, array: Any) -> ir.Value:
-        name = self._names.take("trim_padding_number")
-        return new_initializer(self._constants_of, ir.Tensor(array, name=name))
+    def _asked_along(
+        self, value: ir.Value, axes: Axes, place: int, factor: Sequence
+    ) -> Iterator[ir.Value]:
+        op, whole, side = self._before, self._whole(value), self._flow.value(value)
+        assert isinstance(side, Side)
+        dtype = side.arrays[0].dtype
+        is_bool = dtype == np.bool_
+        if factor.low or factor.high:
+            shown = whole if is_bool else op.Greater(whole, op.constant(dtype.type(LOW)))
+            places, itself = self._places(axes, place, beside=True)
+            # Low where padded, and above where a real position is beside itself.
+            wrong = op.Xor(shown, itself) if factor.low else op.Equal(shown, itself)
+            yield self._never(wrong if places is None else op.And(wrong, places))
+        elif factor.zero:
+            padded, _ = self._places(axes, place, beside=False)
+            shown = whole if is_bool else op.Cast(whole, to=ir.DataType.BOOL)
+            yield self._never(op.And(shown, padded))
 
-    def is_real(self, mask: ir.Value) -> Any:
-        """Return a mask as bool: any number but 0 is real."""
-        is_bool = mask.dtype is ir.DataType.BOOL
-        return mask if is_bool else self.Cast(mask, to=ir.DataType.BOOL)
+    def _places(self, axes: Axes, place: int, beside: bool) -> tuple[Any, Any]:
+        """Return where positions are padded along an axis, those along others being real.
 
+        ``beside``: those and where a real one is beside itself, None for all; and the latter.
+        """
+        op, rank = self._before, len(axes)
+        batch = axes.index((BATCH,)) if (BATCH,) in axes else None
+        others = [i for i, axis in enumerate(axes) if sequences_of(axis) and i != place]
+        key = (rank, batch, place, *others, beside)
+        if key not in self._clones:
+            itself = self._unsqueezed(self._real, rank, batch, place)
+            padded = op.Not(itself) if others or not beside else None
+            for other in others:
+                real = self._unsqueezed(self._real, rank, batch, other)
+                padded, itself = op.And(padded, real), op.And(itself, real)
+                if beside:
+                    end = op.Squeeze(self._length)
+                    numbers = op.Range(op.integers(0), end, op.integers(1))
+                    ends = (self._spread(numbers, rank, [at]) for at in (place, other))
+                    itself = op.And(itself, op.Equal(*ends))
+            both = op.Or(padded, itself) if others and beside else padded
+            self._clones[key] = both, itself
+        found: tuple[Any, Any] = self._clones[key]
+        return found
 
-# Real tokens only
+    def _unsqueezed(self, mask: Any, rank: int, batch: int | None, place: int) -> Any:
+        """Return a mask with its axes at some of a rank."""
+        op = self._before
+        if batch is not None and batch > place:
+            mask = op.Transpose(mask, perm=[1, 0])
+        at = [place] if batch is None else sorted((batch, place))
+        if batch is None:  # one row
+            mask = op.Reshape(mask, op.integers([-1]))
+        return self._spread(mask, rank, at)
 
+    def _spread(self, value: Any, rank: int, at: list[int]) -> Any:
+        op, new = self._before, [axis for axis in range(rank) if axis not in at]
+        if not new:
+            return value
+        if self._opset < 13:
+            return op.Unsqueeze(value, axes=new)
+        return op.Unsqueeze(value, op.integers(new))
 
-def pack_regions(model: ir.Model, flow: TokenFlow, mask: ir.Value, names: FreshNames) -> int:
-    """Pack in place; return how many nodes run on real tokens. The caller sorts the graph.
+    def _is_same(self, whole: Any, place: int, rank: int, any_row: Any) -> ir.Value:
+        """Ask whether what stands behind the longest row is one value along an axis."""
+        op, integers = self._before, self._before.integers
+        after = op.CumSum(any_row, integers(0), reverse=1)
+        behind = op.Equal(after, op.constant(np.array(0, np.int32)))
+        end = [integers([n]) for n in (-1, _INT64_MAX, place)]
+        differs = op.Not(op.Equal(whole, op.Slice(whole, *end)))
+        return self._never(op.And(differs, self._spread(behind, rank, [place])))
 
-        x [batch, sequence, D] -> MatMul -> Add -> LayerNormalization -> y [batch, sequence, D]
+    def _never(self, wrong: Any) -> ir.Value:
+        """Return 1 where nothing is wrong, of booleans; else 0."""
+        op = self._before
+        counted = op.ReduceMax(op.Cast(wrong, to=ir.DataType.INT32), keepdims=0)
+        none: ir.Value = op.Sub(op.constant(np.array(1, np.int32)), counted)
+        return none
 
-        x -> Reshape [batch sequence, D] -> Gather(rows of real tokens) -> MatMul -> Add
-          -> LayerNormalization -> Gather(a row for each position) -> y [batch, sequence, D]
-
-    Attention keeps its padding. A padded position gets the row of the real one before it,
-    which the mask leaves out like what stood there; the first position of a row counts as
-    real, for models that pool it.
-    """
-    packed = [node for node in model.graph if _is_packable(node, flow)]
-    if sum(node.op_type in _PRODUCTS for node in packed) < _MIN_PRODUCTS:
-        return 0
-    _Packing(model, flow, mask, names).apply(packed)
-    return len(packed)
-
-
-def _is_packable(node: ir.Node, flow: TokenFlow) -> bool:
-    """Whether a node computes rows of ``[batch, sequence, D]`` each by itself."""
-    if node.domain not in ("", _MICROSOFT) or not node.inputs:
-        return False
-    if any(_rows_width(value, flow) is None for value in node.outputs):
-        return False
-    first, *others = node.inputs
-    if node.op_type == "ReduceMean":
-        last_only = bool(others) and constant_ints(others[0]) == [-1]
-        return last_only and _rows_width(first, flow) is not None
-    if node.op_type in _PRODUCTS:
-        rank = _PRODUCTS[node.op_type]
-        fixed = all(v is None or _is_constant(v, flow, rank) for v in others)
-        return fixed and _rows_width(first, flow) is not None
-    row = per_token(node)
-    if row is None or not row.packs or first is None:
-        return False
-    if node.op_type in NORMS and int_attribute(node, "axis", -1) not in (-1, 2):
-        return False
-    rows = [_rows_width(value, flow) is not None for value in node.inputs]
-    return any(rows) and all(
-        is_rows or value is None or _is_constant(value, flow, 1)
-        for value, is_rows in zip(node.inputs, rows, strict=True)
-    )
-
-
-def _rows_width(value: ir.Value | None, flow: TokenFlow) -> int | None:
-    """D of a value ``[batch, sequence, D]`` that depends on tokens; None of others.
-
-    Others are those of which something is known at padded positions: nothing will be.
-    """
-    if value is None or isinstance(flow.value(value), Evaluated):
-        return None
-    match flow.tokens(value).axes:
-        case ((batch,), along, width) if batch == BATCH and along == (Sequence(),):
-            sizes = [factor for factor in width if isinstance(factor, int)]
-            return math.prod(sizes) if len(sizes) == len(width) else None
-    return None
-
-
-def _is_constant(value: ir.Value, flow: TokenFlow, rank: int) -> bool:
-    """Whether a value is the same in every run, and of so few dimensions."""
-    axes = flow.tokens(value).axes
-    return (
-        axes is not None
-        and all(isinstance(factor, int) for axis in axes for factor in axis)
-        and len(axes) <= rank
-    )
-
-
-class _Packing:
-    """The nodes that pack and unpack, and what they were made for."""
-
-    def __init__(
-        self, model: ir.Model, flow: TokenFlow, mask: ir.Value, names: FreshNames
-    ) -> None:
-        self._graph = model.graph
-        self._flow = flow
-        self._names = names
-        self._rows = dict[ir.Value, ir.Value]()
-        self._shaped = dict[int, ir.Value]()
-        self._op = _NewNodes(model.graph, names)
-        self._index_rows(mask, model.opset_imports[""])
-
-    def apply(self, packed: list[ir.Node]) -> None:
-        inside = set(packed)
-        for node in packed:
-            for i, value in enumerate(node.inputs):
-                width = _rows_width(value, self._flow)
-                if value is None or width is None or value.producer() in inside:
-                    continue
-                self._shaped.setdefault(width, value)
-                node.replace_input_with(i, self._pack(value, width))
-            if node.op_type in NORMS:
-                node.attributes["axis"] = ir.AttrInt64("axis", -1)
-        for value in [value for node in packed for value in node.outputs]:
-            self._unpack(value, inside)
-        self._graph.extend(self._op.nodes)
-
-    def _pack(self, value: ir.Value, width: int) -> ir.Value:
-        if value not in self._rows:
-            flat = self._op.Reshape(value, self._op.integers([-1, width]))
-            rows = self._op.Gather(flat, self._real, axis=0)
-            rows.type = value.type
-            self._rows[value] = rows
-        return self._rows[value]
-
-    def _unpack(self, value: ir.Value, inside: set[ir.Node]) -> None:
-        """Give the readers that are not packed a row for each position."""
-        width = _rows_width(value, self._flow)
-        assert width is not None
-        shape, value.shape = value.shape, ir.Shape([None, width])
-        readers = [(node, i) for node, i in value.uses() if node not in inside]
-        whole_readers = []
-        for node, i in readers:
-            if node.op_type == "Shape" and width in self._shaped:
-                node.replace_input_with(i, self._shaped[width])
+    def _picks(self) -> Iterator[ir.Value]:
+        """Ask whether positions that are picked are real; none counts from the end."""
+        op, asked = self._before, set[tuple[Any, bool]]()
+        for (node, index), joined in self._flow.picked.items():
+            value = node.inputs[index]
+            assert value is not None
+            place = self._int64(self._whole(value))
+            if (place, joined) in asked:
+                continue
+            asked.add((place, joined))
+            # Whatever the sizes are, it is a place in the mask.
+            sizes = op.Shape(self._mask)
+            size = sizes if joined else op.Size(self._mask)
+            inside = op.Mod(place, op.Max(size, op.integers([1])))
+            numbers = op.Cast(self._real, to=ir.DataType.INT32)
+            if joined:
+                real = op.GatherND(numbers, inside)
             else:
-                whole_readers.append((node, i))
-        outputs = [i for i, one in enumerate(self._graph.outputs) if one is value]
-        if not whole_readers and not outputs:
-            return
-        name = str(value.name)
-        if outputs:
-            value.name = self._names.take(f"{name}_packed")
-        whole = self._op.Gather(value, self._places, axis=0)
-        whole.type, whole.shape = value.type, shape
-        self._flow.values[whole] = self._flow.value(value)
-        for node, i in whole_readers:
-            node.replace_input_with(i, whole)
-        for i in outputs:
-            whole.name = name
-            self._graph.outputs[i] = whole
+                real = op.Gather(op.Reshape(numbers, op.integers([-1])), inside, axis=0)
+            yield op.ReduceMin(real, keepdims=0)
+            yield self._never(op.Less(place, op.integers(0)))
 
-    def _index_rows(self, mask: ir.Value, opset: int) -> None:
-        """Rows of real tokens, and for each position the row that it gets back."""
-        op, integers = self._op, self._op.integers
-        zero, one, flat = integers(0), integers(1), integers([-1])
-        shape = op.Shape(mask)
-        length = op.Gather(shape, one, axis=0)
-        first = op.Equal(op.Range(zero, length, one), zero)
-        kept = op.Reshape(op.Or(op.is_real(mask), first), flat)
-        self._real = op.Reshape(op.NonZero(kept), flat)
-        counted = op.Cast(kept, to=ir.DataType.INT64)
-        rows = op.Sub(op.CumSum(counted, zero), one)
-        # A batch of 0 is a size, not a size to copy; before opset 14 that can't be said.
-        literal = {"allowzero": 1} if opset >= _ALLOWZERO_SINCE else {}
-        self._places = op.Reshape(rows, shape, **literal)
+    def _int64(self, place: Any) -> Any:
+        is_int64 = place.dtype is ir.DataType.INT64
+        return place if is_int64 else self._before.Cast(place, to=ir.DataType.INT64)
+
+    # Side values, computed from whole inputs
+
+    def _whole(self, value: ir.Value) -> Any:
+        pending = [value]
+        while pending:
+            current = pending.pop()
+            if current in self._wholes:
+                continue
+            node = current.producer()
+            tensor = constant(current)
+            if tensor is not None:
+                made = current if node is None else self._before.initializer(tensor)
+                self._wholes[current] = made
+            elif node is None:
+                self._wholes[current] = current
+                if current is not self._mask:
+                    # Of no declared size: under that of a mask of length 1, onnxruntime would
+                    # let what is computed from both share a buffer.
+                    op, rank = self._before, len(current.shape or ())
+                    ends = op.integers([0] * rank), op.integers([_INT64_MAX] * rank)
+                    self._wholes[current] = op.Slice(current, *ends)
+            elif self._counts_tokens(node):
+                self._wholes[current] = self._counted(node)
+            else:
+                read = [v for v in node.inputs if v is not None and v not in self._wholes]
+                if read:
+                    pending += [current, *read]
+                else:
+                    self._clone(node)
+        return self._wholes[value]
+
+    def _clone(self, node: ir.Node) -> None:
+        inputs = [None if v is None else self._wholes[v] for v in node.inputs]
+        attributes = dict[str, Any](node.attributes)
+        key = (node.domain, node.op_type, *map(id, inputs), str(attributes))
+        if key not in self._clones:
+            count = len(node.outputs)
+            made = self._before.op(
+                node.op_type, *inputs, _domain=node.domain, _outputs=count, **attributes
+            )
+            self._clones[key] = [made] if count == 1 else made
+            for old, new in zip(node.outputs, self._clones[key], strict=True):
+                new.type = old.type
+        self._wholes.update(zip(node.outputs, self._clones[key], strict=True))
+
+    def _counts_tokens(self, node: ir.Node) -> bool:
+        value = node.inputs[0] if node.inputs else None
+        return (
+            node.op_type in ("Shape", "Size")
+            and value is not None
+            and not isinstance(self._flow.value(value), Side)
+        )
+
+    def _counted(self, node: ir.Node) -> Any:
+        """Return the sizes of tokens, from those of inputs."""
+        op, value = self._before, node.inputs[0]
+        dims = self._flow.roles.shapes.dims(value)
+        assert value is not None and dims is not None
+        start = node.attributes.get_int("start", 0)
+        span = dims[start : node.attributes.get_int("end", len(dims))]
+        key = (node.op_type, span)
+        if key not in self._clones:
+            if value.is_graph_input():
+                self._clones[key] = op.op(node.op_type, value, **dict[str, Any](node.attributes))
+            else:
+                sizes = self._joined(map(self._size, span))
+                is_size = node.op_type == "Size"
+                self._clones[key] = op.ReduceProd(sizes, keepdims=0) if is_size else sizes
+        return self._clones[key]
+
+    def _size(self, dim: tuple[int, tuple[int, ...]]) -> Any:
+        op, roles, (count, unknowns) = self._before, self._flow.roles, dim
+        result = op.integers([count])
+        for unknown in unknowns:
+            how, parts = roles.recipe(unknown)
+            if unknown in roles.places:
+                value, axis = roles.places[unknown]
+                size = op.Gather(op.Shape(value), op.integers([axis]), axis=0)
+            elif how:
+                size = op.op(how, *map(self._size, parts))
+            else:
+                raise Refusal(UNFIT)
+            result = size if count == 1 and len(unknowns) == 1 else op.Mul(result, size)
+        return result
+
+    def _joined(self, sizes: Iterable[Any]) -> Any:
+        parts = [*sizes]
+        if not parts:
+            return self._before.integers([])
+        return parts[0] if len(parts) == 1 else self._before.Concat(*parts, axis=0)

@@ -4,14 +4,13 @@
     cut = padded positions behind the longest row of the mask
     inputs [batch, sequence] -> Pad by -cut -> the model -> Pad by cut -> outputs
 
-:mod:`.token_flow` proves that real positions keep their numbers; trials on made-up batches
-check it.
+:mod:`.token_flow` proves that real positions keep their numbers, :mod:`.padding_nodes` asks of
+each batch what that rests on; trials on made-up batches check it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -26,23 +25,24 @@ from rewrite_rules.facts.made_up_batches import (
     with_numbers,
 )
 from rewrite_rules.graph.initializers import FreshNames, name_apart
+from rewrite_rules.graph.nodes import remove_unused
 from rewrite_rules.remarks import PassContext, Refusal, Trial
 from rewrite_rules.shapes.dimensions import Dim
 from rewrite_rules.shapes.input_roles import rows_below, tables_below
 from rewrite_rules.trim_padding.operator_rules import RULES
-from rewrite_rules.trim_padding.padding_nodes import Conditions, PaddingNodes, pack_regions
+from rewrite_rules.trim_padding.packing import pack_regions
+from rewrite_rules.trim_padding.padding_nodes import PaddingNodes
+from rewrite_rules.trim_padding.sample_masks import SampleMasks
 from rewrite_rules.trim_padding.token_axes import (
     BATCH,
     Axis,
-    Runs,
     Sequence,
+    Sizes,
     sequences_of,
 )
-from rewrite_rules.trim_padding.token_flow import Evaluated, Stopped, TokenFlow, Tokens, Value
+from rewrite_rules.trim_padding.token_flow import Side, Stopped, TokenFlow, Tokens, Value
 
 _MODEL = "model"
-# Rows as digits, the length with their padding, and the one that is kept of it.
-_Rows = tuple[tuple[str, ...], int, int]
 _MIN_OPSET = 11  # Pad takes its sizes as an input
 _MASK_TYPES = frozenset({
     ir.DataType.BOOL, ir.DataType.DOUBLE, ir.DataType.FLOAT, ir.DataType.INT32,
@@ -52,18 +52,6 @@ _MASK_TYPES = frozenset({
 _PADDED_TYPES = _MASK_TYPES | {
     ir.DataType.INT8, ir.DataType.UINT32, ir.DataType.UINT64, ir.DataType.FLOAT16,
 }  # fmt: skip
-# Rows of masks without their padding, the length with it and the one that is kept. Positions
-# beyond 128 show what windows of local attention do; shorter ones do for models that end
-# before. Together they lie on both sides of every length between. The first row hides what is
-# real in others.
-_SHORT_RUNS = ((("111", "1" * 8, "00111111", "1001001"), 13, 8), (("1", "1"), 9, 1))
-_LONG_RUNS = (
-    (("1" * 131, "1" * 64 + "0" * 9 + "1" * 20, "0" * 5 + "1" * 100), 150, 133),
-    (("1" * 10,), 147, 12),
-)
-_MIDDLE_RUNS = ((("1" * 31, "1" * 17, "0" * 5 + "1" * 20), 43, 33), (("1" * 10,), 40, 12))
-# Lengths at which the model computes otherwise, beside each of which two runs lie.
-_MAX_STEPS = 12
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -94,26 +82,34 @@ def trim_padding(
     The length that is kept is a multiple of ``multiple``. ``mask`` names the input that is the
     mask; empty to find it. ``pack`` runs what works token by token on real tokens only.
     """
+    names = FreshNames(model)
     try:
         proof = _find_mask(model, mask)
-        axes = _sequence_axes(model, proof)
+        flow, axes = proof.flow, _sequence_axes(model, proof)
+        inputs = [value for value in model.graph.inputs if value in axes]
+        outputs = [value for value in model.graph.outputs if value in axes]
+        behind = [one for value in outputs for one in axes[value].values()]
+        repeated = any(one.same and not one.zero for one in behind)
+        sizes = {v: (proof.rows[v], *axes[v]) for v in inputs if v in proof.rows}
+        nodes = PaddingNodes(model, names, proof.mask, flow)
+        nodes.count(sizes, multiple, repeated)
     except Refusal as refusal:
         context.remarks.refused(_MODEL, str(refusal))
         return
     context.trials.extend(_trial_batches(model, proof))
-    names = FreshNames(model)
-    _forget_lengths(model, proof.flow)
+    _forget_lengths(model, proof)
+    nodes.cut_sides()
+    sides = [v for v in model.graph.outputs if isinstance(flow.value(v), Side)]
+    for value in dict.fromkeys(v for v in sides if not flow.is_constant(v)):
+        nodes.whole_output(value)
     # Packing puts other values in place of outputs.
     places = [axes.get(value) for value in model.graph.outputs]
-    packable = pack and not proof.flow.unpackable
-    packed = pack_regions(model, proof.flow, proof.mask, names) if packable else 0
-    inputs = [value for value in model.graph.inputs if value in axes]
-    outputs = [(v, at) for v, at in zip(model.graph.outputs, places, strict=True) if at]
+    packed = pack_regions(model, flow, proof.mask, names) if pack and not flow.unpackable else 0
     gained = f"padding behind the longest row is cut off {_names(inputs)}"
     if outputs:
-        gained += f" and given back to {_names(value for value, _ in outputs)}"
-    for value, at in outputs:
-        if any(not behind.uniform for behind in at.values()):
+        gained += f" and given back to {_names(outputs)}"
+    for value in outputs:
+        if any(not one.uniform for one in axes[value].values()):
             context.remarks.note(
                 str(value.name), "positions behind the longest row are 0 from now on"
             )
@@ -121,19 +117,16 @@ def trim_padding(
         gained += f"; {packed} nodes run on real tokens only"
     elif pack:
         unpacked = "nothing works token by token for long enough to pack it"
-        if proof.flow.unpackable:
-            unpacked = f"{proof.flow.unpackable}: not packed"
+        if flow.unpackable:
+            unpacked = f"{flow.unpackable}: not packed"
         context.remarks.note(_MODEL, unpacked)
-    sizes = {v: (proof.rows[v], *axes[v]) for v in inputs if v in proof.rows}
-    asked = Conditions(proof.flow.choices, sizes, proof.flow.steps.longest)
-    repeated = any(one.same and not one.zero for _, at in outputs for one in at.values())
-    nodes = PaddingNodes(model, names, proof.mask, multiple)
-    nodes.count(asked, keep_one=repeated)
     for value in inputs:
         nodes.cut_input(value, list(axes[value]))
-    for value, at in outputs:
-        nodes.pad_output(value, at)
+    for value, at in zip(model.graph.outputs, places, strict=True):
+        if at:
+            nodes.pad_output(value, at)
     nodes.insert()
+    remove_unused(model)
     name_apart(model)
     context.remarks.fired(str(proof.mask.name), gained)
 
@@ -196,67 +189,34 @@ def _may_be_mask(value: ir.Value) -> bool:
 
 
 def _prove(model: ir.Model, mask: ir.Value) -> _Proof:
-    assert mask.shape is not None
     roles = AxisRoles(model, [mask])
-    stopped = None
-    for runs in (_LONG_RUNS, _MIDDLE_RUNS):
-        try:
-            return _proof(model, mask, roles, (*_SHORT_RUNS, *runs))
-        except Stopped as refusal:
-            stopped = stopped or refusal
-    assert stopped is not None
-    raise stopped
-
-
-def _proof(
-    model: ir.Model, mask: ir.Value, roles: AxisRoles, runs: tuple[_Rows, ...]
-) -> _Proof:
-    """Follow the sequence, with runs on both sides of every length where something changes."""
-    beside = set[float]()
+    rows, length = roles.dims(mask) or ()
+    sizes = Sizes(rows, length)
+    if not sizes.fits:
+        raise Stopped(f"{mask.name!r} has no length of its own: export with a dynamic one", 0)
     counted = [roles.dims(value) or () for value in model.graph.inputs]
     own = dict.fromkeys(_own(dim) for dims in counted for dim in dims)
-    while True:
-        found = _runs(runs, mask, own)
-        inputs, rows = _inputs(model, mask, roles, found)
-        flow = TokenFlow(model, inputs, found, RULES)
-        if not flow.masked_by:
-            raise Stopped(f"{mask.name!r} masks nothing", 0)
-        steps = {step for step in flow.steps.within if step > 1} - beside
-        if not steps:
-            return _Proof(mask, flow, inputs, rows)
-        beside |= steps
-        if len(beside) > _MAX_STEPS:
-            raise Stopped(f"the model compares its length with {len(beside)} numbers", 0)
-        ends = [(max(1, math.ceil(step) - 1), math.floor(step) + 1) for step in steps]
-        runs += tuple((("1" * kept,), length, kept) for kept, length in ends)
+    samples = SampleMasks.usual(own, one_row=not rows[1])
+    inputs, placed = _inputs(model, mask, roles, samples)
+    flow = TokenFlow(model, inputs, roles, sizes, samples, RULES)
+    if not flow.masked_by:
+        raise Stopped(f"{mask.name!r} masks nothing", 0)
+    return _Proof(mask, flow, inputs, placed)
 
 
 def _own(dim: Dim) -> str:
-    """Name the axes of a size that is neither the batch's nor the sequence's."""
-    return f"axis {dim[1]}"
-
-
-def _runs(rows: Iterable[_Rows], mask: ir.Value, own: Iterable[str]) -> Runs:
-    assert mask.shape is not None
-    masks = []
-    for texts, length, kept in rows:
-        batches = [(row,) for row in texts] if mask.shape[0] == 1 else [texts]
-        for batch in batches:
-            array = np.zeros((len(batch), length), np.bool_)
-            for i, row in enumerate(batch):
-                array[i, : len(row)] = [letter == "1" for letter in row]
-            masks.append((array, kept - max(map(len, texts)) + max(map(len, batch))))
-    return Runs(masks, own)
+    """Name the axis of a size that is neither the batch's nor the sequence's."""
+    return f"axis {dim[1][0]}" if dim[1] else ""
 
 
 def _inputs(
-    model: ir.Model, mask: ir.Value, roles: AxisRoles, runs: Runs
+    model: ir.Model, mask: ir.Value, roles: AxisRoles, samples: SampleMasks
 ) -> tuple[dict[ir.Value, Value], dict[ir.Value, int | None]]:
     """What the inputs are, and where those have rows that have the mask's sequence."""
     assert mask.dtype is not None
     dtype = mask.dtype.numpy()
     result: dict[ir.Value, Value] = {
-        mask: Evaluated(tuple(array.astype(dtype) for array in runs.masks))
+        mask: Side(tuple(array.astype(dtype) for array in samples.masks))
     }
     rows = dict[ir.Value, int | None]()
     mask_rows, length = roles.dims(mask) or ()
@@ -285,6 +245,8 @@ def _sequence_axes(model: ir.Model, proof: _Proof) -> dict[ir.Value, dict[int, S
     """Where inputs and outputs have the sequence, and what stands there at padding."""
     result = dict[ir.Value, dict[int, Sequence]]()
     for value in (*model.graph.inputs, *model.graph.outputs):
+        if not value.is_graph_input() and isinstance(proof.flow.value(value), Side):
+            continue  # computed from whole inputs
         axes = proof.flow.tokens(value).axes or ()
         found = {i: one for i, axis in enumerate(axes) for one in sequences_of(axis)}
         if not found:
@@ -296,9 +258,8 @@ def _sequence_axes(model: ir.Model, proof: _Proof) -> dict[ir.Value, dict[int, S
             raise Refusal(f"{value.name!r} is of {kind}, which Pad does not take")
         if value.is_graph_input() and value in model.graph.outputs:
             raise Refusal(f"{value.name!r} is an input and an output")
-        computed = isinstance(proof.flow.value(value), Evaluated)
         for behind in () if value.is_graph_input() else found.values():
-            if not behind.uniform and (computed or behind.set_by_mask):
+            if not behind.uniform and behind.set_by_mask:
                 raise Refusal(
                     f"{value.name!r} is set behind the longest row by the model itself, to "
                     "different values"
@@ -310,23 +271,20 @@ def _sequence_axes(model: ir.Model, proof: _Proof) -> dict[ir.Value, dict[int, S
     return result
 
 
-def _forget_lengths(model: ir.Model, flow: TokenFlow) -> None:
+def _forget_lengths(model: ir.Model, proof: _Proof) -> None:
     """Drop the sizes of values inside that depend on the length.
 
     Where onnxruntime knows that two values are equally large it lets them share a buffer,
     which makes attention's products 1.4 times as slow, and fuses SkipLayerNormalization.
     """
-    kept = {flow.runs.batch, *flow.runs.own.values()}
+    roles = proof.flow.roles
+    (length,) = (roles.dims(proof.mask) or ())[1][1]
     for value in [value for node in model.graph for value in node.outputs if value.shape]:
-        sizes = flow.sizes(flow.values.get(value))
-        if sizes is None or value.shape is None or len(sizes) != len(value.shape):
+        dims = roles.dims(value)
+        if dims is None or value.shape is None or len(dims) != len(value.shape):
             continue
-        value.shape = ir.Shape(
-            [
-                dim if len(set(size)) == 1 or size in kept else None
-                for size, dim in zip(sizes, value.shape, strict=True)
-            ]
-        )
+        pairs = zip(dims, value.shape, strict=True)
+        value.shape = ir.Shape([None if length in dim[1] else old for dim, old in pairs])
 
 
 # What is tried
@@ -340,27 +298,31 @@ def _trial_batches(model: ir.Model, proof: _Proof) -> Iterator[Trial]:
     compared_with = numbers_compared_with(model, proof.inputs)
     for batch in padded_batches(model, mask):
         real = batch.real
-        # As in the proof; nothing is cut.
-        run = Runs([(real, real.shape[1])], flow.runs.own)
+        run = SampleMasks([real], flow.samples.own)
         feeds = {
             str(value.name): real.astype(mask.dtype.numpy())
-            if isinstance(known, Evaluated)
+            if isinstance(known, Side)
             else _array(value, known, run, compared_with[value], rng)
             for value, known in proof.inputs.items()
             if value.name not in model.graph.initializers
         }
-        compared = {str(v.name): _counted(flow.tokens(v), real) for v in model.graph.outputs}
+        made = {v: flow.value(v) for v in model.graph.outputs}
+        compared = {
+            str(v.name): _counted(known, real)
+            for v, known in made.items()
+            if isinstance(known, Tokens)
+        }
         yield Trial(batch.name, feeds, compared, optional=batch.optional)
 
 
 def _array(
     value: ir.Value,
     known: Tokens,
-    run: Runs,
+    run: SampleMasks,
     numbers: tuple[int, ...],
     rng: np.random.Generator,
 ) -> NDArray[Any]:
-    sizes = [run.size(axis)[0] for axis in known.axes or ()]
+    sizes = [run.size(axis, 0) for axis in known.axes or ()]
     assert value.dtype is not None
     dtype = value.dtype.numpy()
     if dtype.kind == "f":

@@ -129,10 +129,10 @@ def test_operators_of_onnxruntime_work_token_by_token():
     assert_same(result, model, feed, rtol=1e-6, atol=1e-6)
 
 
-def test_twenty_nodes_at_most_are_added_and_lengths_inside_are_not_known():
+def test_few_nodes_are_added_and_lengths_inside_are_not_known():
     """With known lengths onnxruntime would plan buffers, and fuse, what is slower so."""
     model = trimmed(encoder()).model
-    assert len(model.graph.node) - len(encoder().graph.node) <= 20
+    assert len(model.graph.node) - len(encoder().graph.node) <= 32
     values = {value.name: value for value in model.graph.value_info}
     shape = values["scores"].type.tensor_type.shape.dim
     assert [dim.dim_param or dim.dim_value for dim in shape] == ["batch", 0, 0]
@@ -249,13 +249,6 @@ def test_operators_that_mix_positions_are_refused_by_name(operator):
     assert refusal(model).startswith(f"{operator} ")
 
 
-BESIDE_END = AT_END.replace("place =", "end_place =") + "place = Add(end_place, step)"
-COUNTED = """
-    lengths = ReduceSum<keepdims = 0>(attention_mask, middle)
-    place = Sub(lengths, unit)
-"""
-
-
 @pytest.mark.parametrize(
     ("head", "constants", "reason"),
     [
@@ -263,10 +256,6 @@ COUNTED = """
         (TOKENS, {"lowest": np.float32(-100)}, ".*no mask leaves padding out"),
         ("y = Gather<axis = 1>(hidden, end)", {"end": -1}, "Gather .*only the first is sure"),
         ("y = Reshape(hidden, flat)", {"flat": [-1, 72]}, "Reshape .*with a dynamic one$"),
-        (BESIDE_END + BY_ROW_AND_PLACE, END_CONSTANTS | {"step": 1}, "GatherND "),
-        (BESIDE_END + BY_ROW_AND_PLACE, END_CONSTANTS | {"step": -1}, "GatherND "),
-        # Counted from the mask, it is padding in rows with holes or padding in front.
-        (COUNTED + EACH_ROW + BY_ROW_AND_PLACE, END_CONSTANTS, "GatherND "),
     ],
 )
 def test_what_may_show_padding_is_refused(head, constants, reason):
@@ -304,7 +293,7 @@ def test_the_mask_is_found_by_its_use():
 def test_the_mask_may_be_named():
     assert trimmed(encoder(), mask="attention_mask").report.fired
     assert "no input 'm'" in refusal(encoder(), mask="m")
-    assert "which changes with the padding" in refusal(encoder(), mask="input_ids")
+    assert "no mask leaves padding out" in refusal(encoder(), mask="input_ids")
 
 
 DECODER = """
@@ -410,6 +399,36 @@ def test_pooling_at_the_end_token(head, mask, ends, computed):
     for row, places in zip(feed["input_ids"], ends, strict=True):
         row[places] = END
     result = trimmed(model).model
+    assert computed_length(result, feed) == computed
+    np.testing.assert_allclose(run(result, feed)[0], run(model, feed)[0], atol=1e-6)
+
+
+COUNTED = """
+    lengths = ReduceSum<keepdims = 0>(attention_mask, middle)
+    place = Sub(lengths, unit)
+"""
+BESIDE_END = AT_END.replace("place =", "end_place =") + "place = Add(end_place, step)"
+
+
+@pytest.mark.parametrize(
+    ("place", "mask", "computed"),
+    [
+        (COUNTED + EACH_ROW, ["111", "11111"], 5),
+        (COUNTED + EACH_ROW, ["00111", "11111"], 5),
+        (COUNTED + EACH_ROW, ["00111", "1101"], 9),
+        (COUNTED + EACH_ROW, ["000", "11"], 9),
+        (BESIDE_END, ["11111", "111"], 5),
+        (BESIDE_END, ["111", "111"], 9),
+    ],
+)
+@pytest.mark.parametrize("head", [BY_ROW_AND_PLACE, FLATTENED], ids=["row", "flat"])
+def test_pooling_at_a_position_that_is_computed(head, place, mask, computed):
+    """The last token by the length; one beside that which is looked for."""
+    model = encoder(head=place + head, extra=END_CONSTANTS | {"step": np.int64(1)})
+    result = trimmed(model).model
+    feed = batch(*mask, length=9)
+    feed["input_ids"] %= END
+    feed["input_ids"][[0, 1], [2, 1]] = END
     assert computed_length(result, feed) == computed
     np.testing.assert_allclose(run(result, feed)[0], run(model, feed)[0], atol=1e-6)
 

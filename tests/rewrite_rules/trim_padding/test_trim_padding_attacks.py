@@ -41,6 +41,7 @@ CONSTANTS = {
     "depth": np.int64(32),
     "values": np.array([0, 1], np.float32),
     "wider": np.array([1, 1, 2], np.float32),
+    "n101": np.array([101]),
     "n105": np.array([105]),
     "half": np.float32(0.5),
     "scalar_200": np.int64(200),

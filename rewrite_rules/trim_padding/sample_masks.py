@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: MIT
+"""Masks that the values are evaluated under that a model computes from its mask.
+
+What such values show at padded positions only suggests what the rewritten graph asks of each
+batch (:mod:`.whole_values`).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rewrite_rules.trim_padding import token_axes
+from rewrite_rules.trim_padding.token_axes import BATCH, Axes, Axis, sequences_of
+
+Array = NDArray[np.generic]
+Mask = NDArray[np.bool_]
+# exp(-1000) is 0 in every float type, also after other scores of ordinary size were added.
+LOW = -1000.0
+# Rows as digits, and the length with their padding. The first row hides what is real in others.
+_ROWS = ((("111", "1" * 8, "00111111", "1001001"), 13), (("1", "1"), 9))
+
+
+class SampleMasks:
+    """Masks, bool ``[batch, length]``, one for each run; ``own``: sizes of other axes."""
+
+    def __init__(self, masks: Iterable[Mask], own: Iterable[str]) -> None:
+        """Choose sizes for axes by their names."""
+        self.masks = list(masks)
+        self.own = {name: _prime(index) for index, name in enumerate(own)}
+
+    @classmethod
+    def usual(cls, own: Iterable[str], one_row: bool) -> SampleMasks:
+        """Return several, of one row each if asked for."""
+        masks = list[Mask]()
+        for texts, length in _ROWS:
+            mask = np.array([[*map(int, row.ljust(length, "0"))] for row in texts], np.bool_)
+            masks += np.split(mask, len(mask)) if one_row else [mask]
+        return cls(masks, own)
+
+    def size(self, axis: Axis, run: int) -> int:
+        batch, length = self.masks[run].shape
+        return math.prod(
+            length
+            if isinstance(factor, token_axes.Sequence)
+            else factor
+            if isinstance(factor, int)
+            else batch
+            if factor == BATCH
+            else self.own.setdefault(factor, _prime(len(self.own)))
+            for factor in axis
+        )
+
+    def real_positions(self) -> Iterator[NDArray[np.int64]]:
+        """Yield a real position of each row, for every run."""
+        for mask in self.masks:
+            yield np.array([np.flatnonzero(row)[(5 * i + 3) % row.sum()]
+                            for i, row in enumerate(mask)])  # fmt: skip
+
+    def flagged(self, arrays: Sequence[Array], axes: Axes) -> Axes:
+        """Mark the sequence along which padded positions are zero, low or one value."""
+        places = [i for i, axis in enumerate(axes) if sequences_of(axis)]
+        batch = axes.index((BATCH,)) if (BATCH,) in axes else None
+        if batch is None and any(len(mask) > 1 for mask in self.masks):
+            return axes
+        real = [self._real(places, batch, run, len(axes)) for run in range(len(arrays))]
+        found = {
+            place: self._flags(place, arrays, real, is_one=len(places) == 1)
+            for place in places
+        }
+        return tuple((found[i],) if i in found else axis for i, axis in enumerate(axes))
+
+    def _real(
+        self, places: list[int], batch: int | None, run: int, rank: int
+    ) -> dict[int, Mask]:
+        """Return masks of real entries for each axis of the sequence."""
+        result = {}
+        for place in places:
+            mask = self.masks[run] if batch is None or batch < place else self.masks[run].T
+            mask = mask[0] if batch is None else mask
+            others = [axis for axis in range(rank) if axis not in (place, batch)]
+            result[place] = np.expand_dims(mask, others)
+        return result
+
+    def _flags(
+        self, place: int, arrays: Sequence[Array], masks: list[dict[int, Mask]], is_one: bool
+    ) -> token_axes.Sequence:
+        is_bool = arrays[0].dtype == np.bool_
+        zero = low = high = same = True
+        changes = False
+        for array, real, mask in zip(arrays, masks, self.masks, strict=True):
+            others = _all_of(one for other, one in real.items() if other != place)
+            padded = array[np.broadcast_to(others & ~real[place], array.shape)]
+            beside = array[np.broadcast_to(_itself(real, array), array.shape)]
+            zero = zero and not padded.any()
+            if is_bool:
+                low = low and not padded.any() and bool(beside.all())
+                high = high and bool(padded.all()) and not beside.any()
+            else:
+                low = low and bool((padded <= LOW).all() and (beside > LOW).all())
+                high = False
+            behind = int(np.flatnonzero(mask.any(axis=0)).max()) + 1
+            last = array.take([-1], place)
+            same = same and bool((array.take(range(behind, mask.shape[1]), place) == last).all())
+            changes = changes or bool((array != last).any())
+        set_by_mask = low or (same and changes and not zero)
+        return token_axes.Sequence(zero, low, high, same, set_by_mask)
+
+
+def _itself(real: dict[int, Mask], array: Array) -> Mask:
+    """Return where a real position is beside itself."""
+    first, *others = real
+    itself = _all_of(real.values())
+    for other in others:
+        shape = [1] * array.ndim
+        shape[first] = shape[other] = array.shape[first]
+        itself = itself & np.eye(array.shape[first], dtype=np.bool_).reshape(shape)
+    return itself
+
+
+def _all_of(masks: Iterable[Mask]) -> Mask:
+    return functools.reduce(operator.and_, masks, np.asarray(True))
+
+
+def _prime(index: int) -> int:
+    """Return one of the primes from 17."""
+    found = (n for n in itertools.count(17, 2) if all(n % part for part in range(3, n, 2)))
+    return next(itertools.islice(found, index, None))
