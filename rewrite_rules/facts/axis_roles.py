@@ -7,8 +7,8 @@
     Softmax(scores[a, 12, b, d] + bias)   d = n, where bias is computed from mask[m, n] alone
 
 Neither names nor sizes decide. Each equation holds where the model runs at all, or one of the
-sizes is 1 or 0; and a mask hides what its numbers say. Whoever rests a rewrite on them asks for the
-sizes of the inputs at run time, which leaves out the sizes of 1 and 0.
+sizes is 1 or 0; and a mask hides what its numbers say. Whoever rests a rewrite on them asks
+for the sizes of the inputs at run time, which leaves out the sizes of 1 and 0.
 """
 
 from __future__ import annotations

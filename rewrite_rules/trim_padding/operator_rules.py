@@ -13,7 +13,6 @@ from collections.abc import Collection
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 
 from rewrite_rules.facts.operator_table import (
     DOMAINS,
@@ -118,12 +117,12 @@ def _where(site: Site) -> Axes:
     result = list(axes)
     for i, axis in enumerate(axes):
         if len(axis) == 1 and sequences_of(axis):
-            factors = [
+            condition, one, other = (
                 (sequences_of(side[i]) or [own])[0]
                 for side, own in zip(sides, beside, strict=True)
-            ]
+            )
             (joined,) = sequences_of(axis)
-            result[i] = (_chosen(*factors, joined, is_one),)
+            result[i] = (_chosen(condition, one, other, joined, is_one),)
     return tuple(result)
 
 
@@ -409,7 +408,7 @@ def _gather_elements(site: Site) -> Axes:
 
 def _gather_nd(site: Site) -> Axes:
     data, skipped = site.tokens(), site.integer("batch_dims", 0)
-    *indices, (depth,) = [axis or (1,) for axis in site.tokens(1)]
+    (depth,) = site.tokens(1)[-1] or (1,)
     if not isinstance(depth, int):
         raise Refusal(UNFIT)
     picked = data[: skipped + depth]
@@ -424,23 +423,21 @@ def _gather_nd(site: Site) -> Axes:
 
 def _shape(site: Site) -> Side:
     axes = site.tokens()
-    span = slice(site.integer("start", 0), site.integer("end", len(axes)))
-    return _counts(site, [[axis] for axis in axes[span]])
+    span = axes[site.integer("start", 0) : site.integer("end", len(axes))]
+    samples = site.flow.samples
+    arrays = (
+        np.array([samples.size(axis, run) for axis in span], np.int64)
+        for run in range(len(samples.masks))
+    )
+    return site.flow.side(site.node.outputs[0], arrays)
 
 
 def _size(site: Site) -> Side:
-    return _counts(site, site.tokens())
-
-
-def _counts(site: Site, counted: Any) -> Side:
+    factors = tuple(factor for axis in site.tokens() for factor in axis)
     samples = site.flow.samples
-    runs = range(len(samples.masks))
-    arrays = [
-        np.array([samples.size(*axis, run) for axis in counted], np.int64)
-        if site.node.op_type == "Shape"
-        else np.array(samples.size(tuple(f for axis in counted for f in axis), run), np.int64)
-        for run in runs
-    ]
+    arrays = (
+        np.array(samples.size(factors, run), np.int64) for run in range(len(samples.masks))
+    )
     return site.flow.side(site.node.outputs[0], arrays)
 
 

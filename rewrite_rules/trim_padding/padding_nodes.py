@@ -99,7 +99,11 @@ class PaddingNodes:
         numbers = op.Cast(self._real, to=ir.DataType.INT32)
         any_row = longest = self._reduced("ReduceMax", numbers, 0, keepdims=0)
         self._length = op.Gather(op.Shape(self._mask), integers([1]), axis=0)
-        conditions = [*self._sizes_agree(sizes), *self._asked(any_row, repeated), *self._picks()]
+        conditions = [
+            *self._sizes_agree(sizes),
+            *self._asked(any_row, repeated),
+            *self._picks(),
+        ]
         # Of another rank than the longest row: under one name for both axes of the mask,
         # onnxruntime would let them share a buffer.
         rows = self._reduced("ReduceMax", numbers, 1, keepdims=1)
@@ -430,7 +434,9 @@ class PaddingNodes:
         key = (node.op_type, span)
         if key not in self._clones:
             if value.is_graph_input():
-                self._clones[key] = op.op(node.op_type, value, **dict[str, Any](node.attributes))
+                self._clones[key] = op.op(
+                    node.op_type, value, **dict[str, Any](node.attributes)
+                )
             else:
                 sizes = self._joined(map(self._size, span))
                 is_size = node.op_type == "Size"

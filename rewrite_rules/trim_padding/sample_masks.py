@@ -12,6 +12,7 @@ import itertools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +20,11 @@ from numpy.typing import NDArray
 from rewrite_rules.trim_padding import token_axes
 from rewrite_rules.trim_padding.token_axes import BATCH, Axes, Axis, sequences_of
 
-Array = NDArray[np.generic]
+Array = NDArray[Any]
 Mask = NDArray[np.bool_]
 # exp(-1000) is 0 in every float type, also after other scores of ordinary size were added.
 LOW = -1000.0
-# Rows as digits, and the length with their padding. The first row hides what is real in others.
+# Rows as digits, and the length with their padding.
 _ROWS = ((("111", "1" * 8, "00111111", "1001001"), 13), (("1", "1"), 9))
 
 
@@ -107,7 +108,9 @@ class SampleMasks:
                 high = False
             behind = int(np.flatnonzero(mask.any(axis=0)).max()) + 1
             last = array.take([-1], place)
-            same = same and bool((array.take(range(behind, mask.shape[1]), place) == last).all())
+            same = same and bool(
+                (array.take(range(behind, mask.shape[1]), place) == last).all()
+            )
             changes = changes or bool((array != last).any())
         set_by_mask = low or (same and changes and not zero)
         return token_axes.Sequence(zero, low, high, same, set_by_mask)

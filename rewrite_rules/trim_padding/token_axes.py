@@ -66,12 +66,9 @@ Axes = tuple[Axis, ...]
 def size_of(*axes: Axis) -> tuple[int, list[str]]:
     """Return the size of axes together, comparable: a number times names."""
     factors = [factor for axis in axes for factor in axis]
-    names = sorted("" if isinstance(f, Sequence) else f for f in factors if not _is_number(f))
-    return math.prod(factor for factor in factors if isinstance(factor, int)), names
-
-
-def _is_number(factor: Factor) -> bool:
-    return isinstance(factor, int)
+    names = [factor for factor in factors if isinstance(factor, str)]
+    names += [""] * len(sequences_of(*axes))
+    return math.prod(factor for factor in factors if isinstance(factor, int)), sorted(names)
 
 
 class Sizes:
@@ -79,7 +76,7 @@ class Sizes:
 
     def __init__(self, rows: Dim, length: Dim) -> None:
         """Take those of the mask; a batch may be 1 in every run."""
-        self._factors: dict[int, Factor] = {unknown: BATCH for unknown in rows[1]}
+        self._factors: dict[int, Factor] = dict.fromkeys(rows[1], BATCH)
         self._factors |= {unknown: Sequence() for unknown in length[1]}
         self.fits = length[0] == len(length[1]) == 1 and rows != length
         self.fits = self.fits and (rows == (1, ()) or rows[0] == len(rows[1]) == 1)

@@ -19,7 +19,6 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
@@ -211,10 +210,10 @@ class TokenFlow:
 
     def _evaluate(self, node: ir.Node, inputs: Collection[Value | None]) -> list[Value]:
         given = [value if isinstance(value, Side) else None for value in inputs]
-        results = [
-            self._evaluator.run(node, self.opset, [side and side.arrays[run] for side in given])
-            for run in range(len(self.samples.masks))
-        ]
+        absent = (None,) * len(self.samples.masks)
+        runs = zip(*(side.arrays if side else absent for side in given), strict=True)
+        each = runs if given else [()] * len(absent)
+        results = [self._evaluator.run(node, self.opset, arrays) for arrays in each]
         varies = any(side is not None and side.varies for side in given)
         found = zip(node.outputs, zip(*results, strict=True), strict=True)
         return [self.side(value, arrays, varies) for value, arrays in found]

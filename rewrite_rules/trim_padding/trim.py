@@ -104,7 +104,9 @@ def trim_padding(
         nodes.whole_output(value)
     # Packing puts other values in place of outputs.
     places = [axes.get(value) for value in model.graph.outputs]
-    packed = pack_regions(model, flow, proof.mask, names) if pack and not flow.unpackable else 0
+    packed = (
+        pack_regions(model, flow, proof.mask, names) if pack and not flow.unpackable else 0
+    )
     gained = f"padding behind the longest row is cut off {_names(inputs)}"
     if outputs:
         gained += f" and given back to {_names(outputs)}"
