@@ -2,9 +2,9 @@
 """onnxruntime's calibrators and quantiser: ranges of samples, and the all-8-bit QDQ graph.
 
 onnxruntime removes a Relu or Clip that the 8-bit range does itself: here not where one side of
-it will be of another type, and the removed name is kept. A tensor without a range is an error
-that names it. Tensors that would share the parameters of one that is never quantised are an
-error; there, they are waited for without end. A Softmax in float16 gets a float16 scale.
+it will be of another type, and the removed name is kept. Tensors that would share the
+parameters of a dequantised weight stay as they are; there, they are waited for without end. A
+Softmax in float16 gets a float16 scale.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import functools
 import io
 import logging
 import os
+import re
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +25,6 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 import onnx_ir as ir
-import onnxruntime
 from onnxruntime.quantization import (
     CalibrationMethod,
     QDQQuantizer,
@@ -47,12 +47,6 @@ from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
 OP_TYPES = sorted({*QLinearOpsRegistry, *QDQRegistry})
 """All operators that onnxruntime can quantise."""
 
-_OVERRIDDEN = (
-    "try_replacing_upstream_output",
-    "adjust_tensor_ranges",
-    "_make_tensor_scale_zp_initializers",
-    "_quantize_sharing_param_tensors",
-)
 _FLOATS: dict[int, type[np.floating[Any]]] = {
     onnx.TensorProto.FLOAT: np.float32,
     onnx.TensorProto.FLOAT16: np.float16,
@@ -188,7 +182,6 @@ def quantize_to_eight_bits(
     try:
         quantizer = _EightBitQuantizer(
             converted,
-            infinite,
             dtypes,
             model=proto,
             reduce_range=False,
@@ -200,11 +193,16 @@ def quantize_to_eight_bits(
         )
         quantizer.quantize_model()
         quantizer.model.topological_sort()
-    except QuantizationError:
-        raise
     except Exception as error:  # anything, AssertionError among it
+        text = str(error)
+        if found := re.search(r"not specified for param (.*?)\. In static mode", text):
+            reason = infinite.get(found[1], "it has no calibrated range")
+            raise CalibrationError(
+                f"tensor {found[1]!r} can't be quantised: {reason}; give it one in ranges or "
+                "as rmin and rmax in overrides, or name its nodes in nodes_to_exclude"
+            ) from error
         raise QuantizationError(
-            f"onnxruntime's quantiser failed: {type(error).__name__}: {error}"
+            f"onnxruntime's quantiser failed: {type(error).__name__}: {text}"
         ) from error
     # onnxruntime adjusts some, then overrides have the last word.
     used = {}
@@ -229,18 +227,11 @@ class _EightBitQuantizer(QDQQuantizer):  # type: ignore[misc]  # onnxruntime has
     def __init__(
         self,
         converted: Collection[str],
-        infinite: Mapping[str, str],
         dtypes: Mapping[str, type[np.floating[Any]]],
         **arguments: Any,
     ) -> None:
-        """Take activations that will have two types, why some have no range, and all types."""
-        for name in _OVERRIDDEN:
-            if not callable(getattr(QDQQuantizer, name, None)):
-                raise QuantizationError(
-                    f"onnxruntime {onnxruntime.__version__}: its QDQQuantizer has no method "
-                    f"{name!r}; quantize_static_mixed needs it, as onnxruntime 1.31 has it"
-                )
-        self._converted, self._infinite, self._dtypes = converted, infinite, dtypes
+        """Take the activations that will have two types, and the types of all tensors."""
+        self._converted, self._dtypes = converted, dtypes
         self.renamed: dict[str, str] = {}
         super().__init__(**arguments)
 
@@ -260,32 +251,13 @@ class _EightBitQuantizer(QDQQuantizer):  # type: ignore[misc]  # onnxruntime has
             ends = [end.astype(self._dtypes.get(name, end.dtype)) for end in data.range_value]
             self.tensors_range[name] = TensorData(lowest=ends[0], highest=ends[1])
 
-    def _make_tensor_scale_zp_initializers(self, name: str) -> Any:
-        if name not in self.quantization_params:
-            raise CalibrationError(
-                f"tensor {name!r} can't be quantised: "
-                f"{self._infinite.get(name, 'it has no calibrated range')}; give it one in "
-                "ranges or as rmin and rmax in overrides, or name its nodes in "
-                "nodes_to_exclude"
-            )
-        return super()._make_tensor_scale_zp_initializers(name)
-
-    def _quantize_sharing_param_tensors(self) -> None:
-        known, waiting = set(self.quantized_value_map), dict(self.tensors_to_quantize)
-        while ready := [
-            name
-            for name, info in waiting.items()
-            if info.quant_para_provider and info.quant_para_provider.input_name in known
-        ]:
-            known.update(ready)
-            for name in ready:
-                del waiting[name]
-        if waiting:
-            raise QuantizationError(
-                f"tensor {next(iter(waiting))!r} would share the scale of one that is "
-                "not quantised here: name its node in nodes_to_exclude"
-            )
-        super()._quantize_sharing_param_tensors()
+    def quantize_output_same_as_input(
+        self, output_name: str, input_name: str, node_name: str
+    ) -> None:
+        """Share the parameters of a tensor, unless it is quantised in the model already."""
+        known = self.is_tensor_quantized(input_name)
+        if known and input_name not in self.tensor_to_producing_dq:
+            super().quantize_output_same_as_input(output_name, input_name, node_name)
 
 
 def to_onnxruntime(

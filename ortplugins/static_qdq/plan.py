@@ -109,11 +109,11 @@ def plan_precision(
     Raises:
         CalibrationError: If samples can't be used or onnxruntime fails.
         MissingFileError, ModelFileError: If a model can't be used.
+        OverrideError: If mode or target is none.
         QuantizationError: If the model has no 8-bit activation, an option is out of range, the
             models don't fit together, or the budget can't be reached: tells the best that is.
     """
-    if mode not in ("int16", "float"):
-        raise QuantizationError(f"mode is {mode!r}: 'int16' or 'float' is expected")
+    options = BoundaryOptions(mode=mode, target=target)
     _check_limits(budget, max_16bit)
     if data is None:
         raise QuantizationError(
@@ -149,7 +149,6 @@ def plan_precision(
             for name, reason in [*graph.refused.items()][:1]:
                 text += f" (of {name!r}: {reason})"
             raise QuantizationError(text)
-        options = BoundaryOptions(mode=mode, target=target)
         stay: list[str] = []
 
         def overrides(chosen: Sequence[str]) -> dict[str, tuple[TensorOverride, ...]]:

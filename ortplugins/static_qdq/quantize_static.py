@@ -157,8 +157,6 @@ def quantize_static_mixed(
     output = None if model_output is None else Path(model_output)
     if output is not None:
         check_output(model_input, output, overwrite)
-    if target not in ("cpu", "qnn"):
-        raise QuantizationError(f"target is {target!r}: one of cpu, qnn is expected")
     method = str(getattr(calibrate_method, "name", calibrate_method))
     if method not in quantizer.CALIBRATION_METHODS:
         known = ", ".join(quantizer.CALIBRATION_METHODS)

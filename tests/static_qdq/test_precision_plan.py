@@ -20,6 +20,7 @@ from ortplugins.static_qdq.search import CurvePoint
 from ortplugins.static_qdq.switched_model import Deviation
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedGraph
+from rewrite_rules.mixed_precision_boundaries.tensor_overrides import OverrideError
 from rewrite_rules.remarks import PassContext, Remarks
 
 # h2 is a hundred times coarser than it need be, h5 ten times; everything else is fine.
@@ -158,7 +159,7 @@ def test_a_float_model_may_be_the_reference():
         (feeds(), {}, QuantizationError, "give a budget, max_16bit or both"),
         (feeds(), {"budget": 99.5}, QuantizationError, r"budget is 99\.5: a cosine above 0"),
         (feeds(), {"max_16bit": 1.5}, QuantizationError, r"max_16bit is 1\.5"),
-        (feeds(), {"max_16bit": 1, "mode": "int8"}, QuantizationError, "mode is 'int8'"),
+        (feeds(), {"max_16bit": 1, "mode": "int8"}, OverrideError, "mode is 'int8'"),
     ],
 )
 def test_what_cannot_be_planned_is_reported(data, options, error_type, message):

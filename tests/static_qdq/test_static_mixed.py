@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Float models to mixed precision: onnxruntime's graphs, with grids that agree."""
 
-import inspect
 import json
 import logging
 from collections import Counter
@@ -355,7 +354,7 @@ def test_ranges_of_a_result_are_as_good_as_its_samples():
         ({"calibrate_method": "Mean"}, CalibrationError, "'Mean': one of MinMax"),
         ({"activation_type": "QUInt16"}, QuantizationError, "uint16: one of uint8, int8"),
         ({"weight_type": "nothing"}, QuantizationError, "weight_type is 'nothing'"),
-        ({"target": "gpu"}, QuantizationError, "'gpu': one of cpu, qnn"),
+        ({"target": "gpu"}, OverrideError, "'gpu'; it is one of cpu, qnn"),
         ({"mode": "int8"}, OverrideError, "'int8'"),
         ({"promote": ["conf"]}, QuantizationError, "no 'conf'; did you mean 'conv'"),
         ({"ranges": {"q": (0, 1)}}, QuantizationError, "ranges: the model has no 'q'"),
@@ -411,7 +410,7 @@ def test_a_quantised_model_is_refused_and_an_output_that_exists(tmp_path):
     assert (tmp_path / "there.onnx").read_text() == "mine"
 
 
-def test_parameters_of_a_tensor_that_is_not_quantised_are_not_waited_for():
+def test_parameters_of_a_dequantised_weight_are_not_waited_for():
     # onnxruntime's quantiser waits for them without end.
     model = proto_of(
         """g (float[2, 2] x) => (float[2, 1] y) {
@@ -421,8 +420,9 @@ def test_parameters_of_a_tensor_that_is_not_quantised_are_not_waited_for():
         }""",
         {"codes": np.ones((2, 2), np.int8), "scale": np.float32(0.5)},
     )
-    with pytest.raises(QuantizationError, match="'t' would share the scale"):
-        quantize_static_mixed(model, None, [{"x": np.eye(2, dtype=np.float32)}])
+    feeds = {"x": np.eye(2, dtype=np.float32)}
+    result = quantize_static_mixed(model, None, [feeds])
+    np.testing.assert_allclose(run(result.model, feeds)[0], run(model, feeds)[0], atol=4e-3)
 
 
 def test_the_command_does_the_same(tmp_path, monkeypatch):
@@ -444,21 +444,3 @@ def test_the_command_does_the_same(tmp_path, monkeypatch):
     assert json.loads(done.stdout)["fired"] == len(wanted.report.fired)
     Path("overrides.json").write_text('{"D": [{"quant_type": "QUInt16"}]}')
     assert "--overrides" in refused(*arguments, "--force")
-
-
-OVERRIDDEN = {
-    "try_replacing_upstream_output": ["self", "upstream_output_name", "output_name"],
-    "adjust_tensor_ranges": ["self"],
-    "_make_tensor_scale_zp_initializers": ["self", "tensor_name"],
-    "_quantize_sharing_param_tensors": ["self"],
-}
-
-
-@pytest.mark.parametrize("name", OVERRIDDEN)
-def test_what_is_overridden_of_onnxruntimes_quantizer_is_there(monkeypatch, name):
-    """A new onnxruntime that changed one of these shows here, and to users by name."""
-    owner = next(kind for kind in QDQQuantizer.__mro__ if name in vars(kind))
-    assert list(inspect.signature(getattr(owner, name)).parameters) == OVERRIDDEN[name]
-    monkeypatch.delattr(owner, name)
-    with pytest.raises(QuantizationError, match=f"has no method '{name}'"):
-        quantize_static_mixed(conv_net(), None, samples())
