@@ -362,6 +362,28 @@ def test_reported_errors_are_those_between_the_two_models(settings):
         assert rows[name].output_error == pytest.approx(error, rel=1e-3), name
 
 
+def test_what_each_method_adds_to_the_error_of_a_deep_model():
+    width, layers, values = 64, "ABCDE", ["x"]
+    x, weights = inputs_and_weights(width, (width,) * len(layers), 1200)
+    lines = ""
+    for name in layers:
+        lines += f" h{name} = MatMul({values[-1]}, {name}) y{name} = LeakyRelu(h{name})"
+        values.append(f"y{name}")
+    text = f"g (float[T, {width}] x) => (float[T, {width}] {values[-1]}) {{ {lines} }}"
+    model = model_of(text, {name: w / 8 for name, w in zip(layers, weights, strict=True)})
+    feed, samples = {"x": x[800:]}, [{"x": x[:800]}]
+    (expected,) = session(model, optimised=True).run(None, feed)
+
+    def error(method: str, **settings) -> float:
+        result = quantize(model, method=method, calibration_data_reader=samples, **settings)
+        opened = session(result.model, optimised=True, accuracy_level=0)
+        return float(np.linalg.norm(opened.run(None, feed)[0] - expected))
+
+    nearest, gptq = error("rtn"), error("gptq")
+    assert max(gptq, error("awq_gptq")) < 0.5 * nearest
+    assert error("gptq", quantized_inputs=True) < 0.9 * gptq
+
+
 # AWQ.
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Whatever goes wrong: a clear error, the output as it was, and no folder left behind."""
 
-import concurrent.futures
-import contextlib
 import re
 import signal
 import subprocess
@@ -11,13 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 import pytest
 from builders.dequantized_models import run
 from builders.processes import disk
 from builders.quantized_files import arrays_of, dequantised, read
-from builders.samples import Reader
 from builders.text_models import matmul_of, model_of, normal
 
 from ortplugins.errors import CalibrationError, ModelFileError
@@ -58,7 +54,6 @@ def into(folder: Path, model, **options):
 
 
 X = normal(8, D)
-HUGE = np.full((8, D), 1e38, np.float32)
 
 
 @pytest.mark.parametrize("method", ["rtn", "awq_lite"])
@@ -80,33 +75,6 @@ def test_bad_samples_and_options_are_reported(
     options = {"method": method, "calibration_data_reader": samples} | options
     with pytest.raises(error, match=f"(?s){message}"):
         into(folder, pair(), **options)
-
-
-def failing(left: int, error: BaseException) -> Iterator[dict[str, np.ndarray]]:
-    yield from [{"x": X}] * left
-    raise error
-
-
-def test_a_reader_that_raises_half_way_is_reported_with_its_error(folder):
-    error = KeyError("text")
-    with pytest.raises(CalibrationError, match=r"sample 2.*KeyError.*text") as caught:
-        into(
-            folder,
-            pair(),
-            method="awq_lite",
-            calibration_data_reader=Reader(failing(2, error)),
-        )
-    assert caught.value.__cause__ is error
-    stop = Reader(failing(1, KeyboardInterrupt()))
-    with pytest.raises(KeyboardInterrupt):
-        into(folder, pair(), method="gptq", calibration_data_reader=stop)
-
-
-@pytest.mark.parametrize("method", METHODS[1:])
-def test_activations_that_overflow_are_reported(folder, method):
-    model = pair(V=normal(D, D, seed=1) * 1e3)
-    with pytest.raises(CalibrationError, match=r"'h'.*(NaN|infinite)"):
-        into(folder, model, method=method, calibration_data_reader=[{"x": HUGE}])
 
 
 @pytest.mark.parametrize("size", [1e15, 0], ids=["huge", "zeros"])
@@ -286,41 +254,6 @@ def test_progress_that_raises_stops_everything(folder, error, call):
         options = {"method": "awq_lite", "progress": progress}
         into(folder, pair(128), calibration_data_reader=data(2, 128), **options)
     assert call < len(calls) < call + 4  # tensors are written by several threads
-
-
-class Broken(concurrent.futures.Executor):
-    """Loses its workers after some tasks."""
-
-    def __init__(self, left: int) -> None:
-        self.left = left
-
-    def submit(self, task, /, *args, **keywords):
-        future = concurrent.futures.Future()
-        self.left -= 1
-        if self.left < 0:
-            future.set_exception(concurrent.futures.BrokenExecutor("a worker was killed"))
-        else:
-            future.set_result(task(*args, **keywords))
-        return future
-
-
-@pytest.mark.parametrize("left", [0, 1])
-def test_a_worker_that_is_killed_is_reported(folder, left):
-    with pytest.raises(concurrent.futures.BrokenExecutor, match="killed"):
-        into(folder, pair(), executor=Broken(left))
-
-
-def test_external_data_of_a_model_that_has_no_folder(folder, tmp_path_factory):
-    """What a file may name is in test_model_files.py."""
-    proto = ir.to_proto(pair())
-    tensor = proto.graph.initializer[0]
-    tensor.ClearField("raw_data")
-    tensor.data_location = onnx.TensorProto.EXTERNAL
-    tensor.external_data.add(key="location", value="weights")
-    root = tmp_path_factory.mktemp("source")
-    (root / "weights").write_bytes(normal(D, D).tobytes())
-    with contextlib.chdir(root), pytest.raises(ModelFileError, match="'V'"):
-        into(folder, proto)
 
 
 TESTS = [str(folder) for folder in Path(__file__).parents[:2]]
