@@ -88,7 +88,12 @@ def collect(
     )
     batches = _batches(in_order, sizes, calibration.max_memory)
     for number, batch in enumerate(batches):
-        accumulators = _accumulate(source, batch, sizes, number, len(batches))
+        what = f"calibration, pass {number + 1} of {len(batches)}"
+
+        def show(done: int, count: int, number: int = number, what: str = what) -> None:
+            calibration.progress(number * count + done, count * len(batches), what)
+
+        accumulators = _accumulate(source, batch, sizes, show)
         yield {name: accumulators.pop(name).finish() for name in list(accumulators)}
 
 
@@ -104,8 +109,39 @@ class _Source:
     def part(
         self, names: Sequence[str], *, shapes: bool = False
     ) -> Callable[[Feed, str], Iterator[tuple[str, npt.NDArray[Any]]]]:
-        """Return what runs a sample and yields activations, or their shapes."""
-        return _part(self.model, self.folder, self.calibration.providers, names, shapes=shapes)
+        """Return what runs a sample on a part of the model: activations, or their shapes.
+
+        Each is let go afterwards; shapes alone take no memory, and are asked for once.
+        """
+        model = self.model.clone()
+        values = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
+        outputs: dict[str, ir.Value] = {}
+        for name in names:
+            value = values[name]
+            if shapes:
+                value = _appended(model, "Shape", value, {})
+            elif value.is_graph_input():
+                continue  # taken from the sample
+            elif value.dtype is ir.DataType.BFLOAT16:
+                # onnxruntime has no numpy arrays of these.
+                value = _appended(model, "Cast", value, {"to": ir.DataType.FLOAT.value})
+            outputs[name] = value
+        session, made = None, [value.name for value in outputs.values()]
+        if outputs:
+            model.graph.outputs.clear()
+            model.graph.outputs.extend(outputs.values())
+            onnx_ir.passes.common.RemoveUnusedNodesPass()(model)
+            providers = self.calibration.providers
+            session = open_for_samples(model, self.folder, providers, runs_often=not shapes)
+
+        def fetch(feed: Feed, what: str) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+            # onnxruntime's own buffers. (IOBinding would save no copy, and took the same time
+            # and memory.)
+            arrays = [] if session is None else run_sample(session, made, feed, what)[::-1]
+            for name in names:
+                yield name, arrays.pop() if name in outputs else feed[name]
+
+        return fetch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,17 +155,16 @@ class _Size:
 
 def _measure(source: _Source, names: Sequence[str]) -> dict[str, _Size]:
     """Run the largest sample for the shapes of activations; scale by the sizes of others."""
-    inputs, samples = source.model.graph.inputs, source.calibration.samples
+    samples = source.calibration.samples
     largest = samples.largest()
-    shapes = source.part(names, shapes=True)(largest, "the largest sample")
     part_of_largest = dict.fromkeys(names, 0.0)
     for feed in samples:
         part = feed_bytes(feed) / max(1, feed_bytes(largest))
         for name in part_of_largest:
             part_of_largest[name] += part * source.rows.share(name, feed)
-    given = {value.name for value in inputs}  # which are there anyway
+    given = {value.name for value in source.model.graph.inputs}  # which are there anyway
     found = {}
-    for name, shape in shapes:
+    for name, shape in source.part(names, shapes=True)(largest, "the largest sample"):
         rows = math.prod(shape[:-1].tolist())
         nbytes = 0 if name in given else math.prod(shape.tolist()) * 4
         found[name] = _Size(nbytes, rows * (samples.count or 0), rows * part_of_largest[name])
@@ -140,27 +175,28 @@ def _accumulate(
     source: _Source,
     batch: Sequence[ActivationRequest],
     sizes: Mapping[str, _Size],
-    number: int,
-    of: int,
+    show: Callable[[int, int], None],
 ) -> dict[str, StatisticsAccumulator]:
     """Go through the samples once for some activations; nothing else is held afterwards."""
-    samples = source.calibration.samples
     accumulators = {
         r.name: StatisticsAccumulator(r, max(1, round(sizes[r.name].tokens / r.gram_tokens)))
         for r in batch
     }
-    total = samples.count or 0
+    samples = source.calibration.samples
     # How BLAS shares a sum out among threads changes its last bits; activations are shared
-    # out instead.
+    # out instead, each to one thread.
     with threadpoolctl.threadpool_limits(1, user_api="blas"):
         fetch = source.part([request.name for request in batch])
         for index, feed in enumerate(samples):
-            source.calibration.progress(
-                number * total + index, total * of, f"calibration, pass {number + 1} of {of}"
-            )
-            arrays = fetch(feed, f"sample {index}")
-            rows = without_padding(arrays, source.rows, feed)
-            _update_all(accumulators, rows, index)
+            show(index, samples.count or 0)
+            arrays = without_padding(fetch(feed, f"sample {index}"), source.rows, feed)
+            with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+                updates = [pool.submit(accumulators[name].update, x) for name, x in arrays]
+            for update in updates:
+                try:
+                    update.result()
+                except CalibrationError as error:
+                    raise CalibrationError(f"sample {index}: {error}") from None
     return accumulators
 
 
@@ -214,66 +250,6 @@ def without_padding(
             array = array[real]
         if array.size:
             yield name, array
-
-
-def _update_all(
-    accumulators: Mapping[str, StatisticsAccumulator],
-    arrays: Iterable[tuple[str, npt.NDArray[Any]]],
-    index: int,
-) -> None:
-    """Take in what a run fetched; each activation in one thread, or sums would vary."""
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        updates = [pool.submit(accumulators[name].update, array) for name, array in arrays]
-    for update in updates:
-        try:
-            update.result()
-        except CalibrationError as error:
-            raise CalibrationError(f"sample {index}: {error}") from None
-
-
-def _part(
-    model: ir.Model,
-    folder: Path,
-    providers: Sequence[Any],
-    names: Sequence[str],
-    *,
-    shapes: bool = False,
-) -> Callable[[Feed, str], Iterator[tuple[str, npt.NDArray[Any]]]]:
-    """Return what runs a sample on a part of a model and yields activations, or their shapes.
-
-    Each is let go afterwards; shapes alone take no memory, and are asked for once.
-    """
-    model = model.clone()
-    values = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
-    outputs: dict[str, ir.Value] = {}
-    for name in names:
-        value = values[name]
-        if shapes:
-            value = _appended(model, "Shape", value, {})
-        elif value.is_graph_input():
-            continue  # taken from the sample
-        elif value.dtype is ir.DataType.BFLOAT16:
-            # onnxruntime has no numpy arrays of these.
-            value = _appended(model, "Cast", value, {"to": ir.DataType.FLOAT.value})
-        outputs[name] = value
-    session = None
-    if outputs:
-        model.graph.outputs.clear()
-        model.graph.outputs.extend(outputs.values())
-        onnx_ir.passes.common.RemoveUnusedNodesPass()(model)
-        session = open_for_samples(model, folder, providers, runs_often=not shapes)
-
-    def fetch(feed: Feed, what: str) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-        # onnxruntime's own buffers. (IOBinding would save no copy, and took the same time and
-        # memory.)
-        arrays = []
-        if session is not None:
-            made = [value.name for value in outputs.values()]
-            arrays = run_sample(session, made, feed, what)[::-1]
-        for name in names:
-            yield name, arrays.pop() if name in outputs else feed[name]
-
-    return fetch
 
 
 def _appended(

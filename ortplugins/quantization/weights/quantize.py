@@ -128,9 +128,7 @@ def quantize(
         progress: Called as calibration, the work on weights and saving go on, with steps done,
             steps of that stage, and what is being done.
         settings: What the recipe is to have instead: fields of :class:`Recipe` by name, such
-            as ``method``, ``bits`` and ``block_size``. ``node_config``, ``{pattern: {"bits":
-            8}}``, and ``nodes_to_exclude``, patterns of what stays in float, add rules: those
-            of later entries win. Patterns are those of :class:`Rule`.
+            as ``method``, ``bits`` and ``block_size``. ``rules`` are added to its own.
 
     Returns:
         Path, report and model.
@@ -164,15 +162,16 @@ def quantize(
     notes = _raise_opset(loaded.model, chosen, plan)
     if notes:  # the conversion made new nodes
         plan = plan_weights(loaded.model, chosen, given)
-    # The system's own folder may be memory, or too small; the output has to fit here anyway.
-    beside = None if target is None else target.absolute().parent
     with contextlib.ExitStack() as stack:
-        calibration, run = None, NOTHING_KEPT
+        kept = NOTHING_KEPT
         if run_folder is not None:
             files = _files_of(model, loaded)
-            run = stack.enter_context(RunFolder.opened(run_folder))
-        place = Path(os.path.abspath(work_dir)) if work_dir else run.path or beside
+            kept = stack.enter_context(RunFolder.opened(run_folder))
+        # The system's own folder may be memory, or too small; the output has to fit anyway.
+        beside = None if target is None else target.absolute().parent
+        place = Path(os.path.abspath(work_dir)) if work_dir else kept.path or beside
         scratch = Path(stack.enter_context(scratch_within(place)))
+        calibration = None
         reached = any(group.activations for group in plan.groups)
         if reached and (chosen.needs_statistics or calibration_data_reader is not None):
             calibration = Calibration(
@@ -183,7 +182,7 @@ def quantize(
                 progress or (lambda done, total, what: None),
             )
         if run_folder is not None:
-            run.identify(files, chosen, calibration)
+            kept.identify(files, chosen, calibration)
         report = quantize_graph(
             plan,
             chosen,
@@ -191,7 +190,7 @@ def quantize(
             calibration,
             executor=executor,
             max_memory=max_calibration_memory,
-            folder=run,
+            folder=kept,
             progress=progress,
         )
         notes += _unpacked(report, chosen)
@@ -200,22 +199,19 @@ def quantize(
             _to_kernels(loaded.model, chosen, report)
         if target is None:
             _into_memory(loaded.model, scratch)
-            return QuantizeResult(None, report, same_kind(model, loaded.model))
-        if external_data is None:
-            external_data = has_data_file(loaded, loaded.model)
-        save = functools.partial(
-            save_with_data,
-            loaded.model,
-            inline=not external_data,
-            overwrite=overwrite,
-            progress=progress,
-        )
-        if folder is None:
-            save(target)
         else:
-            with folder.staged(without=loaded.data_files.values()) as staged:
-                save(staged)
-            loaded = load_model(target := folder.written_model)
+            if external_data is None:
+                external_data = has_data_file(loaded, loaded.model)
+            options: Any = {"inline": not external_data, "overwrite": overwrite}
+            save = functools.partial(
+                save_with_data, loaded.model, progress=progress, **options
+            )
+            if folder is None:
+                save(target)
+            else:
+                with folder.staged(without=loaded.data_files.values()) as staged:
+                    save(staged)
+                loaded = load_model(target := folder.written_model)
     return QuantizeResult(target, report, same_kind(model, loaded.model))
 
 

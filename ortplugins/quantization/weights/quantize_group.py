@@ -36,7 +36,7 @@ from ortplugins.quantization.methods.nearest import (
     search_blocks,
 )
 from ortplugins.quantization.weights.recipe import Recipe
-from ortplugins.quantization.weights.weight import Group, Weight
+from ortplugins.quantization.weights.weight import Group, Weight, in_forms
 from rewrite_rules.weights.bit_packing import pack_rows
 
 Quantized = tuple[Codes, Floats, ZeroPoints | None]
@@ -212,11 +212,10 @@ def _quantized(weight: Weight, group: Group, inputs: _Inputs, recipe: Recipe) ->
     with concurrent.futures.ThreadPoolExecutor(group.threads) as pool:
         sums = np.sum(list(pool.map(strip, _strips(matrix, "gptq" in group.steps))), axis=0)
     measured = inputs.sample is not None
-    first, *others = (
+    return in_forms(
         writer.close(each, measured=measured)
         for writer, each in zip(writers, sums, strict=True)
     )
-    return dataclasses.replace(first, wider=others[0] if others else None)
 
 
 def _codes(

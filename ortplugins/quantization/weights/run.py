@@ -49,7 +49,7 @@ from ortplugins.quantization.weights.recipe import METHODS, Recipe
 from ortplugins.quantization.weights.report import QuantizeReport
 from ortplugins.quantization.weights.run_folder import NOTHING_KEPT, RunFolder
 from ortplugins.quantization.weights.uses import WeightUse
-from ortplugins.quantization.weights.weight import UNREACHED, Group, Weight
+from ortplugins.quantization.weights.weight import UNREACHED, Group, Weight, in_forms
 
 _MORE_BITS = 8
 _SHOWN = 8  # names in a note
@@ -303,7 +303,7 @@ class _Run:
         )
         asked = sorted(map(dataclasses.astuple, together), key=str)
         group.statistics_key = self._folder.key(activations=group.names, requests=asked)
-        found = self._folder.statistics(group.statistics_key)
+        found = self._folder.statistics(group)
         group.statistics = found or {}
         return found is not None
 
@@ -318,7 +318,7 @@ class _Run:
         reached = [statistics for statistics in found if statistics is not None]
         given = pooled(reached).arrays() if reached else {}
         if self._folder.keeps:
-            return self._folder.keep_statistics(group.statistics_key, given)
+            return self._folder.keep_statistics(group, given)
         return {name: writer.append(array) for name, array in given.items()}
 
     def _make_room(self, group: Group, threads: int, *, undecided: bool) -> None:
@@ -334,13 +334,14 @@ class _Run:
             k_last = self._recipe.quant_format != "QDQ" or weight.is_table or within_byte
             floats = self._floats.refer_to(weight.uses[0].tensor)
             # A file for each: whoever works on it may write while others do.
-            first, *others = (
-                dataclasses.replace(weight, form=form).with_room(
-                    floats, self._writer("codes"), k_last
+            weights.append(
+                in_forms(
+                    dataclasses.replace(weight, form=form).with_room(
+                        floats, self._writer("codes"), k_last
+                    )
+                    for form in forms
                 )
-                for form in forms
             )
-            weights.append(dataclasses.replace(first, wider=others[0] if others else None))
         group.weights = weights
 
 

@@ -14,7 +14,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,11 @@ from ortplugins.model_io.loading import digest_of_files
 from ortplugins.model_io.tensor_reference import ScratchWriter, TensorReference
 from ortplugins.quantization.statistics.collect import Calibration
 from ortplugins.quantization.weights.recipe import Recipe
-from ortplugins.quantization.weights.weight import Group, Weight
+from ortplugins.quantization.weights.weight import Group, in_forms
 from ortplugins.samples.sources import KeptSamples
 
 _MARK = "ortplugins-run"
 _UNFINISHED = ".unfinished"
-_ERRORS = ("weight_error", "output_error", "added_error")
 
 
 class RunFolder:
@@ -99,16 +98,16 @@ class RunFolder:
         text = json.dumps([self._identity, parts], sort_keys=True, default=str)
         return hashlib.blake2b(text.encode(), digest_size=20).hexdigest()
 
-    def statistics(self, key: str) -> dict[str, TensorReference] | None:
-        """Return statistics by name; None where there are none of this key."""
-        found = self._read(f"statistics-{key}")
+    def statistics(self, group: Group) -> dict[str, TensorReference] | None:
+        """Return the statistics of a group by name; None where there are none of its key."""
+        found = self._read(f"statistics-{group.statistics_key}")
         return None if found is None else found[0]
 
     def keep_statistics(
-        self, key: str, arrays: Mapping[str, npt.NDArray[Any]]
+        self, group: Group, arrays: Mapping[str, npt.NDArray[Any]]
     ) -> dict[str, TensorReference]:
-        """Write statistics and return where they are."""
-        return self._write(f"statistics-{key}", arrays, {})
+        """Write statistics of a group and return where they are."""
+        return self._write(f"statistics-{group.statistics_key}", arrays, {})
 
     def codes_key(self, group: Group) -> str:
         """Return the key of the codes of a group, whatever its statistics are by now."""
@@ -140,7 +139,12 @@ class RunFolder:
         return dataclasses.replace(
             group,
             weights=[
-                _with_errors(weight, errors)
+                in_forms(
+                    dataclasses.replace(
+                        each, weight_error=own, output_error=output, added_error=added
+                    )
+                    for each, (own, output, added) in zip(weight.choices, errors, strict=True)
+                )
                 for weight, errors in zip(group.weights, found["errors"], strict=True)
             ],
             reached=found["reached"],
@@ -156,7 +160,7 @@ class RunFolder:
         if group.channel_scales is not None:
             arrays["channel_scales"] = group.channel_scales
         errors = [
-            [[getattr(each, name) for name in _ERRORS] for each in weight.choices]
+            [(w.weight_error, w.output_error, w.added_error) for w in weight.choices]
             for weight in group.weights
         ]
         more = {"errors": errors, "reached": group.reached, "alpha": group.alpha}
@@ -210,14 +214,6 @@ def _files(group: Group) -> Iterator[tuple[str, TensorReference]]:
         for choice, each in enumerate(weight.choices):
             for kind, target in each.files():
                 yield f"{number}.{choice}.{kind}", target
-
-
-def _with_errors(weight: Weight, errors: Sequence[Sequence[float]]) -> Weight:
-    first, *others = (
-        dataclasses.replace(each, weight_error=own, output_error=output, added_error=added)
-        for each, (own, output, added) in zip(weight.choices, errors, strict=True)
-    )
-    return dataclasses.replace(first, wider=others[0] if others else None)
 
 
 def _digest_of_samples(samples: KeptSamples) -> str:

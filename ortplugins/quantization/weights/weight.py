@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -153,7 +153,10 @@ class Group:
 
     def for_worker(self) -> Group:
         """Return a copy without the graph."""
-        weights = [_without_uses(weight) for weight in self.weights]
+        weights = [
+            in_forms(dataclasses.replace(each, uses=()) for each in weight.choices)
+            for weight in self.weights
+        ]
         return dataclasses.replace(self, weights=weights, activations=())
 
     def take_in(self, found: Group) -> None:
@@ -173,6 +176,7 @@ class Group:
         return [(use.node, 1 - use.index) for use in uses if use.activation is activation]
 
 
-def _without_uses(weight: Weight) -> Weight:
-    wider = None if weight.wider is None else _without_uses(weight.wider)
-    return dataclasses.replace(weight, uses=(), wider=wider)
+def in_forms(forms: Iterable[Weight]) -> Weight:
+    """Return a weight in one form, or in a second one that may be chosen later."""
+    first, *others = forms
+    return dataclasses.replace(first, wider=others[0] if others else None)
