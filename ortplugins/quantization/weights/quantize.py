@@ -202,9 +202,12 @@ def quantize(
         else:
             if external_data is None:
                 external_data = has_data_file(loaded, loaded.model)
-            options: Any = {"inline": not external_data, "overwrite": overwrite}
             save = functools.partial(
-                save_with_data, loaded.model, progress=progress, **options
+                save_with_data,
+                loaded.model,
+                inline=not external_data,
+                overwrite=overwrite,
+                progress=progress,
             )
             if folder is None:
                 save(target)
