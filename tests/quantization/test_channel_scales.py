@@ -233,31 +233,6 @@ MULS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("method", ["awq_lite", "awq_gptq"])
-def test_every_method_that_scales_folds(method):
-    model = """
-        a = LayerNormalization(x, g, b)
-        q = MatMul(a, Q)
-        k = MatMul(a, K)
-        qk = Mul(q, k)
-        [o] r = MatMul(qk, O)
-        h = Add(r, x)
-        l = LayerNormalization(h, d)
-        [up] u = MatMul(l, U)
-        e = Relu(u)
-        [down] f = MatMul(e, D)
-        y = Add(f, h)
-    """
-    constants = {"g": SCALE, "b": SHIFT, "d": uneven(K, seed=2)}
-    constants |= {name: normal(K, K, seed=ord(name)) for name in "QKOUD"}
-    built = Model(model, constants, outputs="float[B, T, 24] y").build()
-    result, error = scaled(built, method=method)
-    assert {row.node: row.folded for row in result.report.quantized} == dict.fromkeys(
-        ["q", "k", "o", "up", "down"], "folded"
-    )
-    assert error < 2e-2
-
-
 def test_names_that_are_taken_are_not_taken_again():
     model = Model("u = Neg(x) [m] y = MatMul(x, W) z = Identity(u)", **seen("z"))
     for name in ("x.scaled", "x.channel_scales", "W.int8_block-1"):

@@ -13,7 +13,7 @@ import onnx_ir as ir
 import pytest
 from builders.dequantized_models import run
 from builders.processes import disk
-from builders.quantized_files import arrays_of, dequantised, read
+from builders.quantized_files import dequantised, read
 from builders.text_models import matmul_of, model_of, normal
 
 from ortplugins.errors import CalibrationError, ModelFileError
@@ -224,20 +224,6 @@ quantize(matmul_of(normal(64, 64)), {str(tmp_path / "out.onnx")!r}, progress=kil
     assert [path.name for path in tmp_path.iterdir()] == ["out.onnx"]
 
 
-def test_float16_scales_neither_vanish_nor_overflow():
-    for size in (6e-8, 1e-7, 1e-6, 65504.0):
-        weight = (normal(D, 4).clip(-1, 1) * size).astype(np.float16)
-        for is_symmetric in (True, False):
-            result = quantize(matmul_of(weight), is_symmetric=is_symmetric)
-            proto = read(result.model)
-            for name, array in arrays_of(proto).items():
-                if name.endswith("_scales"):
-                    assert (array != 0).all()
-                    assert np.isfinite(array).all()
-            error = abs(dequantised(proto)["m"] - weight).max()
-            assert error <= abs(weight.astype(float)).max()
-
-
 @pytest.mark.parametrize(
     "error", [ValueError("stop"), KeyboardInterrupt()], ids=["error", "stop"]
 )
@@ -256,9 +242,6 @@ def test_progress_that_raises_stops_everything(folder, error, call):
     assert call < len(calls) < call + 4  # tensors are written by several threads
 
 
-TESTS = [str(folder) for folder in Path(__file__).parents[:2]]
-
-
 @pytest.mark.parametrize("method", ["rtn", "awq_gptq"])
 @pytest.mark.parametrize("kilobytes", [600, 700, 760])
 def test_a_full_disk_is_reported(tmp_path, kilobytes, method):
@@ -268,32 +251,3 @@ def test_a_full_disk_is_reported(tmp_path, kilobytes, method):
         with pytest.raises(OSError, match=r"[Nn]o space left"):
             quantize(pair(256), root / "out.onnx", **options)
         assert not list(root.iterdir())
-
-
-BLOCKED = """
-import sys
-sys.path[:0] = {tests!r}
-from test_quantize_bad_input import *
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's "&" has it ignored
-def wait(*_):
-    if any(Path({folder!r}).glob(".ortplugins-*/*")):
-        print("writing", flush=True)
-        sys.stdin.read()  # until the signal
-options = dict(method="gptq", calibration_data_reader=data(4, 256), progress=wait)
-into(Path({folder!r}), pair(256), **options)
-print("done", flush=True)
-"""
-
-
-def test_a_signal_leaves_the_output_as_it_was(folder):
-    text = BLOCKED.format(tests=TESTS, folder=str(folder))
-    pipe = subprocess.PIPE
-    child = subprocess.Popen(
-        [sys.executable, "-c", text], stdin=pipe, stdout=pipe, stderr=pipe, text=True
-    )
-    assert child.stdout is not None
-    assert child.stdout.readline() == "writing\n"
-    child.send_signal(signal.SIGINT)
-    out, errors = child.communicate()
-    assert "done" not in out
-    assert "KeyboardInterrupt" in errors

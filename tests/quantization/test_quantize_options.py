@@ -600,25 +600,6 @@ def test_errors_in_the_report_are_those_of_the_file():
     assert row.output_error == pytest.approx(ratio, rel=1e-3)
 
 
-@pytest.mark.parametrize("method", ["rtn", "gptq", "paired"])
-def test_progress_is_that_of_each_stage(tmp_path, method):
-    ir.save(chain("a", "b", "c"), tmp_path / "m.onnx")
-    options = {"external_data": True, "overwrite": True}
-    if method != "rtn":
-        options |= {"method": "gptq", "calibration_data_reader": [{"x": normal(50, D)}] * 9}
-        options |= {"share_of_8_bits": 0.4, "quantized_inputs": method == "paired"}
-    calls = []
-    quantize(
-        tmp_path / "m.onnx",
-        tmp_path / "o.onnx",
-        progress=lambda *c: calls.append(c),
-        **options,
-    )
-    assert all(0 <= done <= total for done, total, _ in calls)
-    assert {"a", "b", "c"} <= {what for *_, what in calls}
-    assert any("calibration" in what for *_, what in calls) == (method != "rtn")
-
-
 # Opsets and what else a model carries.
 
 

@@ -269,16 +269,6 @@ def test_what_is_held_back_is_the_text_between_the_samples(window, held_back, co
     assert sorted(found) == sorted(token for token in whole if token not in around)
 
 
-@pytest.mark.usefixtures("folder")
-def test_chat_puts_each_paragraph_into_the_template():
-    config = {"chat_template": "{% for m in messages %}user: {{ m.content }} {% endfor %}"}
-    Path("tokenizer_config.json").write_text(json.dumps(config))
-    (feed,) = feeds(window=64, chat=True)
-    words = [WORDS[token] for token in feed["input_ids"][0]]
-    assert words[:7] == ["user:", "a", "b", "c", "d", "e", "user:"]
-    assert len(words) == 24
-
-
 TEMPLATE = "{{ messages[0].content }}"
 
 
