@@ -46,7 +46,7 @@ import onnxruntime
 
 from ortplugins.errors import OrtpluginsWarning, QuantizationError
 from ortplugins.model_io.loading import load_model
-from ortplugins.quantization.int4.searches import (
+from ortplugins.quantization.modelopt_searches import (
     AWQClipHelper,
     AWQLiteHelper,
     clip_search,
