@@ -79,7 +79,9 @@ class TokenRows:
         for mask in self._masks:
             array = feed.get(str(mask.value.name))
             if array is not None and array.ndim == 2 and array.size:
-                yield mask, array >= 0 if (array < 0).any() else array != 0
+                # A float mask of zeros is added to scores, and of nothing but tokens.
+                is_added = (array < 0).any() or (array.dtype.kind == "f" and not array.any())
+                yield mask, array >= 0 if is_added else array != 0
 
     def _of(self, mask: ir.Value, fed: list[ir.Value]) -> _Mask:
         rows, tokens = self._roles.dims(mask) or ()

@@ -63,6 +63,8 @@ def test_a_mask_is_about_its_own_activations(case):
     wanted = kept.T if expected == "turned" else kept
     assert found is not None
     np.testing.assert_array_equal(found, wanted.reshape(shape[:-1]).astype(bool))
+    if text is ADDED:  # of nothing but tokens
+        assert TokenRows(model).real(name, shape, {str(mask.name): np.zeros((4, 4))}) is None
 
 
 @pytest.mark.parametrize("name", [n for n in DECODERS if n.endswith("dynamo-sdpa")])
