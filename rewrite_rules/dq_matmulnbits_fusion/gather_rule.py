@@ -161,12 +161,13 @@ def _rows(
             f"table {name!r} has {weight.K} columns: its rows of {operand.bits}-bit codes "
             "don't fill bytes"
         )
-    if not weight.one_block and weight.block_size < _SMALLEST_BLOCK:
+    block_size = _packed_block_size(weight)
+    if block_size < _SMALLEST_BLOCK:
         raise NoKernel(
             f"blocks of {weight.block_size} in the rows of table {name!r} have no kernel: "
-            f"{_SMALLEST_BLOCK} and more have one"
+            f"multiples of {_SMALLEST_BLOCK} have one"
         )
-    odd_blocks = operand.zero_points is not None and weight.blocks(weight.block_size) % 2 == 1
+    odd_blocks = operand.zero_points is not None and weight.blocks(block_size) % 2 == 1
     table_unsupported(version, bits=operand.bits, odd_blocks=odd_blocks)
     return weight
 
@@ -226,7 +227,7 @@ def _write_packed(
     initializers: DerivedInitializers,
 ) -> KernelInputs:
     """Unsigned codes, row by row, in MatMulNBits' order."""
-    block_size = _covering_block(weight.K) if weight.one_block else weight.block_size
+    block_size = _packed_block_size(weight)
     zero_points = write_zero_points(initializers, weight, block_size)
     scales = write_scales(initializers, weight, block_size, weight.lossless_dtype)
 
@@ -275,6 +276,13 @@ def _attributes(gather_axis: int, quantize_axis: int, block_size: int) -> dict[s
         "quantize_axis": quantize_axis,
         "block_size": block_size,
     }
+
+
+def _packed_block_size(weight: BlockQuantizedWeight) -> int:
+    """Return the largest power of 2 that stored blocks are multiples of, or that covers a row."""
+    if weight.one_block:
+        return _covering_block(weight.K)
+    return weight.block_size & -weight.block_size
 
 
 def _covering_block(size: int) -> int:

@@ -655,6 +655,14 @@ def _row_9() -> Iterator[LayoutCase]:
         "negative_int32": np.int32([-1]),
         "repeated": np.int64([5, 5, 5]),
     }
+    for columns, storage in product((48, 70, 24), ("int4", "uint8")):  # half a row's scale
+        w = Q((40, columns), storage, 0, scaled="channel")
+        constants = {"shape": np.int64([20, 2 * columns])}
+        text = "V = $w  W = Reshape (V, shape)  y = Gather (W, ids)"
+        more = {"constants": constants, "inputs": {"ids": np.int64([0, 19, 7])}}
+        fused = GATHERED if columns == 48 else {}
+        name = f"two_scales_of_{columns}-{storage}"
+        yield Case(name, text, w, None, fused, None if fused else "gather", **more)
     for name, storage in product(indices, ("uint4", "int8")):
         yield case(f"indices_{name}-{storage}", Q(shape, storage, 1), indices=indices[name])
     for storage in STORAGES:
