@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
-from rewrite_rules.graph.nodes import is_custom, label
+from rewrite_rules.graph.nodes import all_nodes, is_custom, label
 from rewrite_rules.remarks import PassContext
 from rewrite_rules.shape_size_reorder.search import (
     GraphOrder,
@@ -50,6 +50,15 @@ def reorder(
     ``for_default_order``: sessions take no order, so that the file has to be one whose default
     order is good.
     """
+    custom = [node for node in all_nodes(model) if is_custom(node, model)]
+    if len(custom) > 1:
+        # A Shape that reads another value moves the walk that onnxruntime's default order is.
+        context.remarks.refused(
+            _GRAPH,
+            f"{len(custom)} custom operators, {custom[0].op_type} {label(custom[0])!r} first, "
+            "may hold state: the pass could change the order in which they run",
+        )
+        return
     simplify_shapes(model, context)
     shapes = concrete_shapes(model, dims)
     order = memory_order(model.graph, shapes)
@@ -57,7 +66,7 @@ def reorder(
         if context.cpu_only and _may_be_held(order):
             other = memory_order(model.graph, shapes, reuse=False)
             order = _without_reuse(order, other, context)
-        _run_in_file_order(model, order, context)
+        _run_in_file_order(order, context)
         with_arena = context.cpu_only and context.cpu_arena
         if with_arena and order.default.peak >= _LEAN_BYTES:
             _without_pattern(order, context)
@@ -129,8 +138,7 @@ def _write_default_order(
     model: ir.Model, order: GraphOrder, shapes: ConcreteShapes, context: PassContext
 ) -> None:
     file = memory_order(model.graph, shapes, for_default_order=True)
-    runs = _custom_operators(model, order, ours=False)
-    if file.ours.peak < order.default.peak and runs == _custom_operators(model, file, True):
+    if file.ours.peak < order.default.peak:
         file.apply()
         context.remarks.fired(
             _GRAPH, f"by default it now runs with a peak of {_mb(file.ours)}; {_peaks(order)}"
@@ -141,25 +149,8 @@ def _write_default_order(
         )
 
 
-def _custom_operators(model: ir.Model, order: GraphOrder, ours: bool) -> list[ir.Node]:
-    """Return the custom operators of a graph and its subgraphs as they run."""
-    nodes, run = list(order.graph), order.ours if ours else order.default
-    found = [nodes[place] for place in run.order if is_custom(nodes[place], model)]
-    for inner in order.subgraphs:
-        found += _custom_operators(model, inner, ours)
-    return found
-
-
-def _run_in_file_order(model: ir.Model, order: GraphOrder, context: PassContext) -> None:
-    custom = _custom_operators(model, order, ours=False)
-    if custom != _custom_operators(model, order, ours=True):
-        context.remarks.refused(
-            _GRAPH,
-            f"left in its order: {custom[0].op_type} {label(custom[0])!r} is a custom "
-            "operator, and these, which may hold state, would run in another; "
-            + _peaks(order),
-        )
-    elif not order.worthwhile:
+def _run_in_file_order(order: GraphOrder, context: PassContext) -> None:
+    if not order.worthwhile:
         context.remarks.refused(
             _GRAPH,
             "left in its order: onnxruntime's default runs a Shape late, and holds less so; "
