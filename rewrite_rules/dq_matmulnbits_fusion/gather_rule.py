@@ -279,7 +279,7 @@ def _attributes(gather_axis: int, quantize_axis: int, block_size: int) -> dict[s
 
 
 def _packed_block_size(weight: BlockQuantizedWeight) -> int:
-    """Return the largest power of 2 that stored blocks are multiples of, or that covers a row."""
+    """Return the largest power of 2 that cuts stored blocks evenly, or covers a row."""
     if weight.one_block:
         return _covering_block(weight.K)
     return weight.block_size & -weight.block_size
