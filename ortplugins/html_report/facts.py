@@ -324,7 +324,7 @@ def order_of(
     shapes = concrete_shapes(loaded, {**assumed, **dims})
     order = memory_order(loaded.graph, shapes)
     orders = {
-        f"computed ({order.method})": order.ours,
+        "computed": order.ours,
         "onnxruntime's default": order.default,
         "PRIORITY_BASED": order.priority,
     }

@@ -14,26 +14,23 @@ subtrees     depth first, of the inputs of a node first the one whose making nee
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 from rewrite_rules.shape_size_reorder.memory_plan import MemoryModel
-from rewrite_rules.shape_size_reorder.onnxruntime_orders import ranks
 
 # Nodes that a chain is looked through for where it falls below its start.
 _LOOK_AHEAD = 64
 
 
-def candidate_orders(
-    model: MemoryModel, inner: Mapping[int, int]
-) -> Iterator[tuple[str, Sequence[int]]]:
-    """Make names and orders, each when it is asked for, the quickest first.
+def candidate_orders(model: MemoryModel, inner: Mapping[int, int]) -> Iterator[list[int]]:
+    """Make orders, each when it is asked for, the quickest first.
 
     ``inner`` is what the subgraphs of a node need while it runs. Aliases count as one tensor,
     and free buffers as gone.
     """
-    yield "segments", _greedy(model, inner, _segment)
-    yield "net", _greedy(model, inner, _single)
-    yield "subtrees", subtrees(model, inner)
+    yield _greedy(model, inner, _segment)
+    yield _greedy(model, inner, _single)
+    yield _subtrees(model, inner)
 
 
 class _State:
@@ -143,7 +140,7 @@ def _greedy(model: MemoryModel, inner: Mapping[int, int], look: _Look) -> list[i
     return result
 
 
-def subtrees(model: MemoryModel, inner: Mapping[int, int]) -> list[int]:
+def _subtrees(model: MemoryModel, inner: Mapping[int, int]) -> list[int]:
     """Depth first; what a subtree needs is reckoned as if no other one shared its nodes."""
     dependencies, size = model.dependencies, model.grows
     needs = [0] * len(size)
@@ -160,25 +157,3 @@ def subtrees(model: MemoryModel, inner: Mapping[int, int]) -> list[int]:
         needs[node] = max(need, held + size[node] + inner.get(node, 0))
     roots = sorted(range(len(size)), key=lambda node: needs[node] - size[node])
     return dependencies.depth_first(roots, sorted_producers.__getitem__)
-
-
-def default_files(model: MemoryModel, wanted: Sequence[int]) -> Iterator[list[int]]:
-    """Yield files whose depth-first walk may come close to an order; it can't run every one.
-
-    Of the producers of a node, the one with the highest index runs first. So positions are
-    given from the end of the file on, to the node that is to run earliest among those whose
-    consumers have one; or to the one with the earliest node behind it.
-    """
-    dependencies, count = model.dependencies, len(wanted)
-    yield list(range(count))
-    yield list(wanted)
-    for order in (wanted, subtrees(model, {})):
-        rank = ranks(order)
-        yield dependencies.smallest_last(rank)
-        earliest = list(rank)
-        for node in order:
-            for producer in dependencies.producers[node]:
-                earliest[node] = min(earliest[node], earliest[producer])
-        # Branches of one beginning are all as early: the shorter way first.
-        keys = sorted(range(count), key=lambda node: (earliest[node], rank[node]))
-        yield dependencies.smallest_last(ranks(keys))

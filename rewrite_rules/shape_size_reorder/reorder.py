@@ -161,7 +161,7 @@ def _run_in_file_order(order: GraphOrder, context: PassContext) -> None:
         # file has: what that one's default order would be, nobody knows.
         order.apply()
         context.session_settings.update(_IN_FILE_ORDER)
-        context.remarks.fired(_GRAPH, f"{_peaks(order)}, found by {order.method!r}")
+        context.remarks.fired(_GRAPH, _peaks(order))
     else:
         context.remarks.refused(
             _GRAPH,

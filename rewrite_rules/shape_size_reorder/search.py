@@ -7,7 +7,7 @@ that hangs on it. Of the others, several orders are made (the two native ones, a
 there is made later or read earlier, as long as that lowers the peak and the budget lasts.
 
 The result is an order that onnxruntime's ``PRIORITY_BASED`` runs as it is, or what the best of
-several files runs by default.
+three files runs by default.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from rewrite_rules.graph.nodes import is_constant, subgraphs
-from rewrite_rules.shape_size_reorder.heuristics import candidate_orders, default_files
+from rewrite_rules.shape_size_reorder.heuristics import candidate_orders
 from rewrite_rules.shape_size_reorder.memory_plan import MemoryModel, inner_bytes
 from rewrite_rules.shape_size_reorder.onnxruntime_orders import Dependencies, ranks
 from rewrite_rules.shapes.proved_shapes import ConcreteShapes
@@ -72,7 +72,6 @@ class GraphOrder:
         file_order: How nodes are to lie in the file: positions in the graph.
         ours: How they then run, with ``ExecutionOrder.PRIORITY_BASED`` or by default.
         default, priority: What a session runs with the file as it is.
-        method: How the order was found, for instance ``"segments"``.
         chain_bytes: Bytes of all results of Shape, Size and the chains on them. So much, at
             most, may ours lie above the better native order, for having them early.
         unknown_values: Values whose size is a guess. Bodies included.
@@ -85,7 +84,6 @@ class GraphOrder:
     ours: SimulatedOrder
     default: SimulatedOrder
     priority: SimulatedOrder
-    method: str
     chain_bytes: int
     unknown_values: tuple[str, ...]
     subgraphs: tuple[GraphOrder, ...]
@@ -165,30 +163,27 @@ def memory_order(
     inside = inner("ours")
     default = simulated(dependencies.default(), inner("default"))
     priority = simulated(dependencies.priority(), inner("priority"))
-    best: tuple[int, ...] = ()
-    peak, method = -1, ""
-    tried: set[tuple[int, ...]] = set()
+    best = settle(priority.order)
+    peak = _peak(simulate(best))
     lowest = max(map(model.needed_by, range(len(dependencies.nodes))), default=0)
-    native = ("priority", priority.order), ("default", default.order)
-    for name, order in itertools.chain(native, candidate_orders(model, inside)):
-        settled = settle(order)
-        if settled in tried:
-            continue
-        tried.add(settled)
-        reached = _peak(simulate(settled))
-        if peak < 0 or reached < peak:
-            best, peak, method = settled, reached, name
+    for order in itertools.chain([default.order], candidate_orders(model, inside)):
         if peak <= lowest:
             break
+        settled = settle(order)
+        reached = _peak(simulate(settled))
+        if reached < peak:
+            best, peak = settled, reached
     if peak > lowest:
-        better = _lower_peak(best, model, simulate, settle)
-        if better != best:
-            best, method = better, f"{method}, moved"
+        best = _lower_peak(best, model, simulate, settle)
     runs = file_order = best
     if for_default_order:
-        files = map(tuple, default_files(model, best))
+        # As it is, as wanted, and filled from its end on with what is to run first.
+        filled = tuple(dependencies.smallest_last(ranks(best)))
         runs, file_order = min(
-            ((tuple(dependencies.default(file)), file) for file in files),
+            (
+                (tuple(dependencies.default(file)), file)
+                for file in (tuple(range(len(best))), best, filled)
+            ),
             key=lambda pair: _peak(simulate(pair[0])),
         )
     orders = [order for found in bodies.values() for order in found]
@@ -199,7 +194,6 @@ def memory_order(
         ours=simulated(runs, inside, reuse),
         default=default,
         priority=priority,
-        method=method,
         chain_bytes=chain_bytes + sum(order.chain_bytes for order in orders),
         unknown_values=(*model.unknown_values, *unknown_values),
         subgraphs=tuple(orders),

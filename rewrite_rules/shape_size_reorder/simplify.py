@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: MIT
 """Shape and Size read the first value of the same sizes, or become constants.
 
-    FoldNumbers  Gather(Shape(h[batch, 64]), 1)       -> 64
-    ReadSpan     Shape(f(x))                          -> Shape(x)                 f keeps it
-                 Slice(Shape(x), 1, 3)                -> Shape(x, start=1, end=3)   opset 15
-                 Unsqueeze(Gather(Shape(x), 1), 0)    -> Shape(x, start=1, end=2)   opset 15
-                 Concat(Shape(x)[0:1], Shape(x)[1:2]) -> Shape(x, start=0, end=2)   opset 15
-    ReadFirst    Size(f(x))                           -> Size(x)             as many elements
-                 Shape(f(x))                          -> Shape(x)            of unknown rank
-    PickSizes    Shape(Transpose(x, perm))            -> Gather(Shape(x), perm)
-                 Gather(Shape(h[batch, 64]), 0)       -> Gather(Shape(x[batch]), 0)
+    _constant  Gather(Shape(h[batch, 64]), 1)       -> 64
+    _span      Shape(f(x))                          -> Shape(x)                 f keeps it
+               Slice(Shape(x), 1, 3)                -> Shape(x, start=1, end=3)   opset 15
+               Unsqueeze(Gather(Shape(x), 1), 0)    -> Shape(x, start=1, end=2)   opset 15
+               Concat(Shape(x)[0:1], Shape(x)[1:2]) -> Shape(x, start=0, end=2)   opset 15
+    _again     Size(f(x))                           -> Size(x)             as many elements
+               Shape(f(x))                          -> Shape(x)            of unknown rank
+    _pick      Shape(Transpose(x, perm))            -> Gather(Shape(x), perm)
+               Gather(Shape(h[batch, 64]), 0)       -> Gather(Shape(x[batch]), 0)
 
 A rule fires where what is read comes earlier, or from the same value in fewer nodes; so none
 fires twice. All is decided before any node is rewritten. Afterwards, nodes with the same
@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Hashable, Iterator
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -31,6 +31,7 @@ from rewrite_rules.graph.nodes import label, producer, remove_unused, subgraphs
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.remarks import PassContext, Remarks
 from rewrite_rules.shapes.dimensions import Dim, Dims, Shape
+from rewrite_rules.shapes.node_facts import Integers
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.shapes.shape_data import INTEGER_OPERATORS
 
@@ -70,86 +71,64 @@ def simplify_shapes(model: ir.Model, context: PassContext) -> None:
     _explain_the_rest(graphs, facts, context)
 
 
-# The readings
-
-
 @dataclasses.dataclass(frozen=True)
-class FoldNumbers:
-    """Numbers that no run can change -> a constant."""
+class Reading:
+    """What a node becomes: what the remark says of it, what makes it, how many nodes it takes.
 
-    numbers: tuple[int, ...]
-    shape: tuple[int, ...]
+    ``source`` is the value it reads; None for a constant.
+    """
 
-    def __str__(self) -> str:
-        return f"constant {list(self.numbers)}"
-
-    def emit(self, op: Any, name: str | None) -> ir.Value:
-        numbers = np.array(self.numbers, np.int64).reshape(self.shape)
-        return op.Constant(value=ir.tensor(numbers), _name=name)  # type: ignore[no-any-return]
+    text: str
+    emit: Callable[[Any, str | None], ir.Value]
+    source: ir.Value | None = None
+    nodes: int = 1
 
 
-@dataclasses.dataclass(frozen=True)
-class ReadSpan:
-    """Sizes that lie side by side in a shape -> ``Shape(source, start, end)``."""
-
-    source: ir.Value
-    start: int | None = None
-    end: int | None = None
-    nodes = 1
-
-    def __str__(self) -> str:
-        what = "the shape"
-        if self.start is not None or self.end is not None:
-            what = f"dimensions {self.start or 0}:{'' if self.end is None else self.end}"
-        return f"reads {what} of {self.source.name!r}"
-
-    def emit(self, op: Any, name: str | None) -> ir.Value:
-        ends = {"start": self.start, "end": self.end}
-        ends = {end: axis for end, axis in ends.items() if axis is not None}
-        return op.Shape(self.source, **ends, _name=name)  # type: ignore[no-any-return]
+def _constant(integers: Integers) -> Reading:
+    """Numbers that no run can change."""
+    array = np.array(integers.constants, np.int64).reshape(integers.shape)
+    return Reading(
+        f"constant {array.ravel().tolist()}",
+        lambda op, name: op.Constant(value=ir.tensor(array), _name=name),
+        nodes=0,
+    )
 
 
-@dataclasses.dataclass(frozen=True)
-class ReadFirst:
-    """Shape or Size -> the same of the first value of that shape, or of as many elements."""
-
-    source: ir.Value
-    node: ir.Node
-    nodes = 1
-
-    def __str__(self) -> str:
-        return f"reads the {self.node.op_type.lower()} of {self.source.name!r}"
-
-    def emit(self, op: Any, name: str | None) -> ir.Value:
-        make = getattr(op, self.node.op_type)
-        return make(self.source, **self.node.attributes, _name=name)  # type: ignore[no-any-return]
+def _again(
+    op_type: str, source: ir.Value, attributes: Mapping[str, Any], what: str = ""
+) -> Reading:
+    """Shape or Size of another value."""
+    return Reading(
+        f"reads {what or 'the ' + op_type.lower()} of {source.name!r}",
+        lambda op, name: getattr(op, op_type)(source, **attributes, _name=name),
+        source,
+    )
 
 
-@dataclasses.dataclass(frozen=True)
-class PickSizes:
-    """Sizes anywhere in a shape -> ``Gather(Shape(source), axes)``; of one, maybe a scalar."""
+def _span(source: ir.Value, start: int, end: int, rank: int) -> Reading:
+    """Sizes that lie side by side in a shape; all of them before opset 15."""
+    ends = {"start": start} if start else {}
+    ends |= {"end": end} if end < rank else {}
+    what = f"dimensions {start}:{ends.get('end', '')}" if ends else ""
+    return _again("Shape", source, ends, what)
 
-    source: ir.Value
-    axes: tuple[int, ...]
-    scalar: bool
-    nodes = 2
 
-    def __str__(self) -> str:
-        axes = ", ".join(map(str, self.axes))
-        return f"reads dimension{'s' * (len(self.axes) > 1)} {axes} of {self.source.name!r}"
+def _pick(source: ir.Value, axes: Sequence[int], scalar: bool) -> Reading:
+    """Sizes anywhere in a shape; of one, maybe a scalar."""
 
-    def emit(self, op: Any, name: str | None) -> ir.Value:
-        shape = op.Shape(self.source)
+    def emit(op: Any, name: str | None) -> ir.Value:
+        shape = op.Shape(source)
         shape.type = ir.TensorType(ir.DataType.INT64)
-        axes = np.array(self.axes, np.int64).reshape(() if self.scalar else -1)
-        return op.Gather(shape, op.Constant(value=ir.tensor(axes)), axis=0, _name=name)  # type: ignore[no-any-return]
+        indices = np.array(axes, np.int64).reshape(() if scalar else -1)
+        picked = op.Gather(shape, op.Constant(value=ir.tensor(indices)), axis=0, _name=name)
+        return picked  # type: ignore[no-any-return]
+
+    plural = "s" * (len(axes) > 1)
+    text = f"reads dimension{plural} {', '.join(map(str, axes))} of {source.name!r}"
+    return Reading(text, emit, source, nodes=2)
 
 
-Reading = FoldNumbers | ReadSpan | ReadFirst | PickSizes
-
-
-@dataclasses.dataclass(frozen=True)
-class _Now:
+class _Now(NamedTuple):
     """What a node's numbers depend on: the latest place, nodes from there, the value read."""
 
     place: int
@@ -253,7 +232,7 @@ class _Readings:
             found = self._find(node, now)
             if found is not None:
                 self.better[node] = found
-                now = _Now(-1, 0) if isinstance(found, FoldNumbers) else self._rank(found)
+                now = _Now(self._place(found), found.nodes, found.source)
             self._now[out] = now
 
     def _reads(self, node: ir.Node) -> _Now | None:
@@ -273,11 +252,10 @@ class _Readings:
     def _find(self, node: ir.Node, now: _Now) -> Reading | None:
         integers = self._shapes.integers(node.outputs[0])
         if integers is not None and integers.constants is not None:
-            return FoldNumbers(integers.constants, integers.shape)
-        dims = None if integers is None else integers.known
-        if integers is None or dims is None or node.op_type == "Size":
+            return _constant(integers)
+        if integers is None or integers.known is None or node.op_type == "Size":
             return self._find_first(node, now)
-        scalar = not integers.shape
+        dims, scalar = integers.known, not integers.shape
         if node.op_type not in _REREAD or len(integers.shape) > 1:
             return None
         sources = [] if scalar else [self._earliest.first("shape", dims, node)]
@@ -290,11 +268,9 @@ class _Readings:
             for reading in self._forms(source, dims, scalar, self._shapes.opset(node))
         ]
         best = min(readings, key=self._order, default=None)
-        return (
-            best if best is not None and self._order(best) < (now.place, now.nodes) else None
-        )
+        return best if best and self._order(best) < (now.place, now.nodes) else None
 
-    def _find_first(self, node: ir.Node, now: _Now) -> ReadFirst | None:
+    def _find_first(self, node: ir.Node, now: _Now) -> Reading | None:
         """Return what a Size reads, or a Shape of which not even the rank is known."""
         if node.op_type not in _ROOTS or now.source is None:
             return None
@@ -304,11 +280,11 @@ class _Readings:
             first = self._earliest.first("count", self._shapes.count(now.source), node)
         if first is None or self._earliest.place(first) >= now.place:
             return None
-        return ReadFirst(first, node)
+        return _again(node.op_type, first, node.attributes)
 
     def _forms(
         self, source: ir.Value, dims: Dims, scalar: bool, opset: int
-    ) -> Iterator[ReadSpan | PickSizes]:
+    ) -> Iterator[Reading]:
         """How to read sizes from a value."""
         shape = self._shapes.shape(source)
         if not isinstance(shape, tuple) or not set(dims) <= set(shape):
@@ -316,16 +292,15 @@ class _Readings:
         count = len(dims)
         starts = [i for i in range(len(shape) - count + 1) if shape[i : i + count] == dims]
         if scalar or not starts or (opset < 15 and count < len(shape)):
-            yield PickSizes(source, tuple(shape.index(dim) for dim in dims), scalar)
+            yield _pick(source, [shape.index(dim) for dim in dims], scalar)
         else:
-            end = starts[0] + count
-            yield ReadSpan(source, starts[0] or None, end if end < len(shape) else None)
+            yield _span(source, starts[0], starts[0] + count, len(shape))
 
-    def _rank(self, reading: ReadSpan | ReadFirst | PickSizes) -> _Now:
-        return _Now(self._earliest.place(reading.source), reading.nodes, reading.source)
+    def _place(self, reading: Reading) -> int:
+        return -1 if reading.source is None else self._earliest.place(reading.source)
 
-    def _order(self, reading: ReadSpan | PickSizes) -> tuple[int, int]:
-        return self._earliest.place(reading.source), reading.nodes
+    def _order(self, reading: Reading) -> tuple[int, int]:
+        return self._place(reading), reading.nodes
 
 
 # The rules
@@ -349,7 +324,7 @@ class _BetterReading(RewriteRuleClassBase):
         reading = self._better[node]
         value = reading.emit(op, node.name)
         value.type = ir.TensorType(ir.DataType.INT64)
-        self._remarks.fired(label(node), str(reading))
+        self._remarks.fired(label(node), reading.text)
         return value
 
 
