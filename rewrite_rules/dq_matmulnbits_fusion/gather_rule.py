@@ -20,7 +20,6 @@ and head share their bytes. Its attribute ``bits`` is known from onnxruntime 1.2
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -40,12 +39,12 @@ from rewrite_rules.dq_matmulnbits_fusion.kernels import (
     write_zero_points,
 )
 from rewrite_rules.graph.initializers import DerivedInitializers
-from rewrite_rules.graph.lazy_tensors import AliasTensor, ChunkedTensor, packed_bytes
+from rewrite_rules.graph.lazy_tensors import AliasTensor, ChunkedTensor
 from rewrite_rules.graph.nodes import is_dequantize_linear
 from rewrite_rules.graph.parameters import axis_of, int_attribute
 from rewrite_rules.onnxruntime_version import Version
 from rewrite_rules.remarks import Refusal
-from rewrite_rules.weights.bit_packing import Bytes, pack_rows, unpack
+from rewrite_rules.weights.bit_packing import Bytes
 from rewrite_rules.weights.dequantized_operand import (
     BlockQuantizedWeight,
     DequantizedOperand,
@@ -53,7 +52,6 @@ from rewrite_rules.weights.dequantized_operand import (
     is_layout_op,
     renamed_values,
 )
-from rewrite_rules.weights.strided_axes import offsets
 
 
 class GatherToGatherBlockQuantized(OperandRule):
@@ -82,9 +80,14 @@ class GatherToGatherBlockQuantized(OperandRule):
 
         def emit(op: Any) -> tuple[ir.Value, str]:
             table = write(self._run.initializers)
-            inputs = (table.codes, node.inputs[1], *table.scales_and_zero_points)
+            codes, *parameters = table.inputs
             value = op.GatherBlockQuantized(
-                *inputs, **table.attributes, _domain="com.microsoft", _name=node.name
+                codes,
+                node.inputs[1],
+                *parameters,
+                **table.attributes,
+                _domain="com.microsoft",
+                _name=node.name,
             )
             if table.scales.dtype != operand.dtype:
                 value = op.Cast(value, to=int(operand.dtype))
@@ -120,27 +123,17 @@ def table_writer(
 
     Where a MatMul reads the same codes (``tied``), the packed form is preferred.
     """
-    if len(operand.shape) < 2:
-        raise NoKernel(
-            f"table {operand.codes.name!r} has rank {len(operand.shape)}: 2 has one"
-        )
-    packed: _Writer | None = None
-    try:
-        packed = functools.partial(_write_packed, operand, _rows(operand, axis, version))
-    except (NoKernel, Unrepresentable) as reason:
-        refusal = reason
-    if operand.bits == 4 and not operand.renamed and not (tied and packed):
-        note = f" (its codes not shared with the MatMul beside it: {refusal})" if tied else ""
-        block_size = operand.dequantize.attributes.get_int("block_size", 0)
-        if block_size >= _SMALLEST_BLOCK and not block_size & (block_size - 1):
-            return functools.partial(_write_stored, operand, axis), note
-        # The last axis along which the scale stays the same.
-        for whole in reversed(range(len(operand.axes))):
-            if all(run.scales == 0 for run in operand.axes[whole]):
-                return functools.partial(_write_whole, operand, axis, whole), note
-    if packed is None:
-        raise refusal
-    return packed, ""
+    note, block = "", operand.dequantize.attributes.get_int("block_size", 0)
+    as_stored = operand.bits == 4 and not operand.renamed and block >= _SMALLEST_BLOCK
+    as_stored = as_stored and not block & (block - 1) and len(operand.shape) > 1
+    if tied or not as_stored:
+        try:
+            return functools.partial(_write_packed, _rows(operand, axis, version)), ""
+        except (NoKernel, Unrepresentable) as refusal:
+            if not as_stored:
+                raise
+            note = f" (its codes not shared with the MatMul beside it: {refusal})"
+    return functools.partial(_write_stored, operand, axis), note
 
 
 def _rows(
@@ -153,9 +146,9 @@ def _rows(
             f"table {name!r} of {operand.bits}-bit codes is gathered along axis {axis}: axis "
             "0 has a kernel"
         )
-    leading = tuple(run for axis_runs in operand.axes[:-1] for run in axis_runs)
-    rows = dataclasses.replace(operand, axes=(leading, operand.axes[-1]))
-    weight = rows.matrix(k_axis=1)
+    if len(operand.shape) != 2:
+        raise NoKernel(f"table {name!r} has rank {len(operand.shape)}: 2 has one")
+    weight = operand.matrix(k_axis=1)
     if weight.K * operand.bits % 8:
         raise NoKernel(
             f"table {name!r} has {weight.K} columns: its rows of {operand.bits}-bit codes "
@@ -187,74 +180,33 @@ def _write_stored(
 
         make = functools.partial(ChunkedTensor, chunks, dtype, tuple(source.shape.numpy()))
         scales = initializers.get(scales, f".{dtype.name.lower()}", make)
-    quantized = attributes.get_int("axis", 1) % len(operand.shape)
-    made = _attributes(axis, quantized, attributes.get_int("block_size", 0))
+    made = {
+        "gather_axis": axis,
+        "quantize_axis": attributes.get_int("axis", 1) % len(operand.shape),
+        "block_size": attributes.get_int("block_size", 0),
+    }
     return KernelInputs(operand.codes, scales, operand.zero_points, made)
 
 
-def _write_whole(
-    operand: DequantizedOperand, axis: int, whole: int, initializers: DerivedInitializers
-) -> KernelInputs:
-    """4-bit codes as they are, one block along an axis on which the scale stays the same."""
-    axes = [() if i == whole else runs for i, runs in enumerate(operand.axes)]
-    shape = tuple(1 if i == whole else size for i, size in enumerate(operand.shape))
-    _, at = offsets(axes)
-    dtype = max(operand.dtype, operand.scale_tensor.dtype, key=lambda item: item.bitwidth)
-    array = operand.stored_scales()[at].astype(dtype.numpy()).reshape(shape)
-    key = (operand.axes, whole, dtype)
-    zero_points = None
-    if operand.zero_points is not None and operand.zero_point_tensor is not None:
-        source = operand.zero_point_tensor
-        packed = pack_rows(unpack(packed_bytes(source), operand.bits, at), operand.bits)
-        zero_points = initializers.get(
-            operand.zero_points,
-            ".whole",
-            lambda name: ir.PackedTensor(
-                packed, source.dtype, shape=ir.Shape(shape), name=name
-            ),
-            key,
-        )
-    scales = initializers.get(
-        operand.scales, ".whole", lambda name: ir.Tensor(array, dtype=dtype, name=name), key
-    )
-    attributes = _attributes(axis, whole, _covering_block(operand.shape[whole]))
-    return KernelInputs(operand.codes, scales, zero_points, attributes)
-
-
 def _write_packed(
-    operand: DequantizedOperand,
-    weight: BlockQuantizedWeight,
-    initializers: DerivedInitializers,
+    weight: BlockQuantizedWeight, initializers: DerivedInitializers
 ) -> KernelInputs:
     """Unsigned codes, row by row, in MatMulNBits' order."""
     block_size = _packed_block_size(weight)
-    zero_points = write_zero_points(initializers, weight, block_size)
-    scales = write_scales(initializers, weight, block_size, weight.lossless_dtype)
-
-    def with_axes(rows: ir.Value) -> ir.Value:
-        """The same bytes with separate axes for the rows again."""
-        if len(operand.shape) == 2:
-            return rows
-        assert rows.const_value is not None
-        dtype, width = rows.const_value.dtype, int(rows.const_value.shape.numpy()[-1])
-        shape = (*operand.shape[:-1], width)
-        make = functools.partial(AliasTensor, rows, dtype, shape)
-        return initializers.get(rows, ".axes", make, shape)
-
     return KernelInputs(
-        with_axes(_write_data(initializers, weight)),
-        with_axes(scales),
-        None if zero_points is None else with_axes(zero_points),
-        _attributes(0, len(operand.shape) - 1, block_size) | {"bits": operand.bits},
+        _write_data(initializers, weight),
+        write_scales(initializers, weight, block_size, weight.lossless_dtype),
+        write_zero_points(initializers, weight, block_size),
+        {"gather_axis": 0, "quantize_axis": 1, "block_size": block_size, "bits": weight.bits},
     )
 
 
 def _write_data(initializers: DerivedInitializers, weight: BlockQuantizedWeight) -> ir.Value:
     """Register the packed codes, uint8 ``[N, K * bits / 8]``."""
-    row_bytes = weight.K * weight.operand.bits // 8
+    row_bytes = weight.K * weight.bits // 8
     shape = (weight.N, row_bytes)
     # That of MatMulNBits, whose codes are the same bytes where no row is padded.
-    block_size = fitting_block_size(weight.operand.bits, weight.block_size, weight.K)
+    block_size = fitting_block_size(weight.bits, weight.block_size, weight.K)
 
     def chunks() -> Iterator[Bytes]:
         for rows in repacked(weight, 8):
@@ -270,20 +222,8 @@ def _write_data(initializers: DerivedInitializers, weight: BlockQuantizedWeight)
     return initializers.get(weight.operand.codes, ".rows", make, key)
 
 
-def _attributes(gather_axis: int, quantize_axis: int, block_size: int) -> dict[str, int]:
-    return {
-        "gather_axis": gather_axis,
-        "quantize_axis": quantize_axis,
-        "block_size": block_size,
-    }
-
-
 def _packed_block_size(weight: BlockQuantizedWeight) -> int:
     """Return the largest power of 2 that cuts stored blocks evenly, or covers a row."""
     if weight.one_block:
-        return _covering_block(weight.K)
+        return max(_SMALLEST_BLOCK, 1 << (weight.K - 1).bit_length())
     return weight.block_size & -weight.block_size
-
-
-def _covering_block(size: int) -> int:
-    return max(_SMALLEST_BLOCK, 1 << (size - 1).bit_length())

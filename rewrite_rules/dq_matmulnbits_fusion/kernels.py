@@ -29,18 +29,17 @@ import onnx_ir as ir
 
 from rewrite_rules.graph.initializers import DerivedInitializers
 from rewrite_rules.graph.lazy_tensors import ChunkedTensor, packed_bytes, relabel
+from rewrite_rules.graph.nodes import owner
 from rewrite_rules.onnxruntime_version import Version
 from rewrite_rules.remarks import PassContext, Refusal
 from rewrite_rules.weights.bit_packing import SIGN_BITS, Bytes, pack_rows, repack
-from rewrite_rules.weights.dequantized_operand import BlockQuantizedWeight
+from rewrite_rules.weights.dequantized_operand import BlockQuantizedWeight, DequantizedOperand
 
 # What the kernels take (anything else fails when the session is created), with what a weight
 # costs in each, relative to the others: measured on the CPU, 2048 x 2048, one row. 2-bit
 # codes have a fast kernel in three of them only.
 _COST = {16: 1.6, 32: 1.15, 64: 1.1, 128: 1.02, 256: 1.0}
 _COST_2_BIT = {16: 160.0, 32: 2.9, 64: 1.6, 128: 1.0, 256: 160.0}
-# Scales made at a time: those of a large weight take a quarter of its codes' space.
-_CHUNK_ELEMENTS = 1 << 20
 _UINT8 = ir.DataType.UINT8
 _CUDA = "CUDAExecutionProvider"
 
@@ -55,26 +54,30 @@ def takes_bias(context: PassContext) -> bool:
     return version is None or version >= (1, 28) or _CUDA not in context.providers
 
 
-def matmulnbits_unsupported(
-    context: PassContext,
-    *,
-    bits: int,
+def check_version(
+    operand: DequantizedOperand,
     accuracy_level: int,
-    float16: bool,
-    captured_codes: bool,
-    captured_zero_points: bool,
+    dtype: ir.DataType,
+    graph: ir.Graph | ir.Function | None,
+    context: PassContext,
 ) -> None:
-    """Refuse what a version of onnxruntime fails on, or computes wrongly.
+    """Refuse what a version of onnxruntime fails on, or computes wrongly, in ``graph``.
 
     Codes and zero points, be they given or written, are captured where the node lies in a
     body (If, Loop, Scan) and they in a graph around it.
     """
-    version, cpu = context.onnxruntime, context.cpu_only
+    version, cpu, bits = context.onnxruntime, context.cpu_only, operand.bits
+    # Unsigned codes without zero points get some, beside the codes.
+    zero_points = operand.zero_points or (None if operand.signed else operand.codes)
     _refuse_missing(
         version,
         ((1, 31), bits == 2 and _CUDA in context.providers, "2-bit weights on CUDA"),
         ((1, 24), cpu and bits == 2, "2-bit weights"),
-        ((1, 29), cpu and bits == 2 and float16, "2-bit weights under float16 activations"),
+        (
+            (1, 29),
+            cpu and bits == 2 and dtype is ir.DataType.FLOAT16,
+            "2-bit weights under float16 activations",
+        ),
         (
             (1, 24),
             cpu and bits == 8 and accuracy_level != 4,
@@ -84,12 +87,12 @@ def matmulnbits_unsupported(
         # right around it: two graphs out the run fails.
         (
             (1, 24),
-            cpu and bits == 8 and captured_codes,
+            cpu and bits == 8 and owner(operand.codes) is not graph,
             "8-bit weights outside the subgraph of If, Loop or Scan",
         ),
     )
-    outside = cpu and captured_zero_points and accuracy_level == 4
-    if outside and version is not None and version < (1, 29):
+    captured = zero_points is not None and owner(zero_points) is not graph
+    if version and version < (1, 29) and cpu and captured and accuracy_level == 4:
         raise NoKernel(
             f"onnxruntime {_text(version)} computes wrong numbers at accuracy_level 4 from "
             "zero points outside the subgraph of If, Loop or Scan: 1.29 is right, and so is "
@@ -134,9 +137,10 @@ class KernelInputs:
     attributes: dict[str, int]
 
     @property
-    def scales_and_zero_points(self) -> list[ir.Value]:
-        """Those that there are, as both operators take them."""
-        return [value for value in (self.scales, self.zero_points) if value is not None]
+    def inputs(self) -> list[ir.Value]:
+        """Those that there are, as MatMulNBits takes them."""
+        found = (self.codes, self.scales, self.zero_points)
+        return [value for value in found if value is not None]
 
 
 def kernel_block_size(weight: BlockQuantizedWeight) -> int:
@@ -145,7 +149,7 @@ def kernel_block_size(weight: BlockQuantizedWeight) -> int:
     A stored block may be cut into equal kernel blocks that repeat its scale; a column with one
     scale may be cut anywhere.
     """
-    size = fitting_block_size(weight.operand.bits, weight.block_size, weight.K)
+    size = fitting_block_size(weight.bits, weight.block_size, weight.K)
     if size is None:
         sizes = ", ".join(map(str, _COST))
         what = (
@@ -170,9 +174,7 @@ def slow_kernel(bits: int, block_size: int, accuracy_level: int) -> str | None:
     Measured on onnxruntime 1.31: 8-bit and 2-bit weights are computed on directly only with
     int8 activations, 2-bit ones only in blocks of 32, 64 or 128.
     """
-    if bits == 4:
-        return None
-    if accuracy_level != 4:
+    if bits != 4 and accuracy_level != 4:
         return (
             f"{bits}-bit weights have a fast CPU kernel at accuracy_level 4 only, not at "
             f"{accuracy_level}"
@@ -182,49 +184,35 @@ def slow_kernel(bits: int, block_size: int, accuracy_level: int) -> str | None:
     return None
 
 
+def check_speed(bits: int, block_size: int, accuracy_level: int) -> None:
+    """Refuse what :func:`slow_kernel` names."""
+    if slow := slow_kernel(bits, block_size, accuracy_level):
+        raise NoKernel(slow)
+
+
 def write_matmulnbits(
     initializers: DerivedInitializers,
     weight: BlockQuantizedWeight,
     block_size: int,
     dtype: ir.DataType,
-    factor: float = 1.0,
 ) -> KernelInputs:
     """Register MatMulNBits' inputs for a weight, or find those that an earlier match made.
 
     Codes whose bytes fit already (unsigned, ``[N, K]``, whole blocks) are re-labelled where
-    they lie; others are repacked while they are saved. Scales are multiplied by ``factor``.
+    they lie; others are repacked while they are saved.
     """
-    attributes = {"K": weight.K, "N": weight.N, "bits": weight.operand.bits}
+    attributes = {"K": weight.K, "N": weight.N, "bits": weight.bits}
     return KernelInputs(
         codes=write_codes(initializers, weight, block_size),
-        scales=write_scales(initializers, weight, block_size, dtype, factor),
+        scales=write_scales(initializers, weight, block_size, dtype),
         zero_points=write_zero_points(initializers, weight, block_size),
         attributes=attributes | {"block_size": block_size},
     )
 
 
-def fold_into_scales(weight: BlockQuantizedWeight, dtype: ir.DataType, factor: float) -> bool:
-    """Whether a factor may go into the scales without costing accuracy.
-
-    A product in float32 is rounded to 24 bits, as any other of the computation is; float16
-    scales must stay exact. Neither may overflow or lose bits near zero.
-    """
-    stored = weight.operand.stored_scales()
-    element = dtype.numpy()
-    limits = np.finfo(element)
-    for start in range(0, stored.size, _CHUNK_ELEMENTS):
-        product = stored[start : start + _CHUNK_ELEMENTS].astype(np.float64) * factor
-        size = np.abs(product[product != 0])
-        if size.size and (size.max() > limits.max or size.min() < limits.tiny):
-            return False
-        if element == np.float16 and (product.astype(element) != product).any():
-            return False
-    return True
-
-
 def repacked(weight: BlockQuantizedWeight, block_size: int) -> Iterator[Bytes]:
     """Yield unsigned codes, uint8 ``[columns, blocks * block_size * bits / 8]``, padded."""
-    bits, first = weight.operand.bits, weight.first * weight.operand.bits // 8
+    bits, first = weight.bits, weight.first * weight.bits // 8
     length = -(-weight.K * weight.N * bits // 8)
     return repack(
         packed_bytes(weight.operand.code_tensor)[first : first + length],
@@ -257,24 +245,21 @@ def write_scales(
     weight: BlockQuantizedWeight,
     block_size: int,
     dtype: ir.DataType,
-    factor: float = 1.0,
 ) -> ir.Value:
     """Register the scales ``[N, blocks]``, in a type as wide at least as the stored."""
     source = weight.operand.scale_tensor
     shape = (weight.N, weight.blocks(block_size))
-    unchanged = _in_order(weight, block_size) and factor == 1.0 and dtype == source.dtype
+    unchanged = _in_order(weight, block_size) and dtype == source.dtype
     unchanged = unchanged and weight.operand.scales_are_constant
     if unchanged and tuple(source.shape.numpy()) == shape:
         return weight.operand.scales
 
     def chunks() -> Iterator[npt.NDArray[Any]]:
         for scales in weight.grid_rows(weight.operand.stored_scales(), block_size):
-            if factor != 1.0:
-                scales = scales.astype(np.float64) * factor
             yield scales.astype(dtype.numpy())
 
     make = _maker(chunks, dtype, shape, source if unchanged else None)
-    key = (shape, weight.grid, weight.cuts(block_size), factor, dtype)
+    key = (shape, weight.grid, weight.cuts(block_size), dtype)
     return initializers.get(weight.operand.scales, _suffix(weight), make, key)
 
 
@@ -287,7 +272,7 @@ def write_zero_points(
     smaller, and keeps clear of a defect that onnxruntime has with zero points on processors
     without AVX-512 (onnxruntime issue #29853).
     """
-    operand, bits, blocks = weight.operand, weight.operand.bits, weight.blocks(block_size)
+    operand, bits, blocks = weight.operand, weight.bits, weight.blocks(block_size)
     shape = (weight.N, -(-blocks * bits // 8))
     source = operand.zero_point_tensor
     if source is None or operand.zero_points is None:

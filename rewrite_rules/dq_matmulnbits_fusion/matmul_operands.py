@@ -135,7 +135,10 @@ def read_column_bias(value: ir.Value, columns: int) -> ColumnBias | None:
 
 
 def write_column_bias(
-    initializers: DerivedInitializers, bias: ColumnBias, factor: float, dtype: ir.DataType
+    initializers: DerivedInitializers,
+    bias: ColumnBias,
+    dtype: ir.DataType,
+    factor: float = 1.0,
 ) -> ir.Value:
     """Register the bias ``[N]``, or return the constant itself where it is that."""
     tensor = bias.anchor.const_value

@@ -2,7 +2,7 @@
 """Rules for multiplications by a dequantised constant -> MatMulNBits.
 
     MatMul(x, W)                     -> MatMulNBits(x)
-    FusedMatMul(x, W, alpha)         -> MatMulNBits(x), alpha in the scales
+    FusedMatMul(x, W, alpha)         -> alpha * MatMulNBits(x)
     Gemm(x, W, C, alpha, beta)       -> MatMulNBits(x, bias = beta * C)
     MatMul(W, x)                     -> Transpose(MatMulNBits(Transpose(x)))
     MatMul(x[G,M,K], W[G,K,N])       -> G times MatMulNBits, between Split and Concat
@@ -15,9 +15,9 @@ which onnxruntime has kernels of its own for.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -31,15 +31,13 @@ from rewrite_rules.dq_matmulnbits_fusion.fusion_run import (
 )
 from rewrite_rules.dq_matmulnbits_fusion.kernels import (
     NoKernel,
-    fold_into_scales,
+    check_speed,
+    check_version,
     kernel_block_size,
-    matmulnbits_unsupported,
-    slow_kernel,
     takes_bias,
     write_matmulnbits,
 )
 from rewrite_rules.dq_matmulnbits_fusion.matmul_operands import (
-    ColumnBias,
     Product,
     read_column_bias,
     read_product,
@@ -50,12 +48,12 @@ from rewrite_rules.dq_matmulnbits_fusion.native_fusion import (
     choose_accuracy_level,
     native_block_size,
 )
-from rewrite_rules.graph.nodes import is_dequantize_linear, label, owner, producer
+from rewrite_rules.graph.nodes import is_dequantize_linear, label, producer
 from rewrite_rules.graph.parameters import constant
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import known
-from rewrite_rules.shapes.proved_shapes import ProvedShapes
-from rewrite_rules.weights.dequantized_operand import BlockQuantizedWeight, DequantizedOperand
+from rewrite_rules.weights.dequantized_operand import BlockQuantizedWeight as Weight
+from rewrite_rules.weights.dequantized_operand import DequantizedOperand
 
 # Batched weights of more groups would swell the graph more than they save.
 _MAX_GROUPS = 64
@@ -66,12 +64,9 @@ _TRANSPARENT = frozenset(
 _EIGHT_BITS = (ir.DataType.INT8, ir.DataType.UINT8)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Kernel:
-    """The MatMulNBits nodes of one multiplication: one for each weight."""
+class _Kernel(NamedTuple):
+    """What the MatMulNBits nodes of one multiplication have in common."""
 
-    product: Product
-    weights: tuple[BlockQuantizedWeight, ...]
     block_size: int
     level: AccuracyLevel
     dtype: ir.DataType  # of activations and scales
@@ -101,8 +96,7 @@ class MultiplyByWeight(OperandRule):
                 "(QLinearMatMul, MatMulIntegerToFloat)"
             )
         check_type(operand)
-        weights = _weights(product, operand, run.facts)
-        _check_opset(product, operand, run)
+        weights = _weights(product, operand, run)
         level = choose_accuracy_level(product, chain, operand, run.options, context)
         block_size = kernel_block_size(weights[0])
         if level.number == level.stock == 4:
@@ -113,22 +107,9 @@ class MultiplyByWeight(OperandRule):
         # these it computes wrong numbers at accuracy_level 4 (measured, 1.22 to 1.31).
         as_float = context.cpu_only and level.number == 4
         dtype = ir.DataType.FLOAT if as_float else weights[0].lossless_dtype
-        # Unsigned codes without zero points get some, beside the codes.
-        zero_points = operand.zero_points or (None if operand.signed else operand.codes)
-        matmulnbits_unsupported(
-            context,
-            bits=operand.bits,
-            accuracy_level=level.number,
-            float16=dtype is ir.DataType.FLOAT16,
-            captured_codes=owner(operand.codes) is not node.graph,
-            captured_zero_points=(
-                zero_points is not None and owner(zero_points) is not node.graph
-            ),
-        )
+        check_version(operand, level.number, dtype, node.graph, context)
         if context.cpu_only and run.options.slow_kernels != "fuse":
-            slow = slow_kernel(operand.bits, block_size, level.number)
-            if slow is not None:
-                raise NoKernel(slow)
+            check_speed(operand.bits, block_size, level.number)
         columns = weights[0].N
         if columns % 16 and (operand.bits, level.number) == (4, 0) and run.is_small(operand):
             # It multiplies with what happens to be in memory behind the last column. Small
@@ -136,53 +117,52 @@ class MultiplyByWeight(OperandRule):
             raise NoKernel(
                 f"N is {columns}: the kernel is slow where it is not a multiple of 16"
             )
-        return functools.partial(
-            self._emit_all, _Kernel(product, weights, block_size, level, dtype)
-        )
+        kernel = _Kernel(block_size, level, dtype)
+        return functools.partial(self._emit_all, product, weights, kernel)
 
-    def _emit_all(self, kernel: _Kernel, op: Any) -> tuple[ir.Value, str]:
-        count = len(kernel.weights)
-        self._run.levels.append((kernel.level.number, kernel.level.stock))
-        outcome = f"MatMulNBits, block {kernel.block_size}, accuracy_level {kernel.level}"
+    def _emit_all(
+        self, product: Product, weights: Sequence[Weight], kernel: _Kernel, op: Any
+    ) -> tuple[ir.Value, str]:
+        count, level = len(weights), kernel.level
+        self._run.levels.append((level.number, level.stock))
+        outcome = f"MatMulNBits, block {kernel.block_size}, accuracy_level {level}"
         if count == 1:
-            return self._emit_one(kernel, op), outcome
+            return self._emit_one(op, product, weights[0], kernel), outcome
         # A batched weight, one node for each group.
-        sizes = op.Constant(value=ir.tensor(np.ones(count, np.int64)))
-        parts = op.Split(kernel.product.x, sizes, axis=0, _outputs=count)
+        parts = op.Split(product.x, _ints(op, [1] * count), axis=0, _outputs=count)
         outputs = [
-            self._emit_kernel(op, part, kernel, weight)
-            for part, weight in zip(parts, kernel.weights, strict=True)
+            self._emit_kernel(op, part, weight, kernel)
+            for part, weight in zip(parts, weights, strict=True)
         ]
         return op.Concat(*outputs, axis=0), f"{count} x {outcome}"
 
-    def _emit_one(self, kernel: _Kernel, op: Any) -> ir.Value:
+    def _emit_one(
+        self, op: Any, product: Product, weight: Weight, kernel: _Kernel
+    ) -> ir.Value:
         """One MatMulNBits, and what stands around it."""
-        product, (weight,) = kernel.product, kernel.weights
-        x, bias, alpha = product.x, product.bias, product.alpha
+        run, x, bias, dtype = self._run, product.x, product.bias, weight.operand.dtype
         assert x is not None
-        batched = len(weight.operand.shape) == 3
-        rank = None
+        batched, columns, rank = len(weight.operand.shape) == 3, None, None
         if product.transpose_x or product.on_left or batched:
-            rank = product.x_rank(self._run.facts)
-        in_scales = alpha == 1.0 or fold_into_scales(weight, kernel.dtype, alpha)
-        columns = None
-        if (
-            bias is not None
-            and in_scales
-            and not product.on_left
-            and takes_bias(self._run.context)
-        ):
+            rank = product.x_rank(run.facts)
+        in_kernel = product.alpha == 1.0 and not product.on_left and takes_bias(run.context)
+        if bias is not None and in_kernel:
             columns = read_column_bias(bias, weight.N)
         if product.transpose_x and rank != 1:
             x = _swapped(op, x, rank)
-        y = self._emit_kernel(op, x, kernel, weight, alpha if in_scales else 1.0, columns)
-        dtype = weight.operand.dtype
-        if not in_scales:
-            y = op.Mul(y, _scalar(op, alpha, dtype))
+        value = None
+        if columns is not None:
+            value = write_column_bias(run.initializers, columns, kernel.dtype, product.beta)
+            if columns.dequantize is not None:
+                run.folded(product.node, columns.dequantize, "bias of MatMulNBits")
+        name = product.node.name
+        y = self._emit_kernel(op, x, weight, kernel, bias=value, name=name)
+        if product.alpha != 1.0:
+            y = op.Mul(y, _scalar(op, product.alpha, dtype))
         if product.on_left and rank != 1:
             y = _swapped(op, y, rank)
         if batched and rank is not None and rank < 3:
-            y = op.Unsqueeze(y, op.Constant(value=ir.tensor(np.array([0], np.int64))))
+            y = op.Unsqueeze(y, _ints(op, [0]))
         if bias is not None and columns is None:
             if product.beta != 1.0:
                 bias = op.Mul(bias, _scalar(op, product.beta, dtype))
@@ -192,32 +172,23 @@ class MultiplyByWeight(OperandRule):
     def _emit_kernel(
         self,
         op: Any,
-        x: ir.Value,
+        x: ir.Value | None,
+        weight: Weight,
         kernel: _Kernel,
-        weight: BlockQuantizedWeight,
-        factor: float = 1.0,
-        columns: ColumnBias | None = None,
+        bias: ir.Value | None = None,
+        name: str | None = None,
     ) -> ir.Value:
-        node, beta = kernel.product.node, kernel.product.beta
-        dtype, own = kernel.dtype, weight.operand.dtype
-        if dtype != own:
-            x = op.Cast(x, to=int(dtype))
-        initializers = self._run.initializers
-        inputs = write_matmulnbits(initializers, weight, kernel.block_size, dtype, factor)
-        optional: list[ir.Value | None] = [*inputs.scales_and_zero_points]
-        if columns is not None:
-            bias = write_column_bias(initializers, columns, beta, dtype)
-            optional = [inputs.scales, inputs.zero_points, None, bias]
-            if columns.dequantize is not None:
-                self._run.folded(node, columns.dequantize, "bias of MatMulNBits")
+        """MatMulNBits, and Casts around it where it computes in another type."""
+        own, dtype = weight.operand.dtype, kernel.dtype
+        made = write_matmulnbits(self._run.initializers, weight, kernel.block_size, dtype)
+        biased = [made.codes, made.scales, made.zero_points, None, bias]
         value: ir.Value = op.MatMulNBits(
-            x,
-            inputs.codes,
-            *optional,
-            **inputs.attributes,
+            x if dtype == own else op.Cast(x, to=int(dtype)),
+            *(made.inputs if bias is None else biased),
+            **made.attributes,
             accuracy_level=kernel.level.number,
             _domain="com.microsoft",
-            _name=node.name if len(kernel.weights) == 1 else None,
+            _name=name,
         )
         self._run.made.add(producer(value))
         return value if dtype == own else op.Cast(value, to=int(own))
@@ -256,7 +227,7 @@ class AddBias(RewriteRuleClassBase):
         self._run.folded(use.node, bias.dequantize, f"bias of MatMulNBits {label(node)!r}")
         value: ir.Value = op.MatMulNBits(
             *[*node.inputs, None, None][:5],
-            write_column_bias(self._run.initializers, bias, 1.0, bias.dtype),
+            write_column_bias(self._run.initializers, bias, bias.dtype),
             _domain=node.domain,
             _name=node.name,
             **node.attributes,
@@ -265,10 +236,10 @@ class AddBias(RewriteRuleClassBase):
 
 
 def _weights(
-    product: Product, operand: DequantizedOperand, facts: ProvedShapes
-) -> tuple[BlockQuantizedWeight, ...]:
+    product: Product, operand: DequantizedOperand, run: FusionRun
+) -> Sequence[Weight]:
     """The operand as one weight, or as one for each group."""
-    rank, name = len(operand.shape), operand.codes.name
+    rank, name, facts = len(operand.shape), operand.codes.name, run.facts
     if rank == 2:
         fused = product.node.op_type == "FusedMatMul"
         if fused and product.on_left and product.x_rank(facts) == 1:
@@ -280,15 +251,18 @@ def _weights(
                 f"weight {name!r} is on the left, or its other operand transposed, and that "
                 "one's rank is not proved: give the model's inputs a shape"
             )
-        return (operand.matrix(product.k_axis),)
+        return [operand.matrix(product.k_axis)]
     batched = product.node.op_type != "Gemm"
     plain = batched and not product.transpose_x and not product.on_left
     if rank != 3 or not plain or product.alpha != 1.0:
         side = " on the left" if product.on_left else ""
         raise NoKernel(f"weight {name!r} has shape {list(operand.shape)}{side}: rank 2 fuses")
-    groups = operand.shape[0]
-    if groups == 1 and product.x_rank(facts) is not None:
-        return (operand.matrix(product.k_axis),)
+    groups, x_rank = operand.shape[0], product.x_rank(facts)
+    if run.opset is not None and run.opset < 13 and (groups > 1 or (x_rank or 3) < 3):
+        # Split and Unsqueeze have attributes before.
+        raise NoKernel(f"a weight of rank 3 fuses from opset 13 on, not at {run.opset}")
+    if groups == 1 and x_rank is not None:
+        return [operand.matrix(product.k_axis)]
     if (facts.dims(product.x, 3) or [None])[0] != known(groups):
         raise NoKernel(
             f"weight {name!r} has {groups} groups: they fuse where the other operand has "
@@ -296,15 +270,7 @@ def _weights(
         )
     if groups > _MAX_GROUPS:
         raise NoKernel(f"weight {name!r} has {groups} groups: up to {_MAX_GROUPS} fuse")
-    return tuple(operand.matrix(product.k_axis, group) for group in range(groups))
-
-
-def _check_opset(product: Product, operand: DequantizedOperand, run: FusionRun) -> None:
-    """Refuse forms that need Split or Unsqueeze as opset 13 has them."""
-    if run.opset is None or run.opset >= 13 or len(operand.shape) != 3:
-        return
-    if operand.shape[0] > 1 or (product.x_rank(run.facts) or 3) < 3:
-        raise NoKernel(f"a weight of rank 3 fuses from opset 13 on, not at {run.opset}")
+    return [operand.matrix(product.k_axis, group) for group in range(groups)]
 
 
 def _swapped(op: Any, x: ir.Value, rank: int | None) -> ir.Value:
@@ -317,6 +283,11 @@ def _swapped(op: Any, x: ir.Value, rank: int | None) -> ir.Value:
 
 def _scalar(op: Any, number: float, dtype: ir.DataType) -> ir.Value:
     value: ir.Value = op.Constant(value=ir.tensor(np.array(number, dtype.numpy())))
+    return value
+
+
+def _ints(op: Any, numbers: list[int]) -> ir.Value:
+    value: ir.Value = op.Constant(value=ir.tensor(np.array(numbers, np.int64)))
     return value
 
 

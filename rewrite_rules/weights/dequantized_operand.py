@@ -202,6 +202,10 @@ class BlockQuantizedWeight:
     first_scale: int
 
     @property
+    def bits(self) -> int:
+        return self.operand.bits
+
+    @property
     def K(self) -> int:
         return self.k.size
 

@@ -16,7 +16,6 @@ import ortplugins
 from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
 from rewrite_rules.dq_matmulnbits_fusion.kernels import (
     NoKernel,
-    matmulnbits_unsupported,
     table_unsupported,
 )
 from rewrite_rules.onnxruntime_version import parse_version
@@ -190,19 +189,6 @@ def test_words_are_about_the_cpu():
 def test_versions_that_no_result_is_for(version):
     with pytest.raises(ortplugins.OptionError, match=f"{version}.*(1.31|1.22)"):
         ortplugins.optimize(matmul("int8").build(), onnxruntime_version=version)
-
-
-def test_newest_is_refused_nothing():
-    for bits in (2, 4, 8):
-        table_unsupported(None, bits=bits, odd_blocks=True)
-        matmulnbits_unsupported(
-            PassContext(Remarks("test")),
-            bits=bits,
-            accuracy_level=4,
-            float16=True,
-            captured_codes=True,
-            captured_zero_points=True,
-        )
 
 
 def test_version_in_between_counts_as_the_older_neighbour():
