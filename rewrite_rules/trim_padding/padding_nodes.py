@@ -117,11 +117,11 @@ class PaddingNodes:
         behind = op.Pad(backwards, integers([0, 1]), lowest)
         cut = op.ArgMax(behind, axis=0, keepdims=1)
         if repeated:
-            cut = op.Max(op.Sub(cut, integers([1])), integers([0]))
+            cut = self._extreme("Max", op.Sub(cut, integers([1])), integers([0]))
         if multiple > 1:
             # Cut less, until what is kept is a multiple, or nothing is cut.
             more = op.Mod(op.Sub(cut, self._length), integers([multiple]))
-            cut = op.Max(op.Sub(cut, more), integers([0]))
+            cut = self._extreme("Max", op.Sub(cut, more), integers([0]))
         self._cut = cut
 
     def cut_input(self, value: ir.Value, axes: list[int]) -> None:
@@ -161,7 +161,7 @@ class PaddingNodes:
             if not joined:
                 # The position, and the rows before it, which are shorter now.
                 place = self._int64(place)
-                rows = op.Div(place, op.Max(self._length, integers([1])))
+                rows = op.Div(place, self._above_0(self._length))
                 place = op.Sub(place, op.Mul(rows, self._cut))
                 place.type = ir.TensorType(ir.DataType.INT64)
             self._replace(node, index, place)
@@ -213,6 +213,18 @@ class PaddingNodes:
             return op.op(op_type, numbers, axes=[axis], keepdims=keepdims)
         return op.op(op_type, numbers, op.integers([axis]), keepdims=keepdims)
 
+    def _extreme(self, how: str, *sizes: Any) -> Any:
+        """Return the greatest or least of sizes, ``[1]`` each.
+
+        Max and Min are of floats alone before opset 12.
+        """
+        joined = self._before.Concat(*sizes, axis=0)
+        return self._reduced(f"Reduce{how}", joined, 0, keepdims=1)
+
+    def _above_0(self, sizes: Any) -> Any:
+        op, integers = self._before, self._before.integers
+        return op.Where(op.Equal(sizes, integers(0)), integers(1), sizes)
+
     def _pads_of(self, value: ir.Value, axes: list[int], sign: int) -> ir.Value:
         """The pads that change the ends of some axes by what is cut."""
         assert value.shape is not None
@@ -240,11 +252,9 @@ class PaddingNodes:
                 if (row is not None) == rows
             ]
             if compared:
-                ends = (sizes if rows else self._length, *compared)
-                if len(ends) > 2:
-                    ends = op.Max(*ends), op.Min(*ends)
-                same = op.Cast(op.Equal(*ends), to=ir.DataType.INT32)
-                yield op.ReduceMin(same, keepdims=1) if rows else same
+                own = [sizes if rows else self._length] * len(compared)
+                same = op.Equal(self._joined(own), self._joined(compared))
+                yield op.ReduceMin(op.Cast(same, to=ir.DataType.INT32), keepdims=1)
 
     def _sizes_at(self, value: ir.Value, places: list[int | None]) -> Any:
         sizes, op = self._before.Shape(value), self._before
@@ -276,10 +286,13 @@ class PaddingNodes:
         dtype = side.arrays[0].dtype
         is_bool = dtype == np.bool_
         if factor.low or factor.high:
-            shown = whole if is_bool else op.Greater(whole, op.constant(dtype.type(LOW)))
             places, itself = self._places(axes, place, beside=True)
-            # Low where padded, and above where a real position is beside itself.
-            wrong = op.Xor(shown, itself) if factor.low else op.Equal(shown, itself)
+            # Hidden where padded, and not where a real position is beside itself.
+            if is_bool and factor.low:
+                wrong = op.Xor(whole, itself)
+            else:
+                hidden = whole if is_bool else op.Less(whole, op.constant(dtype.type(LOW)))
+                wrong = op.Equal(hidden, itself)
             yield self._never(wrong if places is None else op.And(wrong, places))
         elif factor.zero:
             padded, _ = self._places(axes, place, beside=False)
@@ -358,7 +371,7 @@ class PaddingNodes:
             # Whatever the sizes are, it is a place in the mask.
             sizes = op.Shape(self._mask)
             size = sizes if joined else op.Size(self._mask)
-            inside = op.Mod(place, op.Max(size, op.integers([1])))
+            inside = op.Mod(place, self._above_0(size))
             numbers = op.Cast(self._real, to=ir.DataType.INT32)
             if joined:
                 real = op.GatherND(numbers, inside)
@@ -448,11 +461,12 @@ class PaddingNodes:
         result = op.integers([count])
         for unknown in unknowns:
             how, parts = roles.recipe(unknown)
+            sizes = map(self._size, parts)
             if unknown in roles.places:
                 value, axis = roles.places[unknown]
                 size = op.Gather(op.Shape(value), op.integers([axis]), axis=0)
             elif how:
-                size = op.op(how, *map(self._size, parts))
+                size = op.Div(*sizes) if how == "Div" else self._extreme(how, *sizes)
             else:
                 raise Refusal(UNFIT)
             result = size if count == 1 and len(unknowns) == 1 else op.Mul(result, size)

@@ -71,10 +71,7 @@ class SampleMasks:
         if batch is None and any(len(mask) > 1 for mask in self.masks):
             return axes
         real = [self._real(places, batch, run, len(axes)) for run in range(len(arrays))]
-        found = {
-            place: self._flags(place, arrays, real, is_one=len(places) == 1)
-            for place in places
-        }
+        found = {place: self._flags(place, arrays, real) for place in places}
         return tuple((found[i],) if i in found else axis for i, axis in enumerate(axes))
 
     def _real(
@@ -90,7 +87,7 @@ class SampleMasks:
         return result
 
     def _flags(
-        self, place: int, arrays: Sequence[Array], masks: list[dict[int, Mask]], is_one: bool
+        self, place: int, arrays: Sequence[Array], masks: list[dict[int, Mask]]
     ) -> token_axes.Sequence:
         is_bool = arrays[0].dtype == np.bool_
         zero = low = high = same = True
@@ -104,7 +101,7 @@ class SampleMasks:
                 low = low and not padded.any() and bool(beside.all())
                 high = high and bool(padded.all()) and not beside.any()
             else:
-                low = low and bool((padded <= LOW).all() and (beside > LOW).all())
+                low = low and bool((padded < LOW).all() and not (beside < LOW).any())
                 high = False
             behind = int(np.flatnonzero(mask.any(axis=0)).max()) + 1
             last = array.take([-1], place)

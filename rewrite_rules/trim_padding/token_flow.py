@@ -268,7 +268,7 @@ class Site(node_facts.Site):
         if not isinstance(found, Side) or found.varies:
             return value
         array = found.arrays[0]
-        is_low = array.dtype.kind == "f" and bool((array <= LOW).all())
+        is_low = array.dtype.kind == "f" and bool((array < LOW).all())
         return dataclasses.replace(value, zero=not array.any(), low=is_low)
 
     def made(self, output: int = 0) -> Dims:

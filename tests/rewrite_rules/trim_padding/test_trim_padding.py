@@ -82,6 +82,9 @@ def test_the_model_computes_as_far_as_the_longest_row(mask, rows, length, comput
     assert not run(result, feed)[0][:, computed:].any()
 
 
+AT_1 = "Unsqueeze<axes = [1]>(real)"
+
+
 @pytest.mark.parametrize(
     ("given", "options", "computed"),
     [
@@ -92,6 +95,7 @@ def test_the_model_computes_as_far_as_the_longest_row(mask, rows, length, comput
         ],
         ({"shape": "batch, 12", "head": MEAN}, {}, 5),
         ({"head": MEAN}, {}, 5),
+        ({"opset": 11, "mask": BOOLEAN.replace("Unsqueeze(real, middle)", AT_1)}, {}, 5),
         ({"head": FIRST}, {}, 5),
         ({"head": FIRST, "mask": BOOLEAN}, {}, 5),
     ],
