@@ -4,7 +4,7 @@
 Only float inputs and token ids are random. A mask is all ones, positions count up, a cache is
 empty: anything else would run, and show activations that no real input has. Dimensions that
 the model leaves open get their sizes by what they count
-(:mod:`rewrite_rules.shapes.input_roles`):
+(:mod:`rewrite_rules.facts.input_roles`):
 
     batch      1
     past       0     the length of a cache
@@ -31,8 +31,7 @@ import onnx_ir as ir
 
 from ortplugins.errors import ModelFileError, UsageError
 from rewrite_rules.closest_name import did_you_mean
-from rewrite_rules.shapes.dimensions import DeclaredNames
-from rewrite_rules.shapes.input_roles import (
+from rewrite_rules.facts.input_roles import (
     Kind,
     Role,
     cache_sizes,
@@ -40,6 +39,7 @@ from rewrite_rules.shapes.input_roles import (
     made_up_values,
     role_of,
 )
+from rewrite_rules.shapes.dimensions import DeclaredNames
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
 Feed = dict[str, npt.NDArray[Any]]

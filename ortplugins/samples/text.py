@@ -23,7 +23,7 @@ import onnx_ir as ir
 
 from ortplugins.errors import CalibrationError, UsageError
 from ortplugins.samples.made_up import Feed, MadeUpInputs, without_initializers
-from rewrite_rules.shapes.input_roles import Kind, role_of, rows_below
+from rewrite_rules.facts.input_roles import Kind, role_of, rows_below
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from ortplugins.samples.made_up import MadeUpInputs, Run, without_initializers
 from ortplugins.samples.sources import Feed, checked_feeds
-from rewrite_rules.shapes.input_roles import Kind, role_of
+from rewrite_rules.facts.input_roles import Kind, role_of
 
 # Tokens of a prompt or a text; and those that a later step of a decoder looks back at.
 _TOKENS, _LATER_TOKENS = 64, 256

@@ -20,10 +20,10 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from rewrite_rules.facts.axis_roles import AxisRoles
+from rewrite_rules.facts.input_roles import Kind, Role, made_up_values, role_of
 from rewrite_rules.graph.parameters import constant, constant_ints
 from rewrite_rules.remarks import Refusal, Trial
 from rewrite_rules.shapes.dimensions import DeclaredNames
-from rewrite_rules.shapes.input_roles import Kind, Role, made_up_values, role_of
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
 # Ids and lengths end before.
@@ -130,8 +130,8 @@ class DecoderInputs:
 
     def all(self, kind: Kind, counts: str) -> list[ir.Value]:
         """Return the inputs of a kind that have an axis for what is counted."""
-        roles = self._roles.items()
-        return [value for value, one in roles if one.kind is kind and counts in one.axes]
+        found = ((v, one) for v, one in self._roles.items() if one.known and one.kind is kind)
+        return [value for value, one in found if counts in one.axes]
 
     def runs(self, wanted: Iterable[Run]) -> list[Run]:
         """Return runs in the sizes that inputs declare; without what no input can tell."""
@@ -139,7 +139,7 @@ class DecoderInputs:
             _FIELDS[counts]: dim
             for value, role in self._roles.items()
             for dim, counts in zip(value.shape or (), role.axes, strict=True)
-            if role.kind in _DECLARING and counts in _FIELDS and _is_fixed(dim)
+            if role.known and role.kind in _DECLARING and counts in _FIELDS and _is_fixed(dim)
         }
         found = dict[Run, None]()
         for run in wanted:
@@ -175,7 +175,7 @@ class DecoderInputs:
             assert value.dtype is not None
             array: NDArray[Any]
             rows = slice(1) if run.one_row and role.kind is Kind.POSITIONS else slice(None)
-            if role.kind is Kind.MASK and "total" in role.axes:
+            if role.known and role.kind is Kind.MASK and "total" in role.axes:
                 array = kept
             elif role.kind is Kind.POSITIONS and len(sizes) == 2:
                 array = np.maximum(kept.cumsum(axis=1) - 1, 0)[rows, run.past :]
@@ -294,7 +294,7 @@ def _axes_of_scores(mask: ir.Value, facts: ProvedShapes) -> tuple[str, ...]:
 
 
 def _role(value: ir.Value, facts: ProvedShapes) -> Role:
-    """Return what an input is, by rank and sizes where its name says nothing; else refuse."""
+    """Return what an input is, by rank and sizes where its name says nothing."""
     if value.dtype is None or value.shape is None:
         raise Refusal(f"input {value.name!r} has no declared type and shape")
     role, rank, floating = role_of(value), len(value.shape), value.dtype.is_floating_point()
@@ -309,8 +309,6 @@ def _role(value: ir.Value, facts: ProvedShapes) -> Role:
             role = Role(Kind.CACHE, ("batch", "heads", "past", "head_size"))
     if rank in _RANKS.get(role.kind, range(5) if floating else ()):
         return role
-    if role.kind in _DECLARING:
-        raise Refusal(f"what input {value.name!r} of rank {rank} holds is not known")
     return dataclasses.replace(role, known=False)
 
 

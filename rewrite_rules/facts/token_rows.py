@@ -22,9 +22,9 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from rewrite_rules.facts.axis_roles import AxisRoles
+from rewrite_rules.facts.input_roles import Kind, role_of, tables_below
 from rewrite_rules.graph.parameters import constant
 from rewrite_rules.shapes.dimensions import Dim
-from rewrite_rules.shapes.input_roles import Kind, role_of, tables_below
 
 _MAX_FOLLOWED = 64
 

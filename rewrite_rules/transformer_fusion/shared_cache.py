@@ -16,10 +16,10 @@ from collections.abc import Iterable
 import onnx_ir as ir
 from onnxscript import TapeBuilder
 
+from rewrite_rules.facts.input_roles import Kind
 from rewrite_rules.facts.made_up_batches import DecoderInputs
 from rewrite_rules.graph.nodes import label, producer
 from rewrite_rules.graph.parameters import int_attribute
-from rewrite_rules.shapes.input_roles import Kind
 from rewrite_rules.transformer_fusion.head_layout import ints
 
 _RANK, _LENGTH = 4, 2

@@ -19,6 +19,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from rewrite_rules.facts.axis_roles import AxisRoles
+from rewrite_rules.facts.input_roles import rows_below, tables_below
 from rewrite_rules.facts.made_up_batches import (
     numbers_compared_with,
     padded_batches,
@@ -28,7 +29,6 @@ from rewrite_rules.graph.initializers import FreshNames, name_apart
 from rewrite_rules.graph.nodes import remove_unused
 from rewrite_rules.remarks import PassContext, Refusal, Trial
 from rewrite_rules.shapes.dimensions import Dim
-from rewrite_rules.shapes.input_roles import rows_below, tables_below
 from rewrite_rules.trim_padding.operator_rules import RULES
 from rewrite_rules.trim_padding.packing import pack_regions
 from rewrite_rules.trim_padding.padding_nodes import PaddingNodes

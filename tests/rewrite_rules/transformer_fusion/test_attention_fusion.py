@@ -512,13 +512,6 @@ def test_a_token_that_sees_nothing_gets_no_kernel(changes, lowest: float):
         assert_same_outputs(result, model, feeds, rtol=1e-4, atol=1e-5)
 
 
-def test_inputs_of_unknown_role_are_named():
-    model = exported("llama-dynamo-eager")
-    model.graph.input[0].type.tensor_type.shape.dim.add().dim_value = 3
-    with pytest.raises(Exception, match="input_ids"):
-        DecoderInputs(ir.from_proto(model))
-
-
 KEPT_LOGITS = (
     "y = MatMul(y_rows, o_weight)",
     """all_rows = MatMul(y_rows, o_weight)
@@ -537,7 +530,10 @@ BESIDE = ("rows = Unsqueeze(positions", "unused = Identity(other) rows = Unsquee
     ("other", "change", "fired"),
     [
         ("int64 other", KEPT_LOGITS, True),
+        ("int64 num_tokens", KEPT_LOGITS, True),
         ("int64[3, B, S] other", BESIDE, True),
+        ("int64[3, B, S] other_ids", BESIDE, True),
+        ("int64[B, 3, T] other_mask", BESIDE, True),
         ("int64[3, B, S] position_ids", BESIDE, True),
         ("int64 other", IN_MASK, False),
     ],
