@@ -33,7 +33,7 @@ from ortplugins.cache import key
 from ortplugins.cache.get_or_build import session_key_content
 from ortplugins.cache.store import ArtifactCache, Entry, cache_root, prune
 from ortplugins.known_starts import text_of_start
-from ortplugins.optimization import build
+from ortplugins.optimization import build, request
 from ortplugins.optimization.request import read_request
 from session_options import registry
 from session_options.plan import entries_of, read_plan
@@ -552,8 +552,8 @@ def flip_a_byte(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_every_part_of_the_key_changes_the_key(model_path, cache_dir, part):
+@pytest.mark.parametrize("part", [*PARTS, "package_versions", "processor"])
+def test_every_part_of_the_key_changes_the_key(model_path, cache_dir, part, monkeypatch):
     plan = read_plan(entries_of([EXACT, ORDER]).get)
     base = read_request(str(model_path), plan, onnxruntime.SessionOptions(), CPU, None)
     if part.startswith("hint "):
@@ -561,7 +561,11 @@ def test_every_part_of_the_key_changes_the_key(model_path, cache_dir, part):
     cache = ArtifactCache(cache_dir)
     first = session_key_content(base, cache).key
     assert session_key_content(base, cache).key == first
-    changed = PARTS[part](base) or base
+    if part in PARTS:
+        changed = PARTS[part](base) or base
+    else:
+        changed = base
+        monkeypatch.setattr(request, part, lambda: {"onnx": "another"})
     assert session_key_content(changed, cache).key != first
 
 

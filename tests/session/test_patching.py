@@ -108,17 +108,6 @@ def test_early_imports_subclasses_and_every_way_to_call(start, model_path):
     check(session, CASE)
 
 
-def test_options_come_back_as_they_went_in(model_path):
-    options = onnxruntime.SessionOptions()
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    level = options.graph_optimization_level
-    with ortplugins.enabled():
-        open_stock(model_path, options)
-    assert options.graph_optimization_level == level
-    with pytest.raises(RuntimeError):
-        options.get_session_config_entry(FUSION)
-
-
 def test_sessions_without_options_get_the_defaults_of_the_moment(model_path, monkeypatch):
     """Some applications replace the function that makes them, to bound threads."""
     options = onnxruntime.SessionOptions()

@@ -177,14 +177,6 @@ def test_what_is_configured_is_read(accuracy_level, slow_kernels, general):
     assert read(options) == Plan((item,), **general)  # type: ignore[arg-type]
 
 
-def test_configure_writes_defaults_too():
-    options = with_entries({})
-    configure(options, DqMatMulNBitsFusion())
-    assert options.get_session_config_entry(ENABLE) == "1"
-    assert options.get_session_config_entry(ACCURACY_LEVEL) == "auto"
-    assert read(options).passes == (DqMatMulNBitsFusion(accuracy_level="auto"),)
-
-
 def a_pass(called: str, position: int = 50) -> Pass:
     """A pass of that name, not registered."""
     namespace = {"name": called, "summary": called, "position": position}
