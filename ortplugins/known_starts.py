@@ -65,16 +65,9 @@ def record_of(options: Any) -> Record | None:
 
 def _install(cls: type[Any]) -> None:
     names = [x for x in dir(cls) if x.startswith(("add_", "register_", "set_", "clear_"))]
-    if any(_is_held(cls, name) for name in names):
-        return
-    for name in names:
-
-        def note(options: Any, *_: Any, name: str = name, **__: Any) -> None:
-            if (record := _records.get(options)) is not None:
-                record.others.append(name)
-
-        _note(cls, name, _note_entry if name == "add_session_config_entry" else note)
-    _note(cls, "__init__", _note_new)
+    if not any(_is_held(cls, name) for name in names):
+        for name in ("__init__", *names):
+            setattr(cls, name, _noting(name, getattr(cls, name)))
 
 
 def _is_held(cls: type[Any], name: str) -> bool:
@@ -89,25 +82,24 @@ def _is_held(cls: type[Any], name: str) -> bool:
     )
 
 
-def _note(cls: type[Any], name: str, note: Any) -> None:
-    method = getattr(cls, name)
+def _noting(name: str, method: Any) -> Any:
+    """Return a method that does the same, and notes that it was called."""
 
     @functools.wraps(method)
     def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = method(self, *args, **kwargs)
-        note(self, *args, **kwargs)
+        if name == "__init__":
+            _records[self] = Record()
+        elif (record := _records.get(self)) is None:
+            pass
+        elif name == "add_session_config_entry":
+            key, value = map(_as_kept, args)
+            record.entries[key] = value
+        else:
+            record.others.append(name)
         return result
 
-    setattr(cls, name, noting)
-
-
-def _note_new(options: Any, *_: Any, **__: Any) -> None:
-    _records[options] = Record()
-
-
-def _note_entry(options: Any, key: Any, value: Any) -> None:
-    if (record := _records.get(options)) is not None:
-        record.entries[_as_kept(key)] = _as_kept(value)
+    return noting
 
 
 def _as_kept(text: Any) -> str:

@@ -13,18 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
+import onnxruntime
 from numpy.typing import NDArray
 
 from ortplugins.model_io.saving import save_with_data
-from ortplugins.optimization.trial_runs import Apart, Outputs, apart, outputs_on
+from ortplugins.optimization.offline_optimizers import SLOW_OPTIMIZERS
 from rewrite_rules.remarks import Trial
 
 Array = NDArray[Any]
 Values = Mapping[str, Array]
+Outputs = list[Array]
 
 # Draws of the noise, of which the greatest counts, and how much of it a result may differ by.
 _DRAWS = 4
@@ -235,3 +237,67 @@ def _in_parts(model: ir.Model, joints: Values) -> ir.Model:
             node.replace_input_with(index, given)
         copy.graph.inputs.append(given)
     return copy
+
+
+# Sessions, and how far apart two of their outputs are.
+
+
+class Apart(NamedTuple):
+    """How far two arrays are apart: a share of the greatest number, infinite if unlike."""
+
+    share: float
+    text: str
+
+
+def outputs_on(
+    path: Path,
+    providers: Sequence[str],
+    feeds: Iterable[Mapping[str, Array]],
+    threads: int = 1,
+) -> tuple[Any, list[Outputs | Exception]]:
+    """Run a model on feeds; return its session, and outputs or what failed."""
+    feeds, results = list(feeds), list[Outputs | Exception]()
+    try:
+        session = _open(path, providers, threads)
+    except Exception as error:  # onnxruntime's own classes, none of which is documented
+        return None, [error] * len(feeds)
+    for feed in feeds:
+        try:
+            results.append(session.run(None, dict(feed)))
+        except Exception as error:
+            results.append(error)
+    return session, results
+
+
+def _open(path: Path, providers: Sequence[str], threads: int) -> Any:
+    """Open a session that rounds no activations of its own and logs nothing."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # what fails is reported by the caller
+    options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
+    return onnxruntime.InferenceSession(
+        str(path),
+        options,
+        providers=list(providers),
+        enable_fallback=0,
+        disabled_optimizers=[*SLOW_OPTIMIZERS],
+    )
+
+
+def apart(a: Array, b: Array, counted: NDArray[np.bool_] | None = None) -> Apart:
+    """Compare the elements that count, all if None; the greatest number is one of ``a``."""
+    if a.shape != b.shape:
+        return Apart(np.inf, f"has shape {list(b.shape)} instead of {list(a.shape)}")
+    if counted is not None:
+        counted = np.broadcast_to(counted, a.shape)
+        a, b = a[counted], b[counted]
+    same = (a == b) | ((a != a) & (b != b))
+    if same.all():
+        return Apart(0.0, "")
+    if a.dtype.kind not in "fc":
+        return Apart(np.inf, f"differs in {int((~same).sum())} elements")
+    wide, other = a.astype(np.float64), b.astype(np.float64)
+    far = np.abs(wide[~same] - other[~same]).max()
+    greatest = np.abs(wide[np.isfinite(wide)]).max(initial=0.0)
+    share = float(far / greatest) if greatest and np.isfinite(far) else np.inf
+    return Apart(share, f"differs by {share:.1e} of its greatest")

@@ -18,8 +18,7 @@ from typing import Any
 import onnx_ir as ir
 
 from ortplugins.model_io.saving import save_with_data
-from ortplugins.optimization.trial_noise import Noise
-from ortplugins.optimization.trial_runs import Apart, Outputs, apart, outputs_on
+from ortplugins.optimization.trial_noise import Apart, Noise, Outputs, apart, outputs_on
 from rewrite_rules.remarks import Trial
 
 # Of processor time for one timed trial; a few runs of a slow model may take longer. Sessions
