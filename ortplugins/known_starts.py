@@ -194,7 +194,8 @@ def installed_packages(path: tuple[str, ...]) -> str:
     """Return what changes when a package is installed, removed or replaced.
 
     Of folders that packages are installed into, the time of change; of others, in which
-    programs have files of their own, the metadata of packages.
+    programs have files of their own, the metadata of packages: of those in development, which
+    have no version in their name, what it says.
     """
     return repr([_packages_in(entry or os.curdir) for entry in path])
 
@@ -203,11 +204,25 @@ def _packages_in(folder: str) -> Any:
     try:
         if folder.endswith(_PACKAGES) or folder.startswith(_STANDARD_LIBRARY):
             return folder, os.stat(folder).st_mtime_ns
-        return folder, sorted(x for x in os.listdir(folder) if x.endswith(_METADATA))
+        found = sorted(x for x in os.listdir(folder) if x.endswith(_METADATA))
+        return folder, [
+            (x, "-" in x.rpartition(".")[0] or _contents(folder, x)) for x in found
+        ]
     except NotADirectoryError:  # an archive
         return folder, os.stat(folder).st_mtime_ns
     except OSError:
         return folder
+
+
+def _contents(*parts: str) -> list[bytes]:
+    found = []
+    for name in ("PKG-INFO", "entry_points.txt"):
+        try:
+            with open(os.path.join(*parts, name), "rb") as file:
+                found.append(file.read())
+        except OSError:
+            found.append(b"")
+    return found
 
 
 @functools.cache

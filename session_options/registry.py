@@ -130,7 +130,10 @@ def _installed_entry_points() -> dict[str, EntryPoint]:
 
 
 class Distribution(NamedTuple):
-    """One installed distribution: its name in lower case with underscores, version, folder."""
+    """One installed distribution: its name in lower case with underscores, version, folder.
+
+    One in development has no version in the folder's name.
+    """
 
     name: str
     version: str
@@ -160,9 +163,8 @@ def _scan(path: tuple[str, ...]) -> tuple[Distribution, ...] | None:
             stem, dot, _ = folder.rpartition(".")
             if not dot or not folder.endswith((".dist-info", ".egg-info")):
                 continue
-            name, dash, version = stem.partition("-")
-            if dash:
-                name = name.lower().replace(".", "_")
-                version = version.partition("-")[0]  # an egg's Python comes behind it
-                found.append(Distribution(name, version, os.path.join(entry, folder)))
+            name, _, version = stem.partition("-")
+            name = name.lower().replace(".", "_")
+            version = version.partition("-")[0]  # an egg's Python comes behind it
+            found.append(Distribution(name, version, os.path.join(entry, folder)))
     return tuple(found)

@@ -142,7 +142,7 @@ def _memory_bytes() -> int | None:
 
 def _version_of(name: str) -> str:
     for item in installed_distributions() or ():
-        if item.name == name:
+        if item.name == name and item.version:
             return item.version
     import importlib.metadata
 

@@ -338,6 +338,33 @@ def test_a_broken_pass_warns_by_name_and_is_skipped(install, model_path, source,
     assert names == ["dq_matmulnbits_fusion"]
 
 
+STAMPED = """
+import sys, onnxruntime, ortplugins
+from ortplugins import known_starts
+known_starts.SETTLED_SECONDS = -1
+so = onnxruntime.SessionOptions()
+so.add_session_config_entry("ortplugins.enable_stamp", "1")
+session = ortplugins.InferenceSession(sys.argv[1], so, providers=["CPUExecutionProvider"])
+print(session.get_modelmeta().custom_metadata_map["stamp"], session.ortplugins_report.source)
+"""
+
+
+def test_a_package_in_development_is_found_and_its_next_version_noticed(model_path, tmp_path):
+    """Its metadata, beside the sources, has no version in its name."""
+    metadata = tmp_path / "sources" / "acme.egg-info"
+    metadata.mkdir(parents=True)
+    (metadata / "entry_points.txt").write_text("[ortplugins.passes]\nstamp = acme:Stamp\n")
+    for version in ("1", "2"):
+        text = f"Metadata-Version: 2.1\nName: acme\nVersion: {version}\n"
+        (metadata / "PKG-INFO").write_text(text)
+        source = textwrap.dedent(STAMP).replace('"hello"', f'"version {version}"')
+        (metadata.parent / "acme.py").write_text(source)
+        for origin in ("built", "cache", "cache"):
+            path = os.pathsep.join([str(metadata.parent), *sys.path])
+            done = python("-B", "-c", STAMPED, str(model_path), PYTHONPATH=path)
+            assert done.stdout == f"version {version} {origin}\n", done.stderr
+
+
 def test_a_broken_pass_that_is_asked_for_by_name_is_an_error(install):
     install("1 / 0", stamp="acme:Stamp")
     with (
