@@ -158,8 +158,7 @@ def _tokens(
 ) -> Iterator[tuple[str, Floats | None]]:
     """Yield activations, and some of their tokens ``[T, K]``; None without any."""
     requests = [
-        [ActivationRequest(name, uses[0].K, max_tokens=_TOKENS)]
-        for name, uses in layers.items()
+        ActivationRequest(name, uses[0].K, max_tokens=_TOKENS) for name, uses in layers.items()
     ]
     for batch in collect(model, requests, calibration):
         for name, found in batch.items():

@@ -38,7 +38,7 @@ def token_samples(*lengths):
 
 def requests(max_tokens=8):
     return [
-        [ActivationRequest(name, width, gram=True, max_tokens=max_tokens)]
+        ActivationRequest(name, width, gram=True, max_tokens=max_tokens)
         for name, width in WIDTHS.items()
     ]
 
@@ -162,10 +162,13 @@ def statistics(x, gram=True, max_tokens=16):
 def test_pooled_statistics_are_those_of_all_tokens_together():
     x, y = (RNG.standard_normal((n, 6)).astype(np.float32) for n in (30, 90))
     both = np.concatenate([x, y])
+    of_few = statistics(x, gram=False, max_tokens=30)  # whose tokens are all that there are
+    for parts in ([statistics(x), statistics(y)], [of_few, statistics(y)]):
+        found = pooled(parts)
+        np.testing.assert_allclose(found.gram, both.T @ both / 120, atol=1e-5)
     found = pooled([statistics(x), statistics(y)])
     assert found.count == 120
     np.testing.assert_allclose(found.mean_abs, np.abs(both).mean(0), rtol=1e-5)
-    np.testing.assert_allclose(found.gram, both.T @ both / 120, atol=1e-5)
     shares = [sum((token == part).all(1).any() for token in found.tokens) for part in (x, y)]
     assert shares == [4, 12]
 
@@ -318,21 +321,19 @@ def test_the_tokens_of_a_gram_matrix_do_not_depend_on_how_samples_are_cut(
         start(self, request, gram_stride)
 
     monkeypatch.setattr(StatisticsAccumulator, "__init__", counted)
-    asked = [[ActivationRequest("t0", WIDTHS["t0"], gram=True, gram_tokens=64)]]
+    asked = [ActivationRequest("t0", WIDTHS["t0"], gram=True, gram_tokens=64)]
     batches_of(chain(), token_samples(*lengths), tmp_path, asked)
     (stride,) = strides
     assert stride == round(sum(lengths) / 64)
 
 
-def test_a_group_stays_together_and_an_excess_is_said(tmp_path):
-    model, feeds = chain(), token_samples(20)
-    wanted = [
-        [ActivationRequest("t1", WIDTHS["t1"])],
-        [ActivationRequest(name, WIDTHS[name]) for name in ("t2", "t0")],
-    ]
-    with pytest.warns(ortplugins.OrtpluginsWarning, match="'t0', 't2' takes"):
-        batches = batches_of(model, feeds, tmp_path, wanted, max_memory=35_000)
-    assert [list(batch) for batch in batches] == [["t0", "t2"], ["t1"]]
+def test_batches_fill_the_memory_and_an_excess_is_said(tmp_path):
+    wanted = [ActivationRequest(name, WIDTHS[name]) for name in ("t2", "t1", "t0")]
+    for memory, expected in ((60_000, [["t0", "t1"], ["t2"]]), (30_000, [[n] for n in NAMES])):
+        batches = batches_of(chain(), token_samples(20), tmp_path, wanted, max_memory=memory)
+        assert [list(batch) for batch in batches] == expected
+    with pytest.warns(ortplugins.OrtpluginsWarning, match="'t1' takes"):
+        batches_of(chain(), token_samples(20), tmp_path, wanted, max_memory=25_000)
 
 
 def test_accumulators_take_what_was_planned():
@@ -365,7 +366,7 @@ def test_graph_inputs_and_outputs_are_activations_too(tmp_path):
     text = "g (float[n, 2] x, float[n, 2] idle) => (float[n, 2] y) { y = Neg(x) }"
     model = model_of(text, {})
     feeds = [{"x": np.eye(2, dtype=np.float32), "idle": np.ones((1, 2), np.float32)}]
-    wanted = [[ActivationRequest(name, 2)] for name in ("y", "x", "idle")]
+    wanted = [ActivationRequest(name, 2) for name in ("y", "x", "idle")]
     (found,) = batches_of(model, feeds, tmp_path, wanted)
     np.testing.assert_array_equal(found["x"].tokens, np.eye(2))
     np.testing.assert_array_equal(found["y"].tokens, -np.eye(2))
@@ -379,7 +380,7 @@ def test_bfloat16_activations_are_fetched_as_float32(tmp_path):
     model = model_of(f"g (float[n, 2] x) => (float[n, 2] y) {{ {text} }}", {})
     next(iter(model.graph)).outputs[0].type = ir.TensorType(ir.DataType.BFLOAT16)
     feeds = [{"x": np.array([[1 / 3, 2]], np.float32)}]
-    (found,) = batches_of(model, feeds, tmp_path, [[ActivationRequest("half", 2)]])
+    (found,) = batches_of(model, feeds, tmp_path, [ActivationRequest("half", 2)])
     expected = feeds[0]["x"].astype(ml_dtypes.bfloat16).astype(np.float32)
     np.testing.assert_array_equal(found["half"].tokens, expected)
 
@@ -397,4 +398,4 @@ def test_runs_that_fail_name_the_sample(tmp_path, line, message):
     model = model_of(text, {"two": np.array([2, 2])})
     feeds = [{"x": np.full((n, 2), size, np.float32)} for n, size in ((2, 1), (1, 500))]
     with pytest.raises(CalibrationError, match=message):
-        batches_of(model, feeds, tmp_path, [[ActivationRequest("h", 2)]])
+        batches_of(model, feeds, tmp_path, [ActivationRequest("h", 2)])

@@ -378,6 +378,6 @@ def test_padding_never_counts_in_statistics():
 
     samples = KeptSamples([feed], graph, scratch=Path())
     request = ActivationRequest("x", 8, gram=True)
-    (part,) = collect(graph, [[request]], Calibration(samples, Path()))
+    (part,) = collect(graph, [request], Calibration(samples, Path()))
     expected = np.abs(table[[0, 3, 4, 5, 1]]).mean(0)
     np.testing.assert_allclose(part["x"].mean_abs, expected, rtol=1e-5)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,12 +51,26 @@ class ActivationStatistics:
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays that there are, by name."""
         found = {
+            "count": np.array([self.count]),
             "mean_abs": self.mean_abs,
             "tokens": self.tokens,
             "gram": self.gram,
             "unit": np.array([self.unit]),
         }
         return {name: array for name, array in found.items() if array is not None}
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> ActivationStatistics:
+        """Return the statistics that have these arrays."""
+        count, unit = int(arrays["count"].item()), float(arrays["unit"].item())
+        return cls(count, arrays["mean_abs"], arrays["tokens"], arrays.get("gram"), unit)
+
+    def with_gram(self) -> ActivationStatistics:
+        """Return the same, its Gram matrix made of its tokens where these are all."""
+        if self.gram is not None:
+            return self
+        gram = self.tokens.T @ self.tokens / np.float32(len(self.tokens))
+        return dataclasses.replace(self, gram=gram)
 
     def in_unit(self, unit: float) -> ActivationStatistics:
         """Return the same statistics in another unit."""
@@ -245,6 +259,8 @@ def pooled(statistics: Sequence[ActivationStatistics]) -> ActivationStatistics:
         return statistics[0]
     unit = max(item.unit for item in statistics)
     statistics = [item.in_unit(unit) for item in statistics]
+    if any(item.gram is not None for item in statistics):
+        statistics = [item.with_gram() for item in statistics]
     count = sum(item.count for item in statistics)
     shares = [item.count / count for item in statistics]
     mean_abs = np.average([item.mean_abs for item in statistics], axis=0, weights=shares)

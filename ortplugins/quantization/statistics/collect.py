@@ -55,17 +55,14 @@ class Calibration:
 
 
 def collect(
-    model: ir.Model,
-    groups: Sequence[Sequence[ActivationRequest]],
-    calibration: Calibration,
+    model: ir.Model, requests: Iterable[ActivationRequest], calibration: Calibration
 ) -> Iterator[dict[str, ActivationStatistics | None]]:
     """Yield statistics of activations, batch after batch, in the order of the graph.
 
-    A group, of activations that are in no other, lands in one batch. A batch is made when it
-    is asked for, and not held afterwards; the statistics do not depend on the batches. An
-    activation without tokens in any sample has None. The memory is for accumulators and
-    fetched activations: a group that needs more alone gets it, with an OrtpluginsWarning, and
-    onnxruntime's own values and the samples come on top.
+    A batch is made when it is asked for, and not held afterwards; the statistics do not depend
+    on the batches. An activation without tokens in any sample has None. The memory is for
+    accumulators and fetched activations: one that needs more alone gets it, with an
+    OrtpluginsWarning, and onnxruntime's own values and the samples come on top.
     """
     if calibration.max_memory < 1:
         raise ValueError(
@@ -76,17 +73,12 @@ def collect(
     detached = model.clone()
     folder = detach_tensors(detached, calibration.scratch)
     source = _Source(detached, folder, calibration, TokenRows(detached))
-    sizes = _measure(source, [request.name for group in groups for request in group])
     named = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
     order = {name: place for place, name in enumerate(named)}
-    in_order = sorted(
-        (
-            sorted(_without_needless_grams(group, sizes), key=lambda item: order[item.name])
-            for group in groups
-        ),
-        key=lambda group: order[group[0].name],
-    )
-    batches = _batches(in_order, sizes, calibration.max_memory)
+    requests = sorted(requests, key=lambda request: order[request.name])
+    sizes = _measure(source, [request.name for request in requests])
+    needed = [_without_needless_gram(request, sizes[request.name]) for request in requests]
+    batches = _batches(needed, sizes, calibration.max_memory)
     for number, batch in enumerate(batches):
         what = f"calibration, pass {number + 1} of {len(batches)}"
 
@@ -200,33 +192,26 @@ def _accumulate(
     return accumulators
 
 
-def _without_needless_grams(
-    group: Sequence[ActivationRequest], sizes: Mapping[str, _Size]
-) -> list[ActivationRequest]:
-    """Keep all tokens instead of Gram matrices where there are few; a group decides as one."""
-    tokens = {request.name: sizes[request.name].most_tokens for request in group}
-    few = all(0 < 2 * tokens[request.name] <= request.k for request in group)
-    return [
-        dataclasses.replace(r, gram=False, max_tokens=max(r.max_tokens, tokens[r.name]))
-        if r.gram and few
-        else r
-        for r in group
-    ]
+def _without_needless_gram(request: ActivationRequest, size: _Size) -> ActivationRequest:
+    """Keep all tokens instead of the Gram matrix where there are few."""
+    tokens = size.most_tokens
+    if not request.gram or not 0 < 2 * tokens <= request.k:
+        return request
+    most = max(request.max_tokens, tokens)
+    return dataclasses.replace(request, gram=False, max_tokens=most)
 
 
 def _batches(
-    groups: Iterable[Sequence[ActivationRequest]], sizes: Mapping[str, _Size], budget: int
+    requests: Iterable[ActivationRequest], sizes: Mapping[str, _Size], budget: int
 ) -> list[list[ActivationRequest]]:
-    """Fill batches with whole groups."""
+    """Fill batches with activations, in their order."""
     batches: list[list[ActivationRequest]] = []
     left = 0
-    for group in groups:
-        need = sum(request.nbytes + sizes[request.name].nbytes for request in group)
+    for request in requests:
+        need = request.nbytes + sizes[request.name].nbytes
         if need > budget:
-            names = ", ".join(repr(request.name) for request in group[:3])
-            names += ", ..." if len(group) > 3 else ""
             warnings.warn(
-                f"calibrating {names} takes {need / 2**20:.0f} MiB, more than "
+                f"calibrating {request.name!r} takes {need / 2**20:.0f} MiB, more than "
                 f"max_calibration_memory ({budget / 2**20:.0f} MiB); use shorter samples to "
                 "stay below it",
                 OrtpluginsWarning,
@@ -235,7 +220,7 @@ def _batches(
         if need > left or not batches:
             batches.append([])
             left = budget
-        batches[-1] += group
+        batches[-1].append(request)
         left -= need
     return batches
 

@@ -17,7 +17,7 @@ import functools
 import math
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ from ortplugins.quantization.methods.nearest import (
     quantize_blocks,
     search_blocks,
 )
+from ortplugins.quantization.statistics.accumulator import ActivationStatistics, pooled
 from ortplugins.quantization.weights.recipe import Recipe
 from ortplugins.quantization.weights.weight import Group, Weight, in_forms
 from rewrite_rules.weights.bit_packing import pack_rows
@@ -81,7 +82,8 @@ def working_bytes(group: Group, threads: int) -> int:
         squares += 8  # the factor of H
     if steps:
         # H itself, where it is not mapped as it is.
-        squares += 4 * ("scales" in steps or "gram" not in group.statistics)
+        is_mapped = len(group.statistics) == 1 and "gram" in group.statistics[0]
+        squares += 4 * ("scales" in steps or not is_mapped) + 4 * (len(group.statistics) > 1)
     k, form = group.weights[0].K, group.weights[0].form
     strip = _GPTQ_STRIP_BYTES if "gptq" in steps else _STRIP_BYTES
     block = form.size_along(k) if "gptq" in steps else 0
@@ -121,13 +123,14 @@ class _Inputs:
     @classmethod
     def of(cls, group: Group, recipe: Recipe) -> _Inputs:
         """Map the statistics; search the scales."""
-        tokens, gram, steps = group.map("tokens"), group.map("gram"), group.steps
+        known, steps = _statistics(group), group.steps
+        tokens, gram = known.get("tokens"), known.get("gram")
         if gram is None and tokens is not None and ("gptq" in steps or "clip" in steps):
             # There were so few that all of them are here.
             gram = tokens.T @ tokens / np.float32(len(tokens))
         scales, alpha = None, math.nan
         if "scales" in steps:
-            scales, alpha = _search_scales(group, recipe, tokens, gram)
+            scales, alpha = _search_scales(group, recipe, known["mean_abs"], tokens, gram)
         if scales is not None:
             tokens = None if tokens is None else tokens / scales
             if gram is not None:
@@ -137,15 +140,15 @@ class _Inputs:
         if tokens is not None and len(tokens) > _ERROR_TOKENS:
             # A weight with several inputs has the tokens of one after those of the other.
             sample = tokens[np.linspace(0, len(tokens) - 1, _ERROR_TOKENS).astype(int)]
-        unit = group.map("unit")
+        unit = known.get("unit")
         return cls(
             scales,
             alpha,
             tokens,
             gram,
             sample,
-            group.map("float_tokens"),
-            group.map("drift"),
+            known.get("float_tokens"),
+            known.get("drift"),
             1.0 if unit is None else float(unit.item()),
             Gptq(gram, recipe.gptq) if gram is not None and "gptq" in steps else None,
         )
@@ -159,12 +162,22 @@ class _Inputs:
         return mean
 
 
+def _statistics(group: Group) -> Mapping[str, npt.NDArray[Any]]:
+    """Map the statistics of a group's activations, those of several together."""
+    mapped = [{name: each.map() for name, each in one.items()} for one in group.statistics]
+    if len(mapped) < 2:
+        return mapped[0] if mapped else {}
+    return pooled(list(map(ActivationStatistics.of, mapped))).arrays()
+
+
 def _search_scales(
-    group: Group, recipe: Recipe, tokens: Floats | None, gram: Floats | None
+    group: Group,
+    recipe: Recipe,
+    mean_abs: Floats,
+    tokens: Floats | None,
+    gram: Floats | None,
 ) -> tuple[Floats | None, float]:
     """Return the scales of the input channels, None for 1, and their exponent."""
-    mean_abs = group.map("mean_abs")
-    assert mean_abs is not None
     choice = search_scales(
         [_checked(_matrix(weight), weight.name) for weight in group.weights],
         mean_abs,

@@ -32,7 +32,6 @@ from ortplugins.quantization.methods.nearest import Floats
 from ortplugins.quantization.statistics.accumulator import (
     ActivationRequest,
     ActivationStatistics,
-    pooled,
 )
 from ortplugins.quantization.statistics.collect import Calibration, collect
 from ortplugins.quantization.statistics.paired import PairedModels
@@ -206,9 +205,10 @@ class _Run:
             before = self._folder.codes_key(group)
             found = self._folder.codes(group.for_worker())
             if found is None:
-                ((request,),) = self._requests([group])
+                (request,) = self._requests([group]).values()
                 writer = self._writer("statistics")
-                group.statistics = models.statistics(request, writer)
+                arrays = models.statistics(request, writer)
+                group.statistics = [arrays] if arrays else []
                 found = self._executor.submit(self._quantize, group.for_worker()).result()
                 writer.path.unlink(missing_ok=True)
                 self._folder.keep_codes(found)
@@ -218,27 +218,43 @@ class _Run:
 
     def _calibrated(self, groups: Sequence[Group]) -> Iterator[list[Group]]:
         """Yield groups as soon as their statistics are known; those without any come last."""
-        left = dict.fromkeys(groups)
-        if self._calibration is not None:
-            requests = self._requests(groups)
-            kept = [group for group in groups if self._has_statistics(group, requests)]
-            for group in kept:
-                del left[group]
-            yield kept
-            names = {name for group in left for name in group.names}
-            wanted = [[r for r in together if r.name in names] for together in requests]
-            wanted = [together for together in wanted if together]
-            model = self._plan.model
-            for batch in collect(model, wanted, self._calibration) if wanted else ():
-                ready = [g for g in left if g.activations and g.names[0] in batch]
-                writer = self._writer("statistics")
-                for group in ready:
-                    del left[group]
-                    group.statistics = self._written(group, batch, writer)
-                del batch  # in files now
-                yield ready
-                writer.path.unlink(missing_ok=True)
-        yield list(left)
+        waiting = [group for group in groups if group.activations and self._calibration]
+        last = [group for group in groups if group not in waiting]
+        requests = self._requests(waiting)
+        keys = {name: self._folder.key(request=request) for name, request in requests.items()}
+        known: dict[str, Mapping[str, TensorReference]] = {}
+        for name, key in keys.items():
+            if (kept := self._folder.statistics(key)) is not None:
+                known[name] = kept
+        for group in waiting:
+            group.statistics_key = " ".join(keys[name] for name in group.names)
+        missing = [request for name, request in requests.items() if name not in known]
+        files: dict[str, Path] = {}
+        for batch in itertools.chain([{}], self._collected(missing)):
+            for name, found in batch.items():
+                arrays = {} if found is None else found.arrays()
+                if self._folder.keeps:
+                    known[name] = self._folder.keep_statistics(keys[name], arrays)
+                else:
+                    writer = self._writer("statistics")
+                    known[name] = {k: writer.append(array) for k, array in arrays.items()}
+                    files[name] = writer.path
+            batch.clear()  # in files now
+            ready = [group for group in waiting if known.keys() >= set(group.names)]
+            waiting = [group for group in waiting if group not in ready]
+            for group in ready:
+                group.statistics = [known[name] for name in group.names if known[name]]
+            yield ready
+            wanted = {name for group in waiting for name in group.names}
+            for name in files.keys() - wanted:
+                files.pop(name).unlink(missing_ok=True)
+        yield last
+
+    def _collected(
+        self, requests: Sequence[ActivationRequest]
+    ) -> Iterator[dict[str, ActivationStatistics | None]]:
+        if requests and self._calibration is not None:
+            yield from collect(self._plan.model, requests, self._calibration)
 
     def _quantized(self, groups: Sequence[Group]) -> Iterator[Group]:
         """Quantise groups whose statistics are known; the largest first, or it comes last."""
@@ -269,57 +285,19 @@ class _Run:
         """Return the writer of a new file."""
         return ScratchWriter(self._scratch / f"{kind}{next(self._numbers)}")
 
-    def _requests(self, groups: Iterable[Group]) -> list[list[ActivationRequest]]:
-        """Ask for each activation once, together with those of all groups that share it."""
-        found: list[dict[str, ActivationRequest]] = []
+    def _requests(self, groups: Iterable[Group]) -> dict[str, ActivationRequest]:
+        """Ask for each activation once, for the most that a group wants of it, by its name."""
+        found: dict[str, ActivationRequest] = {}
         for group in groups:
             steps, k = METHODS[group.method], group.weights[0].K
             # Feedback between rows needs all tokens, and so may the next run; searches of
             # scales and ranges find the same in twice as many as there are channels.
             tokens = math.inf if "gptq" in steps or self._folder.keeps else 2 * k
-            wanted = {
-                name: ActivationRequest(name, k, bool(steps), _SAMPLED_TOKENS, tokens)
-                for name in group.names
-            }
-            for asked in [asked for asked in found if not wanted.keys().isdisjoint(asked)]:
-                # A rule has given weights of one activation other methods.
-                found.remove(asked)
-                for name, request in asked.items():
-                    both = request, wanted.get(name, request)
-                    wanted[name] = max(both, key=lambda r: (r.gram, r.gram_tokens))
-            if wanted:
-                found.append(wanted)
-        return [list(requests.values()) for requests in found]
-
-    def _has_statistics(
-        self, group: Group, requests: Sequence[Sequence[ActivationRequest]]
-    ) -> bool:
-        """Take a group's statistics from the run folder, if they are there; note their key."""
-        if not group.activations:
-            return False
-        # What is kept of an activation depends on those that it is calibrated with.
-        together = next(
-            each for each in requests if any(r.name == group.names[0] for r in each)
-        )
-        asked = sorted(map(dataclasses.astuple, together), key=str)
-        group.statistics_key = self._folder.key(activations=group.names, requests=asked)
-        found = self._folder.statistics(group)
-        group.statistics = found or {}
-        return found is not None
-
-    def _written(
-        self,
-        group: Group,
-        batch: Mapping[str, ActivationStatistics | None],
-        writer: ScratchWriter,
-    ) -> Mapping[str, TensorReference]:
-        """Write a group's statistics for its workers."""
-        found = [batch[name] for name in group.names]
-        reached = [statistics for statistics in found if statistics is not None]
-        given = pooled(reached).arrays() if reached else {}
-        if self._folder.keeps:
-            return self._folder.keep_statistics(group, given)
-        return {name: writer.append(array) for name, array in given.items()}
+            for name in group.names:
+                request = ActivationRequest(name, k, bool(steps), _SAMPLED_TOKENS, tokens)
+                both = request, found.get(name, request)
+                found[name] = max(both, key=lambda r: (r.gram, r.gram_tokens))
+        return found
 
     def _make_room(self, group: Group, threads: int, *, undecided: bool) -> None:
         """Give weights space for their codes, in two forms where one is yet to be chosen."""

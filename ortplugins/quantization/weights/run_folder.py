@@ -94,20 +94,20 @@ class RunFolder:
         self._identity, self._recipe = identity, recipe
 
     def key(self, **parts: Any) -> str:
-        """Return the digest of an entry's parts, which are JSON's types, and of the run's."""
+        """Return the digest of an entry's parts, and of the run's."""
         text = json.dumps([self._identity, parts], sort_keys=True, default=str)
         return hashlib.blake2b(text.encode(), digest_size=20).hexdigest()
 
-    def statistics(self, group: Group) -> dict[str, TensorReference] | None:
-        """Return the statistics of a group by name; None where there are none of its key."""
-        found = self._read(f"statistics-{group.statistics_key}")
+    def statistics(self, key: str) -> dict[str, TensorReference] | None:
+        """Return the statistics of an activation by name; None where there are none."""
+        found = self._read(f"statistics-{key}")
         return None if found is None else found[0]
 
     def keep_statistics(
-        self, group: Group, arrays: Mapping[str, npt.NDArray[Any]]
+        self, key: str, arrays: Mapping[str, npt.NDArray[Any]]
     ) -> dict[str, TensorReference]:
-        """Write statistics of a group and return where they are."""
-        return self._write(f"statistics-{group.statistics_key}", arrays, {})
+        """Write the statistics of an activation and return where they are."""
+        return self._write(f"statistics-{key}", arrays, {})
 
     def codes_key(self, group: Group) -> str:
         """Return the key of the codes of a group, whatever its statistics are by now."""

@@ -120,9 +120,9 @@ class Group:
     method: str  # "rtn" where nothing is known of their activations
     activations: Sequence[ir.Value] = ()  # none in the copy of a worker
     reason: str = ""  # why nothing is
-    # The arrays of ActivationStatistics, or of PairedModels.statistics, by name; none where
-    # nothing is calibrated, or no token of the samples meets the weights.
-    statistics: Mapping[str, TensorReference] = dataclasses.field(default_factory=dict)
+    # Of each activation that tokens of the samples reach: the arrays of ActivationStatistics,
+    # or of PairedModels.statistics, by name. None where nothing is calibrated.
+    statistics: Sequence[Mapping[str, TensorReference]] = ()
     statistics_key: str = ""  # in the run folder
     threads: int = 1  # that may share the columns of a weight; it changes no bit
     # What was found.
@@ -145,11 +145,6 @@ class Group:
     def elements(self) -> int:
         """Of all its weights."""
         return sum(weight.elements for weight in self.weights)
-
-    def map(self, name: str) -> Floats | None:
-        """Return statistics; None where there are none of this name."""
-        found = self.statistics.get(name)
-        return None if found is None else found.map()
 
     def for_worker(self) -> Group:
         """Return a copy without the graph."""
