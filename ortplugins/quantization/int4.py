@@ -5,7 +5,7 @@
     import ortplugins.quantization.int4 as int4
 
 A script changes that one line. Names and defaults are those of nvidia-modelopt 0.47.0;
-``docs/moving-from-modelopt.md`` tells what is the same, what differs, and what was broken.
+``docs/moving-from-modelopt.md`` says what is the same, what differs, and what was broken.
 Below :func:`quantize` and :func:`quantize_rtn` lies :func:`.quantize`,
 which has more to offer: formats, GPTQ, bounded memory, a report.
 """

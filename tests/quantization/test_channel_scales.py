@@ -184,7 +184,7 @@ MULS = {
     "another reader on the way": made(
         "p = MatMul(x, V) a = Relu(p) z = Tanh(p)", **seen("z")
     ),
-    "another reader in a body": made(
+    "another reader in a subgraph": made(
         f"""{NORM} r = ReduceMax <keepdims = 0> (x) k = Equal(r, r)
            z = If (k) <then_branch = t () => (float[B, T, 24] u) {{ u = Neg(a) }},
                        else_branch = e () => (float[B, T, 24] v) {{ v = Neg(a) }}>""",
@@ -253,7 +253,7 @@ READERS = {
         made(f"{NORM} [n] z = MatMul(x, W)", **seen("z", "float[B, T, 10]")),
         {}, {"folded", "mul"}, "gW",
     ),
-    "a weight in a body": (
+    "a weight in a subgraph": (
         Model(f"""{NORM} r = ReduceMax <keepdims = 0> (x) k = Equal(r, r)
                   y = If (k) <
                       then_branch = t () => (float[B, T, 10] u) {{ [m] u = MatMul(a, W) }},
@@ -311,7 +311,7 @@ def only(pattern: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("include", ["[mn]", ""], ids=["two", "all"])
 @pytest.mark.parametrize("name", [*FOLDS, *MULS])
-def test_any_scales_come_out_again_where_nobody_sees_them(monkeypatch, name, include):
+def test_any_scales_come_out_again_where_nothing_else_reads_them(monkeypatch, name, include):
     have_scales(monkeypatch, 3)
     model, constants = FOLDS.get(name) or (MULS[name], "")
     floats, options = model.build(), {"rules": only(include), **EXACT}

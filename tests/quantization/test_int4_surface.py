@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """ortplugins.quantization.int4 against ModelOpt's: values, signatures, what breaks there.
 
-The stored values are ModelOpt's own, see int4_golden.py; an installed one is asked anew.
+The stored values are ModelOpt's own, see int4_golden.py.
 """
 
 import inspect

@@ -164,14 +164,14 @@ def test_types_shapes_and_codes_in_range(form, k, n):
         assert done < loss(weight, h, nearest, form)
 
 
-def test_what_outputs_lack_moves_the_weight_by_damped_least_squares():
+def test_a_residual_moves_the_weight_by_damped_least_squares():
     k, n = 544, 24  # more rows than are solved for at a time
     weight, gram = problem(k, n)
-    lacking = gram @ np.random.default_rng(1).normal(0, 0.01, (k, n)).astype(np.float32)
+    residual = gram @ np.random.default_rng(1).normal(0, 0.01, (k, n)).astype(np.float32)
     form = BlockFormat()
-    target = weight + np.linalg.solve(damped(gram), lacking.astype(np.float64))
+    target = weight + np.linalg.solve(damped(gram), residual.astype(np.float64))
     method = Gptq(gram, GptqOptions())
-    found = dequantize(method.quantize(weight, form, lacking), form)
+    found = dequantize(method.quantize(weight, form, residual), form)
     expected = dequantize(method.quantize(target, form), form)
     assert (np.abs(found - expected) > 1e-4).mean() < 0.01  # ties of rounding
     assert np.abs(target - weight).max() > 0.001

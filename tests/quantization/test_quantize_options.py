@@ -501,7 +501,7 @@ def tied(head: str) -> ir.Model:
     ],
     ids=lambda given: str(given) if isinstance(given, dict) else "",
 )
-def test_a_dry_run_writes_nothing_and_tells_the_bytes_of_the_file(
+def test_a_dry_run_writes_nothing_and_has_the_bytes_of_the_file(
     tmp_path, model, options, layout
 ):
     """A weight of several nodes counts once, and one that stays for some stays counted."""
@@ -629,7 +629,7 @@ NEWEST = NEWER.replace("<axes = [-1], keepdims = 1> (e)", "<keepdims = 1> (e, la
 @pytest.mark.parametrize(
     ("opset", "text"), [(11, OLD), (13, NEWER), (17, NEWER), (20, NEWEST)]
 )
-def test_old_opsets_are_really_converted_in_bodies_too(opset, text, layout, bits):
+def test_old_opsets_are_converted_in_subgraphs_too(opset, text, layout, bits):
     axes = {"zero": np.array([0]), "last": np.array([-1])}
     weights = {"W": normal(D, D)} | {name: axes[name] for name in axes if name in text}
     model, x = model_of(text, weights, opset=opset, ir_version=7), normal(5, D)

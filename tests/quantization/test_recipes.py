@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from builders.command_line import as_json
+from builders.command_line import as_json, printed
 from builders.dequantized_models import relative_error, run
 from builders.quantized_files import dequantised, read
 from builders.text_models import model_of, normal
@@ -66,7 +66,7 @@ def matrices(model: ir.Model, recipe: Recipe | str, **settings) -> dict[str, np.
     return dequantised(read(result.model))
 
 
-def test_dataclass_file_and_settings_say_the_same(model: ir.Model):
+def test_dataclass_file_settings_and_options_say_the_same(model: ir.Model):
     expected = matrices(model, RECIPE)
     assert sorted(expected) == ["k", "q", "v"]
     settings = {
@@ -79,7 +79,19 @@ def test_dataclass_file_and_settings_say_the_same(model: ir.Model):
             "o": "float",
         },
     }
+    options = [
+        "--method",
+        "gptq",
+        "--block-size",
+        "16",
+        "--gptq",
+        "{damping: 0.1, revisits: 2}",
+    ]
+    for rule in ("*v={method: rtn, is_symmetric: false}", "re:^(q|o)$={bits: 8}", "o=float"):
+        options += ["--rule", rule]
+    printed("quantize", "model.onnx", "--samples", "samples.npz", *options, "-o", "out.onnx")
     for found in (
+        dequantised(onnx.load("out.onnx")),
         matrices(model, "recipe.yaml"),
         matrices(model, Recipe(), **settings),
         # What is given beside a recipe wins.

@@ -52,7 +52,7 @@ def test_a_table_is_read_along_its_rows(axis, table, expected):
     assert found(text, {"W": table}) == {}
 
 
-def test_two_constants_are_one_site_and_products_without_any_none():
+def test_two_constants_are_one_use_and_products_without_any_none():
     text = "g () => (float[R, S] y) { [m] y = MatMul(V, W) }"
     assert found(text, {"V": normal(N, K), **RIGHT}) == {"m": (1, "W", K, N, False)}
     text = """g (float[P, P] x, float[P] v) => (float[P, P] y) {
@@ -63,7 +63,7 @@ def test_two_constants_are_one_site_and_products_without_any_none():
     assert found(text, {"vector": normal(K), "bias": normal(1, K)}) == {}
 
 
-def test_a_constant_node_is_a_weight_in_every_body():
+def test_a_constant_node_is_a_weight_in_every_subgraph():
     numbers = ", ".join(map(str, range(30)))
     text = f"""g (float[3, 6] x) => (float[3, 5] y) {{
         s = ReduceMax <keepdims = 0> (x) c = Equal(s, s)

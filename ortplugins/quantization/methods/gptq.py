@@ -341,7 +341,7 @@ def _best_grid(
 
 
 def _factor_in_place(hessian: Doubles) -> None:
-    """Turn a matrix into its lower Cholesky factor, zeros above the diagonal.
+    """Replace a matrix by its lower Cholesky factor, zeros above the diagonal.
 
     numpy's own takes three times the memory, 2.9 GB for K = 11,008.
     """

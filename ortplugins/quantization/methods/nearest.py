@@ -32,10 +32,10 @@ SmolLM2-135M (perplexity of 20,480 tokens) and MiniLM-L6 (cosine), int4, blocks 
     the formulas above    29.30    32.98      .9675    .9484
     by |w|                28.14    31.44      .9694    .9505
 
-Where samples tell the mean square of each input channel, H[k, k], that takes the place of |w|.
+Where samples give the mean square of each input channel, H[k, k], that takes the place of |w|.
 After AWQ's scales, MiniLM-L6 in blocks of 32: .9795, and .9766 with the formulas above; the KL
 divergence of SmolLM2-135M with two of its layers quantised falls by a third. Without samples,
-norm weights squared do not stand in for it: they tell little of the energy of later layers.
+norm weights squared do not stand in for it: they say little of the energy of later layers.
 
 A ratio r < 1 for a block shrinks its range: e, lo and hi become r times as large, and weights
 outside of them are clipped.

@@ -233,13 +233,13 @@ def _folder_of(
 def _files_of(model: ModelLike, loaded: LoadedModel) -> list[Path]:
     """Return the files of a model."""
     if not is_path(model):
-        raise UsageError("run_folder needs the path of a model, which tells it from others")
+        raise UsageError("run_folder needs the path of a model, to know it again")
     path = Path(model)
     return [path, *(file for _, file in sorted(loaded.data_files.items()) if file != path)]
 
 
 def _raise_opset(model: ir.Model, recipe: Recipe, plan: WeightPlan) -> list[str]:
-    """Convert the model to the opset that its new form needs; tell if that was done."""
+    """Convert the model to the opset that its new form needs; return a note of that."""
     if recipe.for_kernels or recipe.for_integers:
         model.ir_version = max(model.ir_version or 0, _MICROSOFT_IR_VERSION)
         return []

@@ -54,7 +54,7 @@ _LEAST_SQUARE = 1e-20
 
 
 def this_process() -> str:
-    """Return what tells this process from all others."""
+    """Return the name of this process, on any machine."""
     return f"{platform.node()}:{os.getpid()}"
 
 
