@@ -67,8 +67,11 @@ class AxisRoles:
         self._sources: dict[ir.Value, frozenset[ir.Value]] = {}
         # Equations, and whether one of the sizes may be 1 where they differ.
         self._pairs: dict[_Pair, bool] = {}
+        self.read = _read(model.graph)
         for node in model.graph:
             self._note_sources(node)
+            if node not in self.read:
+                continue
             of_elements = not node.domain and node.op_type in _RESHAPES
             for pair in self._equations(node):
                 self._pairs[pair] = self._pairs.get(pair, True) and not of_elements
@@ -302,6 +305,16 @@ class AxisRoles:
             count *= math.prod(size for size, _ in solved)
             unknowns = tuple(each for _, many in solved for each in many)
         return count, tuple(sorted(unknowns))
+
+
+def _read(graph: ir.Graph) -> set[ir.Node]:
+    """Return the nodes that outputs depend on: others may be dropped before they run."""
+    values, found = set(graph.outputs), set[ir.Node]()
+    for node in reversed(graph):
+        if not values.isdisjoint(node.outputs):
+            found.add(node)
+            values.update(v for v in (*node.inputs, *captures(node)) if v is not None)
+    return found
 
 
 @contextlib.contextmanager

@@ -399,10 +399,10 @@ class PaddingNodes:
                 self._wholes[current] = made
             elif node is None:
                 self._wholes[current] = current
-                if current is not self._mask:
+                if current is not self._mask and current.shape:
                     # Of no declared size: under that of a mask of length 1, onnxruntime would
                     # let what is computed from both share a buffer.
-                    op, rank = self._before, len(current.shape or ())
+                    op, rank = self._before, len(current.shape)
                     ends = op.integers([0] * rank), op.integers([_INT64_MAX] * rank)
                     self._wholes[current] = op.Slice(current, *ends)
             elif self._counts_tokens(node):

@@ -119,6 +119,8 @@ class TokenFlow:
         self._evaluator = NodeEvaluator()
         self._flagged: dict[ir.Value, Tokens] = {}
         for i, node in enumerate(model.graph):
+            if node not in roles.read:
+                continue
             try:
                 outputs = self._outputs(node)
             except Refusal as refusal:
