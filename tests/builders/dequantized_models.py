@@ -9,12 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 import onnx_ir as ir
+from onnx import numpy_helper
 
 from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
 from rewrite_rules.remarks import PassContext, Remark, Remarks
 
 from .same_numbers import session
-from .text_models import text_model
+from .text_models import float64_outputs, quoted, text_model
 
 CPU = ("CPUExecutionProvider",)
 EXACT = FusionOptions(accuracy_level=0, slow_kernels="fuse")
@@ -26,6 +27,82 @@ STORAGE = {
     "int2": (2, True, ml_dtypes.int2),
     "uint2": (2, False, ml_dtypes.uint2),
 }
+
+
+def attribute_text(**given: object) -> str:
+    """Attributes as text, without those that are None."""
+    pairs = [f"{name} = {value}" for name, value in given.items() if value is not None]
+    return f"<{', '.join(pairs)}>" if pairs else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """A constant as DequantizeLinear reads it."""
+
+    shape: tuple[int, ...]  # of the codes
+    storage: str = "uint4"
+    axis: int | None = 0  # None leaves the attribute out, which stands for 1
+    block: int = 32
+    # or "none", "zero", "default" (all 2**(bits-1), as unsigned), "one_other" (all but one)
+    zero_points: str = "random"
+    scaled: str = "blocks"  # or "channel", "tensor" (a scalar), "tensor1" (shape [1])
+    scale_dtype: npt.DTypeLike = np.float32
+    output_dtype: int = 0  # 0 leaves the attribute out
+    names: tuple[str, ...] = ()  # by default w, w_scale, w_zero_point
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        axis = (1 if self.axis is None else self.axis) % len(self.shape)
+        if self.scaled in ("tensor", "tensor1"):
+            return (1,) if self.scaled == "tensor1" else ()
+        if self.scaled == "channel":
+            return (self.shape[axis],)
+        blocks = -(-self.shape[axis] // self.block)
+        return (*self.shape[:axis], blocks, *self.shape[axis + 1 :])
+
+    @property
+    def needs_zero_points(self) -> bool:
+        """Whether MatMulNBits, whose default is ``2**(bits-1)``, needs them written."""
+        signed = STORAGE[self.storage][1]
+        return not (self.zero_points == "default" or (self.zero_points == "none" and signed))
+
+    def node(self, name: str, scale: str | None = None) -> str:
+        """Return DequantizeLinear as text; with the scales of another weight if given."""
+        given = {"axis": self.axis, "output_dtype": self.output_dtype or None}
+        if self.scaled == "blocks":
+            given["block_size"] = self.block
+        inputs = list(self._names(name))
+        inputs[1] = scale or inputs[1]
+        return f"DequantizeLinear {attribute_text(**given)} ({quoted(inputs)})"
+
+    def _names(self, name: str) -> tuple[str, ...]:
+        names = self.names or (name, f"{name}_scale", f"{name}_zero_point")
+        return names[: 2 if self.zero_points == "none" else 3]
+
+    def arrays(self, rng: np.random.Generator) -> tuple[npt.NDArray, ...]:
+        """Draw codes, scales and zero points; scales such that the weights are about 1."""
+        bits, signed, dtype = STORAGE[self.storage]
+        low = -(1 << (bits - 1)) if signed else 0
+        middle = low + (1 << (bits - 1))
+        shape = self.scale_shape
+        codes = rng.integers(low, low + (1 << bits), self.shape)
+        scales = rng.uniform(0.5, 2.0, shape) * rng.choice([-1, 1], shape)
+        scales = np.asarray(scales / (1 << (bits - 1))).astype(self.scale_dtype)
+        points = np.full(shape, middle)
+        if self.zero_points == "random":
+            points = np.asarray(rng.integers(low, low + (1 << bits), shape))
+        if self.zero_points == "zero":
+            points = np.zeros(shape, np.int64)
+        if self.zero_points in ("random", "one_other") and (points == middle).all():
+            points.flat[-1] = low
+        offset = 0 if self.zero_points == "none" else points.flat[0]
+        if codes.flat[0] == offset:  # a weight of nothing but 0 shows no error
+            codes.flat[0] = low if offset != low else low + 1
+        return codes.astype(dtype), scales, points.astype(dtype)
+
+    def tensors(self, name: str, rng: np.random.Generator) -> list[onnx.TensorProto]:
+        drawn = zip(self.arrays(rng), self._names(name), strict=False)
+        return [numpy_helper.from_array(array, text) for array, text in drawn]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,58 +117,34 @@ class DequantizedMatMul:
     block_size: int
     storage: str = "int4"
     layout: str = "axis0"
-    zero_points: str = "none"  # none, random, or default: all 2**(bits-1), as unsigned
+    zero_points: str = "none"
     scale_dtype: type = np.float32
     seed: int = 0
 
-    @property
-    def blocks(self) -> int:
-        return -(-self.k // self.block_size)
+    def arrays(self) -> tuple[npt.NDArray, ...]:
+        """Codes [K, N], scales and zero points [blocks, N]."""
+        return self._quantized().arrays(np.random.default_rng(self.seed))
 
-    def arrays(self) -> tuple[npt.NDArray, npt.NDArray, npt.NDArray | None]:
-        """codes [K, N], scales [blocks, N], zero points [blocks, N], as plain numbers."""
-        bits, signed, _ = STORAGE[self.storage]
-        low = -(1 << (bits - 1)) if signed else 0
-        rng = np.random.default_rng(self.seed)
-        codes = rng.integers(low, low + (1 << bits), (self.k, self.n))
-        shape = (self.blocks, self.n)
-        scales = (rng.uniform(0.5, 2.0, shape) * rng.choice([-1, 1], shape)).astype(
-            self.scale_dtype
-        )
-        zero_points = None
-        if self.zero_points == "random":
-            zero_points = rng.integers(low, low + (1 << bits), shape)
-        elif self.zero_points == "default":
-            zero_points = np.full(shape, low + (1 << (bits - 1)))
-        return codes, scales, zero_points
-
-    def weight(self) -> npt.NDArray[np.float64]:
-        """W[K, N] in float64, by DequantizeLinear's formula."""
-        codes, scales, zero_points = self.arrays()
-        block = np.arange(self.k) // self.block_size
-        offset = 0 if zero_points is None else zero_points[block]
-        return (codes - offset) * scales.astype(np.float64)[block]
+    def _quantized(self, transposed: bool = False) -> Quantized:
+        shape = (self.n, self.k) if transposed else (self.k, self.n)
+        return Quantized(
+            shape, self.storage, int(transposed), self.block_size, self.zero_points,
+            scale_dtype=self.scale_dtype,
+        )  # fmt: skip
 
     def tensors(self, name: str = "w") -> list[onnx.TensorProto]:
         """Codes, scales and zero points as they are stored."""
-        dtype = STORAGE[self.storage][2]
-        arrays = zip(self.arrays(), ("", "_scale", "_zero_point"), strict=True)
-        return [
-            onnx.numpy_helper.from_array(
-                self._stored(array).astype(array.dtype if part == "_scale" else dtype),
-                f"{name}{part}",
-            )
-            for array, part in arrays
-            if array is not None
-        ]
+        names = (name, f"{name}_scale", f"{name}_zero_point")
+        arrays = self.arrays()[: 2 if self.zero_points == "none" else 3]
+        if self.layout != "axis0":
+            arrays = tuple(np.ascontiguousarray(array.T) for array in arrays)
+        return list(map(numpy_helper.from_array, arrays, names))
 
     def dequantize(self, name: str = "w", node: str = "dq") -> str:
         """Return the nodes that make ``{node}_out``, W[K, N], as text."""
-        read = ", ".join(tensor.name for tensor in self.tensors(name))
-        call = "DequantizeLinear <axis = {}, block_size = {}> ({})"
         if self.layout == "axis0":
-            return f"[{node}] {node}_out = {call.format(0, self.block_size, read)}  "
-        return f"""[{node}] {node}_rows = {call.format(1, self.block_size, read)}
+            return f"[{node}] {node}_out = {self._quantized().node(name)}  "
+        return f"""[{node}] {node}_rows = {self._quantized(transposed=True).node(name)}
             [{node}_transpose] {node}_out = Transpose <perm = [1, 0]> ({node}_rows)  """
 
     def model(self) -> ir.Model:
@@ -117,10 +170,7 @@ class DequantizedMatMul:
         return rng.standard_normal((rows, self.k)).astype(self.scale_dtype)
 
     def reference(self, feed: npt.NDArray) -> npt.NDArray[np.float64]:
-        return feed.astype(np.float64) @ self.weight()
-
-    def _stored(self, array: npt.NDArray) -> npt.NDArray:
-        return np.ascontiguousarray(array if self.layout == "axis0" else array.T)
+        return float64_outputs(ir.to_proto(self.model()), {"x": feed})[0]
 
 
 def run(

@@ -19,8 +19,8 @@ import onnx
 import onnx_ir as ir
 from onnx import helper, numpy_helper
 
-from .dequantized_models import STORAGE
-from .text_models import FUNCTIONS, float64_outputs, quoted, text_model
+from .dequantized_models import STORAGE, Quantized, attribute_text
+from .text_models import FUNCTIONS, float64_outputs, text_model
 
 EXACT = 1e-5  # float32 throughout
 HALF = 2e-3  # float16 somewhere
@@ -34,76 +34,6 @@ MACRO = r"\$(\w+)(?:/(\w+))?"
 GATHERED = {"GatherBlockQuantized": 1, "DequantizeLinear": 0}
 WITHOUT_ADD = {**FUSED, "Add": 0}
 WITH_ADD = {**FUSED, "Add": 1}
-
-
-@dataclasses.dataclass(frozen=True)
-class Quantized:
-    """A constant as DequantizeLinear reads it."""
-
-    shape: tuple[int, ...]  # of the codes
-    storage: str = "uint4"
-    axis: int | None = 0  # None leaves the attribute out, which stands for 1
-    block: int = 32
-    # or "none", "zero", "default" (all 2**(bits-1), as unsigned), "one_other" (all but one)
-    zero_points: str = "random"
-    scaled: str = "blocks"  # or "channel", "tensor" (a scalar), "tensor1" (shape [1])
-    scale_dtype: npt.DTypeLike = np.float32
-    output_dtype: int = 0  # 0 leaves the attribute out
-    names: tuple[str, ...] = ()  # by default w, w_scale, w_zero_point
-
-    @property
-    def scale_shape(self) -> tuple[int, ...]:
-        axis = (1 if self.axis is None else self.axis) % len(self.shape)
-        if self.scaled in ("tensor", "tensor1"):
-            return (1,) if self.scaled == "tensor1" else ()
-        if self.scaled == "channel":
-            return (self.shape[axis],)
-        blocks = -(-self.shape[axis] // self.block)
-        return (*self.shape[:axis], blocks, *self.shape[axis + 1 :])
-
-    @property
-    def needs_zero_points(self) -> bool:
-        """Whether MatMulNBits, whose default is ``2**(bits-1)``, needs them written."""
-        signed = STORAGE[self.storage][1]
-        return not (self.zero_points == "default" or (self.zero_points == "none" and signed))
-
-    def node(self, name: str, scale: str | None = None) -> str:
-        """Return DequantizeLinear as text; with the scales of another weight if given."""
-        given = {"axis": self.axis, "output_dtype": self.output_dtype or None}
-        if self.scaled == "blocks":
-            given["block_size"] = self.block
-        inputs = list(self._names(name))
-        inputs[1] = scale or inputs[1]
-        return f"DequantizeLinear {attribute_text(**given)} ({quoted(inputs)})"
-
-    def _names(self, name: str) -> tuple[str, ...]:
-        names = self.names or (name, f"{name}_scale", f"{name}_zero_point")
-        return names[: 2 if self.zero_points == "none" else 3]
-
-    def tensors(self, name: str, rng: np.random.Generator) -> list[onnx.TensorProto]:
-        """Draw codes, scales and zero points; scales such that the weights are about 1."""
-        bits, signed, numpy_dtype = STORAGE[self.storage]
-        low = -(1 << (bits - 1)) if signed else 0
-        middle = low + (1 << (bits - 1))
-        shape = self.scale_shape
-        codes = rng.integers(low, low + (1 << bits), self.shape)
-        scales = rng.uniform(0.5, 2.0, shape) * rng.choice([-1, 1], shape)
-        scales = np.asarray(scales / (1 << (bits - 1))).astype(self.scale_dtype)
-        points = np.full(shape, middle)
-        if self.zero_points == "random":
-            points = np.asarray(rng.integers(low, low + (1 << bits), shape))
-        if self.zero_points == "zero":
-            points = np.zeros(shape, np.int64)
-        if self.zero_points in ("random", "one_other") and (points == middle).all():
-            points.flat[-1] = low
-        offset = 0 if self.zero_points == "none" else points.flat[0]
-        if codes.flat[0] == offset:  # a weight of nothing but 0 shows no error
-            codes.flat[0] = low if offset != low else low + 1
-        arrays = [codes.astype(numpy_dtype), scales, points.astype(numpy_dtype)]
-        return [
-            numpy_helper.from_array(np.asarray(array), text)
-            for array, text in zip(arrays, self._names(name), strict=False)
-        ]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -201,12 +131,6 @@ class LayoutCase:
             output_type=helper.np_dtype_to_tensor_dtype(np.dtype(self.dtype)),
         )
         return proto, feeds
-
-
-def attribute_text(**given: object) -> str:
-    """Attributes as text, without those that are None."""
-    pairs = [f"{name} = {value}" for name, value in given.items() if value is not None]
-    return f"<{', '.join(pairs)}>" if pairs else ""
 
 
 def left_alone(refusal: str) -> dict[str, object]:

@@ -25,8 +25,7 @@ import onnx
 import onnx.printer
 import onnx_ir as ir
 import pytest
-from builders.dequantized_models import STORAGE
-from builders.layout_matrix import Quantized, attribute_text
+from builders.dequantized_models import STORAGE, Quantized, attribute_text
 from builders.same_numbers import (
     feeds_of,
     holds_halves,

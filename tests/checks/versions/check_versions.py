@@ -19,8 +19,9 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
+from builders.dequantized_models import Quantized
 from builders.environments import CACHE, python_with
-from builders.layout_matrix import LayoutCase, Quantized, layout_cases
+from builders.layout_matrix import LayoutCase, layout_cases
 
 import ortplugins
 

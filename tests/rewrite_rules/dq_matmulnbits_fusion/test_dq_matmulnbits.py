@@ -13,12 +13,13 @@ import onnx_ir as ir
 import pytest
 from builders.dequantized_models import (
     DequantizedMatMul,
+    Quantized,
     assert_same_outputs,
     fuse_weights,
     op_types,
     run,
 )
-from builders.layout_matrix import LayoutCase, Quantized
+from builders.layout_matrix import LayoutCase
 from builders.text_models import add_weights, text_model
 
 from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions

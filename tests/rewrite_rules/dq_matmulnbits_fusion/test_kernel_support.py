@@ -10,7 +10,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from builders.command_line import printed
-from builders.layout_matrix import MATMUL, LayoutCase, Quantized
+from builders.dequantized_models import Quantized
+from builders.layout_matrix import MATMUL, LayoutCase
 
 import ortplugins
 from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
