@@ -15,8 +15,10 @@ which nodes read them, so that a cold start reads forward.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import mmap
 import os
+import re
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     import onnx
 
 _KEY = "prepacked_"
+_FORM = re.compile(r"[^|]+(\|\d+;\d+;[^|;]*)+")
 # Cache lines, as kernels assume of what they allocate; pages for what is mapped on its own.
 _ALIGNMENT, _LARGE_ALIGNMENT, _LARGE = 64, 4096, 1 << 20
 
@@ -47,16 +50,11 @@ class Record:
     @classmethod
     def parse(cls, key: str, text: str) -> Record:
         """Read an entry; raise ValueError if it is not of the form above."""
+        if not _FORM.fullmatch(text):
+            raise ValueError(f"{key} = {text!r} is no kernel with its buffers")
         kernel, *parts = text.split("|")
-        blobs = []
-        for part in parts:
-            offset, length, checksum = part.split(";")
-            blobs.append((int(offset), int(length), checksum))
-            if blobs[-1][0] < 0 or blobs[-1][1] < 0:
-                raise ValueError(f"{key} = {text!r} has a negative place")
-        if not kernel or not blobs:
-            raise ValueError(f"{key} = {text!r} names no kernel or no buffer")
-        return cls(key, kernel, tuple(blobs))
+        blobs = (part.split(";") for part in parts)
+        return cls(key, kernel, tuple((int(at), int(size), crc) for at, size, crc in blobs))
 
     def __str__(self) -> str:
         return "|".join(
@@ -69,11 +67,8 @@ def records_of(tensor: onnx.TensorProto) -> list[Record]:
 
     Some quantised kernels write such; at the end of a file onnxruntime can't map them.
     """
-    records = (
-        Record.parse(entry.key, entry.value)
-        for entry in tensor.external_data
-        if entry.key.startswith(_KEY)
-    )
+    entries = (entry for entry in tensor.external_data if entry.key.startswith(_KEY))
+    records = (Record.parse(entry.key, entry.value) for entry in entries)
     return [record for record in records if all(length for _, length, _ in record.blobs)]
 
 
@@ -87,17 +82,18 @@ def read_records(model: onnx.ModelProto) -> dict[Key, list[Record]]:
     }
 
 
-def places(model: onnx.ModelProto) -> dict[Key, tuple[str, ...]]:
-    """Where the bytes of each initializer lie; equal places are equal bytes."""
-    found: dict[Key, tuple[str, ...]] = {}
-    for way, graph in _graphs(model.graph):
-        for tensor in graph.initializer:
-            entries = {entry.key: entry.value for entry in tensor.external_data}
-            if entries:
-                found[*way, tensor.name] = tuple(
-                    entries.get(key, "0") for key in ("location", "offset", "length")
-                )
-    return found
+def places(model: onnx.ModelProto) -> dict[Key, tuple[str, str]]:
+    """Where the bytes of each initializer begin, file and offset."""
+    return {
+        (*way, tensor.name): (place["location"], place.get("offset", "0"))
+        for way, graph in _graphs(model.graph)
+        for tensor in graph.initializer
+        if (place := _entries(tensor))
+    }
+
+
+def _entries(tensor: onnx.TensorProto) -> dict[str, str]:
+    return {entry.key: entry.value for entry in tensor.external_data}
 
 
 def restore_order(model: onnx.ModelProto, source: onnx.ModelProto) -> None:
@@ -116,44 +112,40 @@ def lay_out(
 ) -> int:
     """Write a new data file, make the model point into it, and return the file's bytes.
 
-    ``same`` says what the bytes of each initializer were; equal ones are written once.
+    ``same`` says where the bytes of each initializer were; those of one place and length are
+    written once.
     """
     written: dict[object, int] = {}
     with open(folder / data_name, "wb") as target:
         for key, tensor in _in_order(model.graph):
-            entries = {entry.key: entry.value for entry in tensor.external_data}
-            if not entries:
+            place = _entries(tensor)
+            if not place:
                 continue
-            if missing := {"location", "length"} - entries.keys():
+            if missing := {"location", "length"} - place.keys():
                 raise ValueError(f"{tensor.name}: its place has no {', '.join(missing)}")
-            with open(folder / entries["location"], "rb") as source:
-                offset, length = int(entries.get("offset", 0)), int(entries["length"])
-                identity = same.get(key, object())
+            with open(folder / place["location"], "rb") as source:
+                copy = functools.partial(_copy, source, target)
+                identity = same.get(key, object()), place["length"]
                 if identity not in written:
-                    written[identity] = _copy(source, offset, length, target)
-                records = [
-                    dataclasses.replace(
-                        record,
-                        blobs=tuple(
-                            (_copy(source, start, size, target), size, crc)
-                            for start, size, crc in record.blobs
-                        ),
+                    offset = int(place.get("offset", 0))
+                    written[identity] = copy(offset, int(place["length"]))
+                place = {
+                    "location": data_name,
+                    "offset": str(written[identity]),
+                    "length": place["length"],
+                }
+                for record in records_of(tensor):
+                    blobs = tuple(
+                        (copy(at, size), size, crc) for at, size, crc in record.blobs
                     )
-                    for record in records_of(tensor)
-                ]
+                    place[record.key] = str(dataclasses.replace(record, blobs=blobs))
             del tensor.external_data[:]
-            for name, text in (
-                ("location", data_name),
-                ("offset", str(written[identity])),
-                ("length", str(length)),
-                *((record.key, str(record)) for record in records),
-            ):
-                entry = tensor.external_data.add()
-                entry.key, entry.value = name, text
+            for name, text in place.items():
+                tensor.external_data.add(key=name, value=text)
         return target.tell()
 
 
-def _copy(source: BinaryIO, offset: int, length: int, target: BinaryIO) -> int:
+def _copy(source: BinaryIO, target: BinaryIO, offset: int, length: int) -> int:
     """Append a piece of a file, aligned; return where it went."""
     size = os.fstat(source.fileno()).st_size
     if offset < 0 or length < 0 or offset + length > size:

@@ -399,7 +399,8 @@ def test_weights_of_bodies_and_of_the_graph_around_them(text, tensors, tmp_path)
         np.testing.assert_equal(run(str(path), feeds), run(model, feeds))
 
 
-def test_a_tensor_that_is_the_beginning_of_another_stays_one(tmp_path):
+@pytest.mark.parametrize("with_length", [True, False])
+def test_a_tensor_that_is_the_beginning_of_another_stays_one(with_length, tmp_path):
     text = """g (float[r, 64] x) => (float[r, 72] y) {
         a = MatMul(x, start)  b = MatMul(x, w)  y = Concat <axis = 1> (a, b) }"""
     path = save(proto_of(text, {"w": normal(64, 64)}), tmp_path / "m" / "model.onnx")
@@ -410,6 +411,8 @@ def test_a_tensor_that_is_the_beginning_of_another_stays_one(tmp_path):
     start.name, start.dims[:] = "start", [64, 8]
     next(e for e in start.external_data if e.key == "length").value = str(4 * 64 * 8)
     model.graph.initializer.append(start)
+    for tensor in [] if with_length else model.graph.initializer:
+        tensor.external_data.remove(next(e for e in tensor.external_data if e.key == "length"))
     path.write_bytes(model.SerializeToString())
     feeds = {"x": normal(2, 64, seed=9)}
     expected = run(str(path), feeds)

@@ -477,14 +477,6 @@ def test_shapes_of_inputs_initializers_and_as_outputs():
     assert found.ours.order[:2] == (1, 2)
 
 
-def test_a_graph_that_is_not_sorted_has_an_order_and_shapes():
-    model = model_of("g (float[n] x) => (float[n] y) { a = Neg (x) y = Sin (a) }")
-    last = model.graph[1]
-    model.graph.remove(last)
-    model.graph.insert_before(model.graph[0], last)
-    assert ordered(model).ours.order == (1, 0)
-
-
 # Without shapes in the file, as onnxruntime's optimisers leave it. onnxruntime hands names on,
 # but does no arithmetic with them: 4 s / 4 is an unknown size, so no buffer serves again.
 UNSHAPED = """g (float[b, s, 64] x, float[1, 1, 64] w) => (float[o, p, q] y)
@@ -539,13 +531,6 @@ def test_empty_graph():
     assert default_order(graph) == priority_order(graph) == []
 
 
-def test_nodes_of_one_name_are_kept_apart():
-    model = model_of("g (float[4] x) => (float[4] y) { a = Neg (x) b = Neg (a) y = Exp (b) }")
-    for node in model.graph:
-        node.name = "same"
-    assert default_order(model.graph) == [0, 1, 2]
-
-
 MB = 1 << 20
 
 
@@ -572,19 +557,3 @@ REQUESTS = {
 @pytest.mark.parametrize(("requests", "touched"), REQUESTS.values(), ids=REQUESTS)
 def test_touched_bytes(requests: list[tuple[int, int]], touched: int):
     assert touched_bytes(requests) == touched
-
-
-@given(st.lists(st.tuples(st.integers(1, 3 * MB), st.integers(0, 9)), max_size=60))
-def test_no_less_than_the_peak_and_no_more_than_all(steps: list[tuple[int, int]]):
-    requests: list[tuple[int, int]] = []
-    alive: dict[int, int] = {}
-    peak = 0
-    for tensor, (size, victim) in enumerate(steps):
-        requests.append((tensor, size))
-        alive[tensor] = size
-        peak = max(peak, sum(alive.values()))
-        if victim in alive:
-            requests.append((victim, -1))
-            del alive[victim]
-    touched = touched_bytes(requests)
-    assert peak <= touched <= sum(size for size, _ in steps)

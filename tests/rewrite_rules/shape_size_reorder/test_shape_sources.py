@@ -668,14 +668,3 @@ def test_damaged_nodes_are_left():
                   "o = Gather (s, nine) }")  # fmt: skip
     simplify(model)
     assert written(model) == ["o = Gather(Shape(x), 9)"]
-
-
-def test_twenty_thousand_nodes():
-    lines = ["e0 = Identity (x)", "m0 = Shape (x)"]
-    for i in range(1, 5000):
-        lines += [f"r{i} = Relu (e{i - 1})", f"e{i} = Exp (r{i})"]
-        lines += [f"s{i} = Shape (r{i})", f"m{i} = Max (m{i - 1}, s{i})"]
-    text = f"g (float[a, b] x) => (int64[k] m4999) {{ {' '.join(lines)} }}"
-    model = parse(text)
-    simplify(model, infer=False)
-    assert sum(node.op_type == "Shape" for node in model.graph) == 1
