@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -618,6 +619,38 @@ def test_a_name_given_twice_changes_no_key(model_path):
         )
         assert session.ortplugins_report.source == expected
         expected = "cache"
+
+
+def entry(name: str, text: str) -> Callable[[onnxruntime.SessionOptions], None]:
+    return lambda so: so.add_session_config_entry(name, text)
+
+
+# Whether onnxruntime's optimisers run before the entry is kept, and what a start changes.
+CHANGES: dict[str, tuple[bool, Callable[[onnxruntime.SessionOptions], None]]] = {
+    "an optimiser": (True, entry("optimization.enable_gelu_approximation", "1")),
+    "the arena": (True, lambda so: setattr(so, "enable_cpu_mem_arena", False)),
+    "the level": (
+        True,
+        lambda so: setattr(
+            so,
+            "graph_optimization_level",
+            onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
+        ),
+    ),
+    "accuracy of native fusion": (
+        False,
+        entry("session.qdq_matmulnbits_accuracy_level", "0"),
+    ),
+    "blocks of native fusion": (False, entry("session.qdq_matmulnbits_block_size", "64")),
+}
+
+
+@pytest.mark.parametrize(("bakes", "change"), CHANGES.values(), ids=CHANGES)
+def test_what_changes_the_result_changes_the_key(bakes, change, model_path):
+    so = options(ortplugins.DqMatMulNBitsFusion(), ortplugins.ShapeSizeReorder(), bake=bakes)
+    assert [source(model_path, so) for _ in range(2)] == ["built", "cache"]
+    change(so)
+    assert [source(model_path, so) for _ in range(2)] == ["built", "cache"]
 
 
 # An image that serves: a cache that was warmed, and only what sessions need is installed.

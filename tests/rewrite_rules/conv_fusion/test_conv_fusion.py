@@ -135,6 +135,7 @@ FIRES = {
         "a = Div(x, c) y = Conv<group = 2, pads = [1, 1, 1, 1]>(a, half)", "Conv"
     ),
     "offset in front": Case("a = Sub(c4, x) y = Conv<group = 8>(a, depth, b)", "Conv"),
+    "offset in front of groups": Case("a = Add(x, c4) y = Conv<group = 2>(a, half)", "Conv"),
     "offset in front of one element": Case(
         'a = Add(x, c4) y = Conv<auto_pad = "SAME_LOWER", strides = [2, 2]>(a, w)', "Conv"
     ),
@@ -172,6 +173,10 @@ FIRES = {
         f"""a = Conv(x, wide, b16) {SWISH} d = Div(p, six) e = Mul(d, two) f = Add(e, three1)
         y = Conv<pads = [1, 1, 1, 1]>(f, wide3)""",
         "Conv HardSigmoid Mul BatchNormalization Conv",
+    ),
+    "an offset, then a scale": Case(
+        "a = Conv(x, wide) r = Relu(a) d = Add(r, three1) f = Mul(d, two) y = Relu(f)",
+        "Conv Relu BatchNormalization Relu",
     ),
     "an offset under padding": Case(
         """a = Conv(x, wide) r = Relu(a) f = Add(r, three1)

@@ -166,6 +166,20 @@ def test_only_what_is_the_same_for_all_rows_is_a_bias(name):
     assert_same_outputs(model, expected, {"x": case.feed(8)}, rtol=1e-5, atol=1e-3)
 
 
+def test_a_bias_that_products_share_is_scaled_for_each():
+    case = DequantizedMatMul(64, 8, 32, "uint4")
+    model = case.model_of("""[a] a = Gemm <beta = 2.0> (x, dq_out, b)
+        [b] c = Gemm <beta = 3.0> (x, dq_out, b)  [add] y = Sub (a, c)""")
+    bias = ir.tensor(np.arange(1, 9, dtype=np.float32), name="b")
+    model.graph.register_initializer(ir.Value(name="b", const_value=bias))
+    for node in (model.graph.node("a"), model.graph.node("b")):
+        node.replace_input_with(2, model.graph.initializers["b"])
+    expected = model.clone()
+    fuse_weights(model)
+    assert op_types(model).count("MatMulNBits") == 2
+    assert_same_outputs(model, expected, {"x": case.feed(8)}, rtol=1e-5, atol=1e-3)
+
+
 REFUSALS = {
     "a zero point of int32 codes": (
         "[dq] d = DequantizeLinear (wide, one, offset)  [mm] y = MatMul (x, d)",
@@ -181,6 +195,11 @@ REFUSALS = {
         f"{DQ}  [mul] y = Mul (x, d)",
         [8, 64],
         "it feeds input 1 of Mul 'mul'",
+    ),
+    "a product that transposes batches": (
+        f"{DQ}  [mm] y = com.microsoft.FusedMatMul <transBatchA = 1, transB = 1> (x, d)",
+        [3, 2, 64],
+        "FusedMatMul transposes batches",
     ),
     "codes that the graph makes from floats": (
         f"""[q] w = QuantizeLinear <axis = 1, block_size = 32> (floats, s, z)

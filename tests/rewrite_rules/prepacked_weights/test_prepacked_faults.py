@@ -22,11 +22,13 @@ import pytest
 from builders.dequantized_models import DequantizedMatMul
 from builders.processes import FEED, digest_of, disk, result_of, spawn
 from builders.sessions import CPU, files, options, save, start
+from builders.text_models import proto_of
 
 import ortplugins
 from ortplugins import DqMatMulNBitsFusion, OrtpluginsWarning, PrepackedWeights
 from ortplugins.cache.store import ArtifactCache
 from rewrite_rules.onnxruntime_version import parse_version
+from rewrite_rules.prepacked_weights import child
 from rewrite_rules.prepacked_weights.records import read_records
 
 CASE = DequantizedMatMul(512, 256, 32)
@@ -86,8 +88,7 @@ class Faults:
         (site / "sitecustomize.py").write_text(_HOOK.format(module=module, action=action))
         # Children get this process's path; here, sitecustomize was looked for long ago.
         self.patch.syspath_prepend(site)
-        given = os.environ.get("PYTHONPATH", "")
-        self.patch.setenv("PYTHONPATH", f"{site}{os.pathsep}{given}")
+        self.patch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
 
 
 @pytest.fixture
@@ -339,3 +340,28 @@ def test_without_an_interpreter(faults: Faults):
     session, text = faults.start()
     faults.check(session)
     assert "no Python interpreter" in text
+
+
+def test_outputs_are_compared_to_the_last_bit():
+    a = np.float32([1, np.nan])
+    assert child._same(a, a.copy()) and child._same([a], [a.copy()])
+    for other in (np.nextafter(a, np.float32(2)), a[:1], -a):
+        assert not child._same(a, other)
+
+
+@pytest.mark.parametrize("taken", ["then_branch", "else_branch"])
+def test_both_branches_of_a_flag_are_compared(taken):
+    def opened(factor: float) -> ort.InferenceSession:
+        parts = [
+            f"{name} = g () => (float[2] {name}_y) {{ {name}_y = Mul(x, {name}_k) }}"
+            for name in ("then_branch", "else_branch")
+        ]
+        constants = {f"{name}_k": np.float32(1) for name in ("then_branch", "else_branch")}
+        text = (
+            f"g (bool flag, float[2] x) => (float[2] y) {{ y = If(flag)<{', '.join(parts)}> }}"
+        )
+        model = proto_of(text, {**constants, f"{taken}_k": np.float32(factor)})
+        return ort.InferenceSession(model.SerializeToString(), providers=CPU)
+
+    assert child._compare(opened(1), opened(1)) == (1, [])
+    assert child._compare(opened(1), opened(2)) == (1, ["y"])

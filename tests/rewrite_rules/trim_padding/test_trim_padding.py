@@ -359,6 +359,15 @@ def test_old_opsets_are_refused():
     assert "opset 10" in refusal(model)
 
 
+def test_softmax_of_old_opsets_is_along_all_axes_behind_its_own():
+    mask = ADDITIVE.replace("Unsqueeze(real, middle)", "Unsqueeze<axes = [1]>(real)")
+    head = """one_head = Unsqueeze<axes = [1]>(hidden)
+        shares = Softmax<axis = 1>(one_head)
+        y = Squeeze<axes = [1]>(shares)"""
+    assert "shares" in refusal(encoder(mask, head, opset=12))
+    assert trimmed(encoder(mask, opset=12)).report.fired
+
+
 @pytest.mark.parametrize("name", ENCODERS)
 def test_exports_are_trimmed(name):
     model = ir.from_proto(exported(name))
