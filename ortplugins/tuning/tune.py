@@ -43,6 +43,7 @@ from ortplugins.model_io.loading import LoadedModel
 from ortplugins.optimization.build import build_artifact
 from ortplugins.optimization.request import BuildRequest
 from ortplugins.optimization.stages import FailedPass
+from ortplugins.optimization.trial_runs import apart
 from ortplugins.report import Tried
 from ortplugins.runtime.copied_options import DATA_FOLDER_KEY
 from ortplugins.runtime.machine import machine, process_memory, usable_cores
@@ -477,15 +478,8 @@ class _Search:
 
     def _error(self, candidate: Candidate) -> float:
         """Return the greatest difference to ORT_DISABLE_ALL over the greatest output."""
-        found = 0.0
-        for a, b in zip(self._expected, self._outputs(candidate), strict=True):
-            if a.dtype.kind not in "fiu" or a.shape != b.shape:
-                found = max(found, 0.0 if np.array_equal(a, b) else math.inf)
-            elif a.size:
-                wide = a.astype(np.float64)
-                far = np.abs(wide - b.astype(np.float64)).max()
-                found = max(found, float(far / (np.abs(wide).max() or 1.0)))
-        return math.inf if math.isnan(found) else found
+        pairs = zip(self._expected, self._outputs(candidate), strict=True)
+        return max((apart(a, b).share for a, b in pairs), default=0.0)
 
     @functools.cached_property
     def _expected(self) -> list[npt.NDArray[Any]]:

@@ -18,6 +18,7 @@ from builders.text_models import model_of
 from builders.transformer_parts import norm
 
 import ortplugins
+from ortplugins.optimization.trial_runs import apart
 from ortplugins.optimization.trials import OriginalOnTrials, find_failure
 from ortplugins.optimization.trials import trials_of as beside_original
 from rewrite_rules.facts.made_up_batches import DecoderInputs, Run, trials_of
@@ -57,6 +58,22 @@ def greatest(model: onnx.ModelProto, result: ir.Model, trials: list[Trial]) -> f
         expected, found = (opened(each).run(["y"], feeds)[0] for each in (model, result))
         far = max(far, float(np.abs(expected - found).max() / np.abs(expected).max()))
     return far
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "share"),
+    [
+        ([1, np.nan, np.inf], [1, np.nan, np.inf], 0),
+        ([1, 2], [1, np.nan], np.inf),
+        ([1, np.nan], [1, 2], np.inf),
+        ([1, 2], [1, np.inf], np.inf),
+        ([0, 0], [0, 1e-30], np.inf),
+        ([1, -4], [2, -4], 0.25),
+        ([1, 2], [[1, 2]], np.inf),
+    ],
+)
+def test_how_far_outputs_are_apart(a, b, share):
+    assert apart(np.float32(a), np.float32(b)).share == share
 
 
 @pytest.mark.parametrize("factor", [200, 1000, 3000])

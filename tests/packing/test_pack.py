@@ -215,6 +215,11 @@ BAD = {
         changed(lambda model: model.update(vocab_size=7)),
         f"vocab_size is 7, but 'logits' has {VOCABULARY}",
     ),
+    "no vocabulary": (
+        "genai",
+        changed(lambda model: model.pop("vocab_size")),
+        f"vocab_size is None, but 'logits' has {VOCABULARY}",
+    ),
     "other model": (
         "triton",
         written("config.pbtxt", 'default_model_filename: "other.onnx"'),

@@ -223,7 +223,7 @@ def test_another_method_finds_the_statistics(calls):
     assert made(calls, "gptq", rules=rules)[1:] == (0, 1)
 
 
-@pytest.mark.parametrize("change", ["model", "samples", "version"])
+@pytest.mark.parametrize("change", ["model", "samples", "providers", "version"])
 def test_what_belongs_to_something_else_is_not_found(change, calls, monkeypatch):
     made(calls, "gptq")
     options = {}
@@ -231,6 +231,8 @@ def test_what_belongs_to_something_else_is_not_found(change, calls, monkeypatch)
         save("model.onnx", seed=1)
     elif change == "samples":
         options["calibration_data_reader"] = [{"x": SAMPLES[0]["x"] + np.float32(0.5)}]
+    elif change == "providers":
+        options["calibration_providers"] = [("CPUExecutionProvider", {"use_arena": "0"})]
     else:
         monkeypatch.setattr(run_folder, "__version__", "0")
     assert made(calls, "gptq", **options)[1:] == (1, LAYERS)

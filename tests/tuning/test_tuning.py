@@ -246,6 +246,20 @@ def test_the_error_counts_and_its_bound_can_be_given(model, tmp_path, measured):
     assert "is greater than 1.0e-09 (hint_error)" in why(session, FUSION)
 
 
+@pytest.mark.parametrize("numbers", [[np.nan, 1], [1, np.inf], [1], [1, 2.1]])
+def test_numbers_that_are_no_rounding_are_refused(
+    numbers, model, tmp_path, measured, monkeypatch
+):
+    def outputs(_: object, candidate: Candidate) -> list[np.ndarray]:
+        return [np.float32(numbers if candidate.name == BLOCKS else [1, 2])]
+
+    measured({BLOCKS: 0.5}, exact=False)
+    monkeypatch.setattr(tuning._Search, "_outputs", outputs)
+    session = open_session(model, tmp_path / "cache")
+    assert taken(session) == []
+    assert "is greater than 1.0e-05 (hint_error)" in why(session, BLOCKS)
+
+
 @pytest.mark.parametrize(("run", "expected"), [(1.3, [UNPACKED]), (1.6, [])])
 def test_a_start_may_cost_runs_up_to_a_bound(run, expected, model, tmp_path, measured):
     measured({UNPACKED: 0.5}, runs={UNPACKED: run})

@@ -11,6 +11,7 @@ no longer stands in its file exactly once: write the mutation anew for the code 
 """
 
 import dataclasses
+import functools
 import os
 import shutil
 import subprocess
@@ -75,22 +76,31 @@ def copy(tmp_path_factory):
     return folder
 
 
+def run_tests(copy, tests):
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:randomly", "-p",
+         "no:cacheprovider", *tests],
+        cwd=copy,
+        env={**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+
+
+run_unchanged = functools.cache(run_tests)
+
+
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
 def test_the_nearest_tests_notice(copy, mutation):
+    before = run_unchanged(copy, mutation.tests)
+    assert before.returncode == 0, f"they fail already: {before.stdout[-1500:]}"
     file = copy / mutation.file
     text = file.read_text("utf-8")
     assert text.count(mutation.old) == 1, f"{mutation.file} has not once: {mutation.old!r}"
     file.write_text(text.replace(mutation.old, mutation.new), "utf-8")
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:randomly", "-p",
-             "no:cacheprovider", *mutation.tests],
-            cwd=copy,
-            env={**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )  # fmt: skip
+        done = run_tests(copy, mutation.tests)
     finally:
         file.write_text(text, "utf-8")
     # 1: tests ran, and some failed. An error of collection, or no test at all, proves nothing.
