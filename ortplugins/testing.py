@@ -33,7 +33,7 @@ import onnxruntime
 from ortplugins.comparison import models
 from ortplugins.comparison.difference import find_violation
 from ortplugins.comparison.layers import ProfiledNode, profiled_run
-from ortplugins.comparison.models import GivenModel, InputChoice, Inputs, ModelSource
+from ortplugins.comparison.models import GivenModel, Inputs, ModelSource
 from ortplugins.errors import ModelFileError, PassError, UsageError
 from ortplugins.runtime.copied_options import DATA_FOLDER_KEY, CopiedOptions, running_options
 from ortplugins.runtime.stock_session import open_model, stock_options
@@ -142,8 +142,8 @@ def assert_same_outputs(
     __tracebackhide__ = True
     first, second = GivenModel(a), GivenModel(b)
     with models.scratch_folder() as scratch:
-        chosen = InputChoice(inputs, dims, samples, seed)
-        pair = models.ModelPair(first, second, chosen, scratch, providers)
+        chosen = {"inputs": inputs, "dims": dims, "samples": samples, "seed": seed}
+        pair = models.ModelPair(first, second, scratch, providers, **chosen)
         for name, why in pair.not_compared.items():
             if "no such output" in why:
                 raise AssertionError(f"output {name!r}: {why}")
@@ -197,7 +197,7 @@ def assert_runs_in_order(
         if given.session is not None:
             options = sess_options or running_options(session)
             providers = session.get_providers()
-        feeds = models.comparison_feeds(session, InputChoice(inputs, dims, seed=seed), scratch)
+        feeds = models.comparison_feeds(session, scratch, inputs=inputs, dims=dims, seed=seed)
         # The file may be a copy, beside data of its own.
         if stored(options, DATA_FOLDER_KEY):
             options = CopiedOptions(options).copy({DATA_FOLDER_KEY: str(path.parent)})

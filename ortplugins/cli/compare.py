@@ -205,7 +205,6 @@ def _check(
     from ortplugins.comparison.difference import DifferenceSum, differences_of, find_violation
     from ortplugins.comparison.models import (
         GivenModel,
-        InputChoice,
         ModelPair,
         scratch_folder,
         unfused_in,
@@ -214,7 +213,6 @@ def _check(
     from ortplugins.runtime.stock_session import open_model
     from session_options.plan import plan_from_settings
 
-    on = InputChoice(**inputs)
     passes = plan_from_settings(chosen["passes"], chosen["options"]).passes
     fusion = next((item for item in passes if isinstance(item, DqMatMulNBitsFusion)), None)
     with scratch_folder() as scratch:
@@ -223,11 +221,11 @@ def _check(
         stock: dict[str, float] = {}
         if fusion is not None and fusion.accuracy_level == "auto":
             session = GivenModel(open_model(model, "all"))
-            found = differences_of(ModelPair(given, session, on, scratch).run())
+            found = differences_of(ModelPair(given, session, scratch, **inputs).run())
             stock = {name: item.max_abs for name, item in found.items()}
         result = optimize(model, scratch / "optimised.onnx", **chosen)
         optimised = GivenModel(result)
-        pair = ModelPair(given, optimised, on, scratch)
+        pair = ModelPair(given, optimised, scratch, **inputs)
         sums: dict[str, DifferenceSum] = {}
         worst: dict[str, Violation] = {}  # sample of each output that is too far away
         for sample, name, a, b in pair.run():

@@ -13,7 +13,6 @@ from ortplugins.comparison.difference import Difference, differences_of
 from ortplugins.comparison.layers import Layer, LayerComparison, compare_layers
 from ortplugins.comparison.models import (
     GivenModel,
-    InputChoice,
     Inputs,
     ModelPair,
     ModelSource,
@@ -157,8 +156,8 @@ def compare(
             b = optimize(first.file(scratch), target, passes=passes, options=options)
             report = dataclasses.replace(b.report, artifact="")  # gone by the end
         second = GivenModel(b)
-        chosen = InputChoice(inputs, dims, samples, seed)
-        pair = ModelPair(first, second, chosen, scratch, providers)
+        chosen = {"inputs": inputs, "dims": dims, "samples": samples, "seed": seed}
+        pair = ModelPair(first, second, scratch, providers, **chosen)
         outputs = tuple(differences_of(pair.run()).values())
         feeds = pair.feeds
         not_compared = pair.not_compared
@@ -169,12 +168,7 @@ def compare(
             compared = compare_layers(*files, feeds, scratch=scratch, providers=providers)
         if runs:
             candidates = [
-                Candidate(
-                    model.file(scratch),
-                    level="all",
-                    settings=model.settings,
-                    providers=providers,
-                )
+                Candidate(model.file(scratch), settings=model.settings, providers=providers)
                 for model in (first, second)
             ]
             first_timing, second_timing = measure(

@@ -10,7 +10,7 @@ import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy.typing as npt
 import onnx
@@ -182,15 +182,6 @@ def _quiet_about_packed_weights() -> Iterator[None]:
         yield
 
 
-class InputChoice(NamedTuple):
-    """What models are run on; arguments of :func:`.compare`."""
-
-    inputs: Inputs = None
-    dims: Mapping[str, int] | None = None
-    samples: int = 1
-    seed: int = 0
-
-
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
     """Yield a temporary folder; on Windows, files that a session has open stay behind."""
@@ -207,16 +198,16 @@ class ModelPair:
         self,
         a: GivenModel,
         b: GivenModel,
-        chosen: InputChoice,
         scratch: Path,
         providers: Sequence[Any] = ("CPUExecutionProvider",),
+        **chosen: Any,
     ) -> None:
-        """Open both; sessions are taken as they are."""
+        """Open both; sessions are taken as they are. Inputs are chosen as for a comparison."""
         self.a, self.b = (
             model.session or open_model(model.file(scratch), "disable", providers)
             for model in (a, b)
         )
-        self.feeds: KeptSamples = comparison_feeds(self.a, chosen, scratch)
+        self.feeds = comparison_feeds(self.a, scratch, **chosen)
         self._check_inputs()
         self.outputs, self.not_compared = _common_outputs(self.a, self.b)
         if not self.outputs:
@@ -264,10 +255,15 @@ def _common_outputs(
 
 
 def comparison_feeds(
-    session: onnxruntime.InferenceSession, chosen: InputChoice, scratch: Path
+    session: onnxruntime.InferenceSession,
+    scratch: Path,
+    *,
+    inputs: Inputs = None,
+    dims: Mapping[str, int] | None = None,
+    samples: int = 1,
+    seed: int = 0,
 ) -> KeptSamples:
-    """Return feeds of a model, each checked against its inputs."""
-    inputs, dims, samples, seed = chosen
+    """Return feeds of a model, each checked against its inputs; as :func:`.compare` says."""
     values = [_value(item) for item in session.get_inputs()]
     if samples < 1:
         raise UsageError(f"samples is {samples}: 1 or more is expected")

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from ortplugins.comparison.compare import compare, plain
-from ortplugins.comparison.models import InputChoice, Inputs, comparison_feeds, operator_counts
+from ortplugins.comparison.models import Inputs, comparison_feeds, operator_counts
 from ortplugins.errors import ModelFileError
 from ortplugins.html_report.charts import Curve
 from ortplugins.measurement.measure import Candidate, measure, side_by_side
@@ -92,8 +92,14 @@ def gather_facts(
     if measure or layers:
         with tempfile.TemporaryDirectory(prefix="ortplugins-") as folder:
             try:
-                chosen = InputChoice(inputs, dims, samples, seed)
-                feeds = comparison_feeds(open_model(path, "disable"), chosen, Path(folder))
+                feeds = comparison_feeds(
+                    open_model(path, "disable"),
+                    Path(folder),
+                    inputs=inputs,
+                    dims=dims,
+                    samples=samples,
+                    seed=seed,
+                )
                 feed = feeds.largest()
             except ModelFileError as error:
                 failed = {"failed": str(error)}

@@ -39,7 +39,6 @@ import numpy.typing as npt
 
 from ortplugins.runtime.child_process import child_environment, child_python
 from ortplugins.runtime.machine import process_memory
-from ortplugins.runtime.stock_session import LEVELS
 
 _SCRIPT = Path(__file__).with_name("session_process.py")
 # Runs of each process that are not counted: buffers are allocated, late weights packed.
@@ -76,10 +75,9 @@ class Candidate:
 
     model: str | os.PathLike[str]  # the .onnx file
     name: str = ""  # in messages; by default the file's
-    level: str = "all"  # a key of LEVELS
-    # Of the SessionOptions, after the level: a name with a dot is an entry, one without an
-    # attribute; its value may be the name of an enumeration's member. Without any entry of
-    # ours the session is plain onnxruntime's, in a process without ortplugins.
+    # Of the SessionOptions: a name with a dot is an entry, one without an attribute; its value
+    # may be the name of an enumeration's member. Without any entry of ours the session is
+    # plain onnxruntime's, in a process without ortplugins.
     settings: Mapping[str, str | int | bool] = dataclasses.field(default_factory=dict)
     providers: Sequence[Any] = ("CPUExecutionProvider",)  # or pairs of a name and its options
     custom_op_libraries: Sequence[str] = ()
@@ -210,7 +208,6 @@ class SessionProcess:
         job = {
             **vars(candidate),
             "model": os.path.abspath(candidate.model),
-            "level": LEVELS[candidate.level],
             "settings": dict(candidate.settings),
         }
         answer = self._ask("onnxruntime refuses it", do="open", **job)

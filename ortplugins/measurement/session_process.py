@@ -163,9 +163,6 @@ class _Child:
     def _options(self, job: Mapping[str, Any]) -> Any:
         options = self._onnxruntime.SessionOptions()
         options.log_severity_level = 3
-        options.graph_optimization_level = getattr(
-            self._onnxruntime.GraphOptimizationLevel, job["level"]
-        )
         for library in job["custom_op_libraries"]:
             options.register_custom_ops_library(library)
         for name, value in job["settings"].items():

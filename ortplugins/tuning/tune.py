@@ -254,7 +254,7 @@ class _Search:
         try:
             session = open_model(
                 candidate.model,
-                candidate.level,
+                "all",
                 candidate.providers,
                 candidate.settings,
                 candidate.custom_op_libraries,

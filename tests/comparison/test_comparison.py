@@ -24,7 +24,7 @@ from ortplugins.comparison import compare as comparison
 from ortplugins.comparison import difference as value_difference
 from ortplugins.comparison import layers as layer_comparison
 from ortplugins.comparison.difference import Difference, DifferenceSum
-from ortplugins.comparison.models import InputChoice, comparison_feeds
+from ortplugins.comparison.models import comparison_feeds
 from ortplugins.measurement.measure import Candidate, Measurement, Spread
 from ortplugins.testing import assert_same_outputs
 
@@ -145,7 +145,7 @@ def test_dimensions_have_the_sizes_that_are_given(tmp_path):
     session = ort.InferenceSession(model.SerializeToString())
 
     def shapes(**dims: int) -> dict[str, tuple[int, ...]]:
-        feeds = comparison_feeds(session, InputChoice(dims=dims), tmp_path)
+        feeds = comparison_feeds(session, tmp_path, dims=dims)
         return {name: array.shape for name, array in feeds.largest().items()}
 
     assert shapes(batch=2, seq=5, past=3).items() >= {"x": (2, 5), "m": (2, 8)}.items()

@@ -148,7 +148,7 @@ def test_settings_reach_the_session(model_path):
         "session.dynamic_block_base": "4",
     }
     with SessionProcess() as process:
-        process.open(Candidate(model_path, level="basic", settings=settings))
+        process.open(Candidate(model_path, settings=settings))
         assert process.call("test_measurement:settings_of") == settings
 
 

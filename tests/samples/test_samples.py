@@ -15,7 +15,7 @@ from builders.decoders import HEAD_SIZE, HEADS, PLACES, VOCABULARY, decoder
 from builders.samples import write_tokenizer
 from builders.text_models import model_of, normal, proto_of
 
-from ortplugins.comparison.models import InputChoice, comparison_feeds
+from ortplugins.comparison.models import comparison_feeds
 from ortplugins.errors import CalibrationError, ModelFileError, UsageError
 from ortplugins.quantization.statistics.accumulator import ActivationRequest
 from ortplugins.quantization.statistics.collect import Calibration, collect
@@ -27,7 +27,7 @@ from rewrite_rules.facts.token_rows import TokenRows
 
 def feeds_of(model: onnx.ModelProto, folder: Path, **options):
     session = ort.InferenceSession(model.SerializeToString())
-    return list(comparison_feeds(session, InputChoice(**options), folder))
+    return list(comparison_feeds(session, folder, **options))
 
 
 @pytest.mark.parametrize("form", ["torch", "genai"])
