@@ -263,6 +263,12 @@ BECOMES = {
         ["o = Shape(h)", "p = Shape(x)"],
         feeds([(2, 3), (3, 2)], [(4, 3), (2, 6)]),
     ),
+    "Reshape that takes a constant 0 as it is": (
+        """g (float[0, 3] x) => (int64[k] o) <int64[2] back = {3, 0}> {
+        h = Reshape <allowzero = 1> (x, back)  i = Relu (h)  o = Shape (i) }""",
+        ["o = [3, 0]"],
+        feeds([(0, 3)]),
+    ),
     "Concat skips empty tensors": (
         """g (float[a, b] x, float[c, d] y) => (int64[k] o, int64 p) <int64 one = {1}> {
         h = Concat <axis = 0> (x, y)  o = Shape (h)  p = Gather (o, one) }""",
