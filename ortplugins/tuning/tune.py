@@ -43,7 +43,7 @@ from ortplugins.model_io.loading import LoadedModel
 from ortplugins.optimization.build import build_artifact
 from ortplugins.optimization.request import BuildRequest
 from ortplugins.optimization.stages import FailedPass
-from ortplugins.optimization.trial_runs import apart
+from ortplugins.optimization.trial_noise import apart
 from ortplugins.report import Tried
 from ortplugins.runtime.copied_options import DATA_FOLDER_KEY
 from ortplugins.runtime.machine import machine, process_memory, usable_cores

@@ -16,7 +16,6 @@ import subprocess
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from ortplugins.cache.get_or_build import session_key_content
 from ortplugins.cache.store import ArtifactCache, Entry, cache_root, prune
 from ortplugins.known_starts import text_of_start
 from ortplugins.optimization import build, request
-from ortplugins.optimization.request import read_request
+from ortplugins.optimization.request import BuildRequest, read_request
 from session_options import registry
 from session_options.plan import entries_of, read_plan
 
@@ -570,6 +569,14 @@ def test_every_part_of_the_key_changes_the_key(model_path, cache_dir, part, monk
     assert session_key_content(changed, cache).key != first
 
 
+@pytest.mark.parametrize("name", ["block_size", "accuracy_level"])
+def test_native_fusion_is_in_the_key_where_no_optimiser_is_run_ahead(name):
+    base = BuildRequest("m.onnx", read_plan(entries_of([EXACT]).get))
+    changed = with_optimizers(entries=((f"session.qdq_matmulnbits_{name}", "0"),))(base)
+    again = with_optimizers(entries=((f"session.qdq_matmulnbits_{name}", "-1"),))(base)
+    assert changed.key_parts() != again.key_parts()
+
+
 OF_A_START: dict[str, dict[str, Any]] = {
     "model": {"model": "other.onnx"},
     "entries": {"entries": {"a.b": "2"}},
@@ -619,38 +626,6 @@ def test_a_name_given_twice_changes_no_key(model_path):
         )
         assert session.ortplugins_report.source == expected
         expected = "cache"
-
-
-def entry(name: str, text: str) -> Callable[[onnxruntime.SessionOptions], None]:
-    return lambda so: so.add_session_config_entry(name, text)
-
-
-# Whether onnxruntime's optimisers run before the entry is kept, and what a start changes.
-CHANGES: dict[str, tuple[bool, Callable[[onnxruntime.SessionOptions], None]]] = {
-    "an optimiser": (True, entry("optimization.enable_gelu_approximation", "1")),
-    "the arena": (True, lambda so: setattr(so, "enable_cpu_mem_arena", False)),
-    "the level": (
-        True,
-        lambda so: setattr(
-            so,
-            "graph_optimization_level",
-            onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
-        ),
-    ),
-    "accuracy of native fusion": (
-        False,
-        entry("session.qdq_matmulnbits_accuracy_level", "0"),
-    ),
-    "blocks of native fusion": (False, entry("session.qdq_matmulnbits_block_size", "64")),
-}
-
-
-@pytest.mark.parametrize(("bakes", "change"), CHANGES.values(), ids=CHANGES)
-def test_what_changes_the_result_changes_the_key(bakes, change, model_path):
-    so = options(ortplugins.DqMatMulNBitsFusion(), ortplugins.ShapeSizeReorder(), bake=bakes)
-    assert [source(model_path, so) for _ in range(2)] == ["built", "cache"]
-    change(so)
-    assert [source(model_path, so) for _ in range(2)] == ["built", "cache"]
 
 
 # An image that serves: a cache that was warmed, and only what sessions need is installed.

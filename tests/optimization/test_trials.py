@@ -18,7 +18,7 @@ from builders.text_models import model_of
 from builders.transformer_parts import norm
 
 import ortplugins
-from ortplugins.optimization.trial_runs import apart
+from ortplugins.optimization.trial_noise import apart
 from ortplugins.optimization.trials import OriginalOnTrials, find_failure
 from ortplugins.optimization.trials import trials_of as beside_original
 from rewrite_rules.facts.made_up_batches import DecoderInputs, Run, trials_of

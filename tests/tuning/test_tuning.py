@@ -26,8 +26,9 @@ from builders.text_models import model_of, proto_of
 import ortplugins
 from ortplugins.measurement import measure as harness
 from ortplugins.measurement.measure import Candidate, Measurement, Spread, measure
+from ortplugins.optimization import request
 from ortplugins.optimization.request import read_request
-from ortplugins.runtime import machine, session_settings
+from ortplugins.runtime import machine
 from ortplugins.runtime.copied_options import apply_settings, running_options
 from ortplugins.runtime.machine import usable_cores
 from ortplugins.session.warming import warm
@@ -424,7 +425,7 @@ def test_custom_operators(found, library, tmp_path, monkeypatch):
     if found:
         monkeypatch.delenv("ORTPLUGINS_BUILD_IN_PROCESS")
     else:
-        monkeypatch.setattr(session_settings, "custom_op_libraries", tuple)
+        monkeypatch.setattr(request, "custom_op_libraries", tuple)
     options = hinted(tmp_path / "cache", hint_seconds=4)
     options.register_custom_ops_library(library)
     session = start(path, options)

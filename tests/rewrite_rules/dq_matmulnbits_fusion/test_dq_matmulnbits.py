@@ -166,14 +166,6 @@ def test_only_what_is_the_same_for_all_rows_is_a_bias(name):
     assert_same_outputs(model, expected, {"x": case.feed(8)}, rtol=1e-5, atol=1e-3)
 
 
-@pytest.mark.parametrize(("alpha", "expected"), [(0.5, []), (0.3, ["Mul"])])
-def test_a_factor_goes_into_float16_scales_that_stay_exact(alpha, expected):
-    case = DequantizedMatMul(64, 32, 32, "uint4", scale_dtype=np.float16)
-    model = case.model_of(f"[gemm] y = Gemm <alpha = {alpha}> (x, dq_out)")
-    fuse_weights(model)
-    assert [name for name in op_types(model) if name != "Constant"] == ["MatMulNBits", *expected]
-
-
 def test_a_bias_that_products_share_is_scaled_for_each():
     case = DequantizedMatMul(64, 8, 32, "uint4")
     model = case.model_of("""[a] a = Gemm <beta = 2.0> (x, dq_out, b)
