@@ -8,7 +8,6 @@ batch (:mod:`.whole_values`).
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,39 +23,32 @@ Array = NDArray[Any]
 Mask = NDArray[np.bool_]
 # exp(-1000) is 0 in every float type, also after other scores of ordinary size were added.
 LOW = -1000.0
+# Size of what is neither batch nor sequence.
+_OTHER = 17
 # Rows as digits, and the length with their padding.
 _ROWS = ((("111", "1" * 8, "00111111", "1001001"), 13), (("1", "1"), 9))
 
 
 class SampleMasks:
-    """Masks, bool ``[batch, length]``, one for each run; ``own``: sizes of other axes."""
+    """Masks, bool ``[batch, length]``, one for each run."""
 
-    def __init__(self, masks: Iterable[Mask], own: Iterable[str]) -> None:
-        """Choose sizes for axes by their names."""
+    def __init__(self, masks: Iterable[Mask]) -> None:
         self.masks = list(masks)
-        self.own = {name: _prime(index) for index, name in enumerate(own)}
 
     @classmethod
-    def usual(cls, own: Iterable[str], one_row: bool) -> SampleMasks:
+    def usual(cls, one_row: bool) -> SampleMasks:
         """Return several, of one row each if asked for."""
         masks = list[Mask]()
         for texts, length in _ROWS:
             mask = np.array([[*map(int, row.ljust(length, "0"))] for row in texts], np.bool_)
             masks += np.split(mask, len(mask)) if one_row else [mask]
-        return cls(masks, own)
+        return cls(masks)
 
     def size(self, axis: Axis, run: int) -> int:
         batch, length = self.masks[run].shape
-        return math.prod(
-            length
-            if isinstance(factor, token_axes.Sequence)
-            else factor
-            if isinstance(factor, int)
-            else batch
-            if factor == BATCH
-            else self.own.setdefault(factor, _prime(len(self.own)))
-            for factor in axis
-        )
+        sizes = {token_axes.Sequence(): length, BATCH: batch}
+        factors = token_axes.plain([axis])[0]
+        return math.prod(f if isinstance(f, int) else sizes.get(f, _OTHER) for f in factors)
 
     def real_positions(self) -> Iterator[NDArray[np.int64]]:
         """Yield a real position of each row, for every run."""
@@ -126,9 +118,3 @@ def _itself(real: dict[int, Mask], array: Array) -> Mask:
 
 def _all_of(masks: Iterable[Mask]) -> Mask:
     return functools.reduce(operator.and_, masks, np.asarray(True))
-
-
-def _prime(index: int) -> int:
-    """Return one of the primes from 17."""
-    found = (n for n in itertools.count(17, 2) if all(n % part for part in range(3, n, 2)))
-    return next(itertools.islice(found, index, None))

@@ -84,24 +84,24 @@ class Sizes:
     def axis(self, dim: Dim) -> Axis:
         """Return the axis of a size; refused where the order of its factors would count."""
         count, unknowns = dim
-        factors = [self._factors.get(unknown, f"axis {unknown}") for unknown in unknowns]
-        result = tuple(factors) + ((count,) if count != 1 else ())
+        result = (*self._named(unknowns), *((count,) if count != 1 else ()))
         if len(result) > 1 and sequences_of(result):
             raise Refusal(UNFIT)
         return result
 
+    def _named(self, unknowns: Iterable[int]) -> list[Factor]:
+        return [self._factors.get(unknown, f"axis {unknown}") for unknown in unknowns]
+
     def is_of(self, axis: Axis, dim: Dim) -> bool:
         """Return whether an axis has a size."""
-        count, unknowns = dim
-        named = tuple(self._factors.get(unknown, f"axis {unknown}") for unknown in unknowns)
-        return size_of(axis) == size_of((count, *named))
+        return size_of(axis) == size_of((dim[0], *self._named(dim[1])))
 
     def split(self, axes: Axes, targets: Iterable[Dim]) -> Axes:
         """Return the axes that a Reshape to given sizes makes; refuse what cuts a factor."""
         factors = [factor for axis in axes for factor in axis]
         result: list[Axis] = []
         for count, unknowns in targets:
-            left = [self._factors.get(unknown, f"axis {unknown}") for unknown in unknowns]
+            left = self._named(unknowns)
             axis: list[Factor] = []
             while left or count != 1:
                 factor = factors.pop(0) if factors else 1

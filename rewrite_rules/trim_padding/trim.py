@@ -28,14 +28,13 @@ from rewrite_rules.facts.made_up_batches import (
 from rewrite_rules.graph.initializers import FreshNames, name_apart
 from rewrite_rules.graph.nodes import remove_unused
 from rewrite_rules.remarks import PassContext, Refusal, Trial
-from rewrite_rules.shapes.dimensions import Dim
 from rewrite_rules.trim_padding.operator_rules import RULES
 from rewrite_rules.trim_padding.packing import pack_regions
 from rewrite_rules.trim_padding.padding_nodes import PaddingNodes
 from rewrite_rules.trim_padding.sample_masks import SampleMasks
 from rewrite_rules.trim_padding.token_axes import (
     BATCH,
-    Axis,
+    Axes,
     Sequence,
     Sizes,
     sequences_of,
@@ -60,13 +59,11 @@ class _Proof:
 
     Attributes:
         inputs: What each input is.
-        rows: Where inputs that have the sequence have the batch; None where they have none.
     """
 
     mask: ir.Value
     flow: TokenFlow
     inputs: Mapping[ir.Value, Value]
-    rows: Mapping[ir.Value, int | None]
 
 
 def trim_padding(
@@ -90,7 +87,11 @@ def trim_padding(
         outputs = [value for value in model.graph.outputs if value in axes]
         behind = [one for value in outputs for one in axes[value].values()]
         repeated = any(one.same and not one.zero for one in behind)
-        sizes = {v: (proof.rows[v], *axes[v]) for v in inputs if v in proof.rows}
+        sizes = {
+            value: (_axis_of_rows(known), *axes[value])
+            for value, known in proof.inputs.items()
+            if value in axes and isinstance(known, Tokens)
+        }
         nodes = PaddingNodes(model, names, proof.mask, flow)
         nodes.count(sizes, multiple, repeated)
     except Refusal as refusal:
@@ -131,6 +132,11 @@ def trim_padding(
     remove_unused(model)
     name_apart(model)
     context.remarks.fired(str(proof.mask.name), gained)
+
+
+def _axis_of_rows(known: Tokens) -> int | None:
+    axes = known.axes or ()
+    return axes.index((BATCH,)) if (BATCH,) in axes else None
 
 
 def _names(values: Iterable[ir.Value]) -> str:
@@ -196,51 +202,27 @@ def _prove(model: ir.Model, mask: ir.Value) -> _Proof:
     sizes = Sizes(rows, length)
     if not sizes.fits:
         raise Stopped(f"{mask.name!r} has no length of its own: export with a dynamic one", 0)
-    counted = [roles.dims(value) or () for value in model.graph.inputs]
-    own = dict.fromkeys(_own(dim) for dims in counted for dim in dims)
-    samples = SampleMasks.usual(own, one_row=not rows[1])
-    inputs, placed = _inputs(model, mask, roles, samples)
+    samples = SampleMasks.usual(one_row=not rows[1])
+    assert mask.dtype is not None
+    dtype = mask.dtype.numpy()
+    inputs: dict[ir.Value, Value] = {
+        value: Tokens(_axes_of_input(value, roles, sizes)) for value in model.graph.inputs
+    }
+    inputs[mask] = Side(tuple(array.astype(dtype) for array in samples.masks))
     flow = TokenFlow(model, inputs, roles, sizes, samples, RULES)
     if not flow.masked_by:
         raise Stopped(f"{mask.name!r} masks nothing", 0)
-    return _Proof(mask, flow, inputs, placed)
+    return _Proof(mask, flow, inputs)
 
 
-def _own(dim: Dim) -> str:
-    """Name the axis of a size that is neither the batch's nor the sequence's."""
-    return f"axis {dim[1][0]}" if dim[1] else ""
-
-
-def _inputs(
-    model: ir.Model, mask: ir.Value, roles: AxisRoles, samples: SampleMasks
-) -> tuple[dict[ir.Value, Value], dict[ir.Value, int | None]]:
-    """What the inputs are, and where those have rows that have the mask's sequence."""
-    assert mask.dtype is not None
-    dtype = mask.dtype.numpy()
-    result: dict[ir.Value, Value] = {
-        mask: Side(tuple(array.astype(dtype) for array in samples.masks))
-    }
-    rows = dict[ir.Value, int | None]()
-    mask_rows, length = roles.dims(mask) or ()
-    for value in model.graph.inputs:
-        if value is mask:
-            continue
-        counted = roles.dims(value)
-        if value.shape is None or counted is None or not isinstance(value.type, ir.TensorType):
-            result[value] = Tokens(None)
-            continue
-        axes: list[Axis] = []
-        for dim, counts in zip(value.shape, counted, strict=True):
-            if counts[1] and counts in (mask_rows, length):
-                axes.append((BATCH,) if counts == mask_rows else (Sequence(),))
-            elif isinstance(dim, int) and dim > 0:
-                axes.append((dim,) if dim != 1 else ())
-            else:
-                axes.append((_own(counts),))
-        result[value] = Tokens(tuple(axes))
-        if (Sequence(),) in axes:
-            rows[value] = axes.index((BATCH,)) if (BATCH,) in axes else None
-    return result, rows
+def _axes_of_input(value: ir.Value, roles: AxisRoles, sizes: Sizes) -> Axes | None:
+    dims = roles.dims(value)
+    if dims is None or not isinstance(value.type, ir.TensorType):
+        return None
+    try:
+        return tuple(map(sizes.axis, dims))
+    except Refusal as refusal:
+        raise Stopped(f"input {value.name!r} {refusal}", 0) from None
 
 
 def _sequence_axes(model: ir.Model, proof: _Proof) -> dict[ir.Value, dict[int, Sequence]]:
@@ -300,7 +282,7 @@ def _trial_batches(model: ir.Model, proof: _Proof) -> Iterator[Trial]:
     compared_with = numbers_compared_with(model, proof.inputs)
     for batch in padded_batches(model, mask):
         real = batch.real
-        run = SampleMasks([real], flow.samples.own)
+        run = SampleMasks([real])
         feeds = {
             str(value.name): real.astype(mask.dtype.numpy())
             if isinstance(known, Side)
@@ -324,7 +306,10 @@ def _array(
     numbers: tuple[int, ...],
     rng: np.random.Generator,
 ) -> NDArray[Any]:
-    sizes = [run.size(axis, 0) for axis in known.axes or ()]
+    pairs = zip(known.axes or (), value.shape or (), strict=True)
+    sizes = [
+        dim if isinstance(dim, int) and dim > 0 else run.size(axis, 0) for axis, dim in pairs
+    ]
     assert value.dtype is not None
     dtype = value.dtype.numpy()
     if dtype.kind == "f":
@@ -337,7 +322,7 @@ def _counted(known: Tokens, real: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Which elements of an output belong to real positions; rows without any do not count."""
     axes = known.axes or ()
     result: NDArray[np.bool_] = np.ones([1] * len(axes), np.bool_)
-    batch = next((i for i, axis in enumerate(axes) if axis == (BATCH,)), None)
+    batch = _axis_of_rows(known)
     for i, axis in enumerate(axes):
         if all(factor.uniform for factor in sequences_of(axis)):
             continue
