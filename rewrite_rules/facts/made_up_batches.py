@@ -123,6 +123,13 @@ class DecoderInputs:
             if str(value.name) not in graph.initializers
         }
         self._compared = numbers_compared_with(model, self._roles)
+        # What the names of dimensions count, for inputs of which nothing else is known.
+        self._counts = {
+            dim.value: counts
+            for value, role in self._roles.items()
+            for dim, counts in zip(value.shape or (), role.axes, strict=True)
+            if role.known and isinstance(dim, ir.SymbolicDim)
+        }
         self.has_cache = bool(self.all(Kind.CACHE, "past"))
         self.has_mask = bool(self.all(Kind.MASK, "total"))
         if not self.runs(RUNS):
@@ -147,9 +154,12 @@ class DecoderInputs:
                 run = dataclasses.replace(run, **sizes)
                 found[dataclasses.replace(run, padding=run.padding * (run.batch > 1))] = None
         masks = self.all(Kind.MASK, "total")
-        totals = {value.shape[1] for value in masks if value.shape is not None}
-        numbers = {size for size in totals if _is_fixed(size)}
-        return [run for run in found if numbers <= {run.past + run.length}]
+        numbers = {v.shape[1] for v in masks if v.shape is not None and _is_fixed(v.shape[1])}
+        for total in numbers:
+            open_ones = [field for field in ("length", "past") if field not in sizes]
+            fitted = (_fitted(run, total, open_ones[:1]) for run in found)
+            found = dict.fromkeys(run for run in fitted if run is not None)
+        return list(found)
 
     def known(self, run: Run) -> dict[ir.Value, NDArray[Any]]:
         """Make up the inputs of a run that are known well enough to see what follows."""
@@ -250,10 +260,21 @@ class DecoderInputs:
         if run.one_row and "source" in role.axes:
             asked["batch"] = 1
         axes = _with_batch(role.axes)
+        if not role.known:
+            dims = zip(value.shape or (), axes, strict=True)
+            axes = tuple(self._counts.get(getattr(d, "value", None), axis) for d, axis in dims)
         return [
             dim if _is_fixed(dim) else asked.get(counts, _OTHER)
             for dim, counts in zip(value.shape or (), axes, strict=True)
         ]
+
+
+def _fitted(run: Run, total: int, open_ones: list[str]) -> Run | None:
+    """Return a run of so many positions, if one of its fields may change; else None."""
+    more = total - run.past - run.length
+    fields = {field: getattr(run, field) + more for field in open_ones}
+    fits = not more or (fields and min(fields.values()) >= 0)
+    return dataclasses.replace(run, **fields) if fits else None
 
 
 def _with_batch(axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -429,8 +450,6 @@ def with_numbers(
 
 # Models of other inputs
 
-_SIZES = {"batch": (1, 2, 3), "sequence": (7, 5, 6), "past": (0, 3, 4), "source": (4, 4, 5)}
-
 
 def trials_of(model: ir.Model, bound: float) -> list[Trial]:
     """Return trials of any model, which count where it runs them."""
@@ -438,29 +457,4 @@ def trials_of(model: ir.Model, bound: float) -> list[Trial]:
         found = DecoderInputs(model).trials(bound, timed=False)
         return [dataclasses.replace(trial, guessed=True) for trial in found]
     except Refusal:
-        return list(_guessed_trials(model, bound))
-
-
-def _guessed_trials(model: ir.Model, bound: float) -> Iterator[Trial]:
-    values = [v for v in model.graph.inputs if str(v.name) not in model.graph.initializers]
-    if any(v.dtype is None or v.shape is None or v.dtype.is_string() for v in values):
-        return
-    compared = numbers_compared_with(model, values)
-    for index in range(3):
-        rng = np.random.default_rng(_FIRST_SEED + index)
-        asked = {counts: sizes[index] for counts, sizes in _SIZES.items()}
-        asked["total"] = asked["past"] + asked["sequence"]
-        feeds = {}
-        for value in values:
-            role, symbols = role_of(value), (value.shape or ())
-            sizes = [
-                dim if _is_fixed(dim) else asked.get(counts, _OTHER)
-                for dim, counts in zip(symbols, _with_batch(role.axes), strict=True)
-            ]
-            past, new = asked["past"], asked["sequence"]
-            array = made_up_values(value, role, sizes, past, new, rng)
-            if role.kind in _INDICES and array.dtype.kind in "iu":
-                array = with_numbers(array, compared[value], rng)
-            feeds[str(value.name)] = np.ascontiguousarray(array)
-        name = f"{asked['batch']} x {asked['sequence']}"
-        yield Trial(name, feeds, bound=bound, optional=True, guessed=True)
+        return []
