@@ -115,7 +115,7 @@ _install(onnxruntime.SessionOptions)
 # What a start depends on.
 
 # Of a memo's text; another number is another text.
-_FORMAT = 2
+_FORMAT = 3
 CACHE_DIR_KEY = "ortplugins.cache_dir"
 _FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 _FILE_KEYS = ("ortplugins.hint_samples",)
@@ -274,6 +274,7 @@ class Artifact:
         "settings",
         "source",
         "temporary",
+        "trims",
     )
 
     def __init__(
@@ -290,6 +291,7 @@ class Artifact:
         self.baked = "b" in flags  # whether onnxruntime's optimisers ran
         self.as_bytes = "d" in flags  # whether its data stays where the user has it
         self.opened = "o" in flags  # whether a pass has something to do once a session is open
+        self.trims = "t" in flags  # whether freed memory goes back to the system then
         # What describe_model says of the user's model; of a known start, nothing.
         self.source: Mapping[str, Any] = {}
         # If the cache cannot be written.
@@ -351,8 +353,11 @@ def keep(
     report = json.dumps({**artifact.report, "notes": list(artifact.report["notes"])})
     found = ["", "", report, "0"]
     if folder is not None:
-        marks = (artifact.model, artifact.baked, artifact.as_bytes, artifact.opened)
-        flags = "".join(flag for flag, is_set in zip("mbdo", marks, strict=True) if is_set)
+        marks = {
+            "m": artifact.model, "b": artifact.baked, "d": artifact.as_bytes,
+            "o": artifact.opened, "t": artifact.trims,
+        }  # fmt: skip
+        flags = "".join(flag for flag, is_set in marks.items() if is_set)
         found = [os.path.basename(folder), flags, report, str(len(names))]
         try:
             for name in names:

@@ -89,6 +89,10 @@ class Pass:
     def opened(self) -> None:
         """Do what is left to do once a session on the result is open."""
 
+    def gives_memory_back(self) -> bool:
+        """Return whether what opening a session has freed goes back to the system then."""
+        return False
+
     def child_seconds(self) -> int | None:
         """Return how many seconds the child process that builds the model may take.
 

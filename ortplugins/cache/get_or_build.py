@@ -163,7 +163,9 @@ def _keep(
     plan = request.plan
     if text is None or plan.retry_failed or any(x.checks_digests() for x in plan.passes):
         return
-    artifact.opened = any(type(item).opened is not Pass.opened for item in plan.passes)
+    if artifact.model is not None:
+        artifact.opened = any(type(x).opened is not Pass.opened for x in plan.passes)
+        artifact.trims = any(x.gives_memory_back() for x in plan.passes)
     folder = None if entry is None else os.fspath(entry.folder)
     names = [] if entry is None else [MANIFEST, *entry.manifest["files"]]
     keep(cache_folder(plan.cache_dir), text, artifact, folder, names, states, started)

@@ -13,6 +13,7 @@ has already. A start that is known imports this module, so it imports little.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -127,6 +128,15 @@ def apply_settings(
                 options.add_session_config_entry(name, str(value))
         else:
             setattr(options, name, _attribute(name, value, type(getattr(options, name))))
+
+
+def trim_memory() -> None:
+    """Give freed memory back to the system.
+
+    glibc only: musl and macOS give memory back by themselves, Windows has no such call.
+    """
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _entry(options: onnxruntime.SessionOptions, name: str) -> str | None:

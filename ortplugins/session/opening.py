@@ -191,7 +191,7 @@ class Start:
             if artifact.model is None and not artifact.settings:
                 self._open_given()
             else:
-                from ortplugins.runtime.copied_options import CopiedOptions
+                from ortplugins.runtime.copied_options import CopiedOptions, trim_memory
 
                 given = CopiedOptions(self._options)
                 self._open_artifact(artifact, given)
@@ -200,6 +200,8 @@ class Start:
             return None
         if artifact.opened:
             _call_opened(self._plan())
+        elif artifact.trims:
+            trim_memory()
         return artifact.report
 
     def _plan(self) -> Plan:
@@ -477,7 +479,11 @@ def _log_start(
 
 
 def _call_opened(plan: Plan) -> None:
-    """Call the passes' last method; the session is there, whatever becomes of it."""
+    """Do what passes have left to do; the session is there, whatever becomes of it."""
+    if any(item.gives_memory_back() for item in plan.passes):
+        from ortplugins.runtime.copied_options import trim_memory
+
+        trim_memory()
     for item in plan.passes:
         try:
             item.opened()

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
@@ -61,16 +60,9 @@ class PrepackedWeights(Pass):
         """Packing in parallel, where it is asked for."""
         return {"session.prepack.enable_parallel": "1"} if self.parallel else {}
 
-    def opened(self) -> None:
-        """Give back what packing left on the heap.
-
-        glibc only: musl and macOS give memory back by themselves, Windows has no such call.
-        """
-        if self.trim:
-            import ctypes
-
-            with contextlib.suppress(OSError, AttributeError, TypeError):
-                ctypes.CDLL(None).malloc_trim(0)
+    def gives_memory_back(self) -> bool:
+        """Return whether what packing left on the heap goes back to the system."""
+        return self.trim
 
     def child_seconds(self) -> int:
         """The time for packing, and as much for what comes before, ten minutes at least."""

@@ -19,9 +19,10 @@ from builders.sessions import CPU, EXACT, check, options, save, source, start
 from builders.text_models import proto_of
 
 import ortplugins
-from ortplugins import OrtpluginsWarning
+from ortplugins import OrtpluginsWarning, known_starts
 from ortplugins.cache import get_or_build as getting
 from ortplugins.known_starts import record_of
+from ortplugins.runtime import copied_options
 from rewrite_rules.remarks import PassContext
 from session_options import registry
 from session_options.keys import stored
@@ -298,6 +299,32 @@ def test_hits_and_starts_with_nothing_to_do_import_none_of_onnx(model_path):
     path = model_path.with_name("float.onnx")
     onnx.save(proto_of("float (float[n] x) => (float[n] y) { y = Relu(x) }"), path)
     assert not HEAVY & modules_after(opened, str(path), "on")
+
+
+PACKED = """
+import onnxruntime as ort, ortplugins
+from ortplugins import known_starts
+known_starts.SETTLED_SECONDS = -1
+so = ort.SessionOptions()
+so.add_session_config_entry("ortplugins.enable_prepacked_weights", "1")
+so.add_session_config_entry("ortplugins.enable_dq_matmulnbits_fusion", "1")
+ortplugins.InferenceSession(sys.argv[1], so, providers=["CPUExecutionProvider"])
+"""
+
+
+def test_a_known_start_imports_no_pass(model_path):
+    """Not even for what is left to do once packed weights are mapped."""
+    imported = [modules_after(PACKED, str(model_path)) for _ in range(2)]
+    assert ["session_options" in names for names in imported] == [True, False]
+
+
+def test_memory_is_given_back_after_each_start(model_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(known_starts, "SETTLED_SECONDS", -1)
+    monkeypatch.setattr(copied_options, "trim_memory", lambda: calls.append(True))
+    for trim, expected in ((True, [1, 2]), (False, [2, 2])):
+        so = options(EXACT, ortplugins.PrepackedWeights(trim=trim))
+        assert [start(model_path, so) and len(calls) for _ in range(2)] == expected
 
 
 def test_the_stock_file_says_the_same_without_us(model_path):
