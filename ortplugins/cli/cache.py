@@ -7,7 +7,6 @@ import json
 import re
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -17,7 +16,6 @@ from rich.filesize import decimal
 from ortplugins.cache.store import KEY_CHARACTERS, ArtifactCache, cache_root
 from ortplugins.cli import options as opt
 from ortplugins.cli.terminal import print_table
-from ortplugins.errors import ModelFileError
 from session_options import PrepackedWeights
 from session_options.plan import HINT_KEY
 
@@ -219,15 +217,8 @@ def warm(
     Args:
         models (MODEL): An .onnx file.
     """
-    from ortplugins.session.warming import expected_bytes
     from ortplugins.session.warming import warm as build
 
-    if PrepackedWeights.name in start["passes"]:
-        for model in models:
-            # What is wrong with a model is reported when its turn comes.
-            with suppress(ModelFileError, OSError):
-                size = decimal(expected_bytes(model))
-                typer.echo(f"{model}: may take {size} of disk with packed weights", err=True)
     failed = False
     for model in models:
         (item,) = build([model], **start)

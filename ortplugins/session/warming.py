@@ -58,15 +58,6 @@ class Explanation:
     differences: tuple[tuple[str, Any, Any], ...]
 
 
-def expected_bytes(model: str | os.PathLike[str]) -> int:
-    """Estimate the disk that a model takes in the cache with packed weights."""
-    from ortplugins.model_io.loading import load_model
-
-    files = {Path(model), *load_model(model).data_files.values()}
-    # Original and packed weights, as measured on int4 models.
-    return int(2.2 * sum(file.stat().st_size for file in files))
-
-
 def warm(
     models: Sequence[str | os.PathLike[str]],
     passes: Sequence[Pass | str] = DEFAULT_PASSES,
