@@ -115,7 +115,7 @@ _install(onnxruntime.SessionOptions)
 # What a start depends on.
 
 # Of a memo's text; another number is another text.
-_FORMAT = 3
+_FORMAT = 4
 CACHE_DIR_KEY = "ortplugins.cache_dir"
 _FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 _FILE_KEYS = ("ortplugins.hint_samples",)
@@ -265,17 +265,7 @@ _ENTRY = "{entry}"
 class Artifact:
     """What a session opens; ``model`` is None for the one that the user gave."""
 
-    __slots__ = (
-        "as_bytes",
-        "baked",
-        "model",
-        "opened",
-        "report",
-        "settings",
-        "source",
-        "temporary",
-        "trims",
-    )
+    __slots__ = ("flags", "model", "report", "settings", "source", "temporary")
 
     def __init__(
         self,
@@ -288,10 +278,10 @@ class Artifact:
         self.report = report  # as Report.to_dict has it; "stored" is the JSON of the rest
         self.model = model
         self.settings = settings or {}  # as Pass.session_settings has them
-        self.baked = "b" in flags  # whether onnxruntime's optimisers ran
-        self.as_bytes = "d" in flags  # whether its data stays where the user has it
-        self.opened = "o" in flags  # whether a pass has something to do once a session is open
-        self.trims = "t" in flags  # whether freed memory goes back to the system then
+        # baked: onnxruntime's optimisers ran; in_place: its data stays where the user has it;
+        # opened: a pass has something to do once a session is open; trims: freed memory goes
+        # back to the system then.
+        self.flags = flags.split()
         # What describe_model says of the user's model; of a known start, nothing.
         self.source: Mapping[str, Any] = {}
         # If the cache cannot be written.
@@ -307,35 +297,27 @@ def find(root: str, text: str) -> Artifact | None:
     """Return what an earlier start of a text found; None where none did, or files changed."""
     if (found := recall(root, text)) is None:
         return None
-    key, flags, report, number, *fields = found
-    end = 2 * int(number)
-    files = dict(zip(fields[:end:2], fields[1:end:2], strict=True))
-    settings = dict(zip(fields[end::2], fields[end + 1 :: 2], strict=True))
+    key, state, flags, report, *pairs = found
+    settings = dict(zip(pairs[::2], pairs[1::2], strict=True))
     model = None
     if key:
         folder = os.path.join(root, "entries", key)
         try:
-            is_whole = all(_size_and_time(folder, name) == was for name, was in files.items())
+            is_whole = _state_of_entry(folder) == state
         except OSError:
             return None
         is_ours = is_private(os.path.dirname(folder), folder)
         if not (is_whole and is_ours and note_use(folder)):
             return None
         settings = {name: folder if x == _ENTRY else x for name, x in settings.items()}
-        model = os.path.join(folder, MODEL) if "m" in flags else None
+        model = os.path.join(folder, MODEL)
     source = "cache" if model or settings else "untouched"
     content = {"source": source, "notes": (), "artifact": model or "", "stored": report}
     return Artifact(content, model, settings, flags)
 
 
 def keep(
-    root: str,
-    text: str,
-    artifact: Artifact,
-    folder: str | None,
-    names: Collection[str],
-    states: Mapping[str, str],
-    started: float,
+    root: str, text: str, artifact: Artifact, states: Mapping[str, str], started: float
 ) -> None:
     """Keep what a start opened, for :func:`find`.
 
@@ -343,36 +325,31 @@ def keep(
         root: Of the cache.
         text: What the start depends on.
         artifact: What it opened.
-        folder: Of the entry; None where the model needs none.
-        names: Files of the entry.
         states: Those of the model's files, as they were read.
         started: When the start began, in seconds since the epoch.
     """
     import json
 
     report = json.dumps({**artifact.report, "notes": list(artifact.report["notes"])})
-    found = ["", "", report, "0"]
-    if folder is not None:
-        marks = {
-            "m": artifact.model, "b": artifact.baked, "d": artifact.as_bytes,
-            "o": artifact.opened, "t": artifact.trims,
-        }  # fmt: skip
-        flags = "".join(flag for flag, is_set in marks.items() if is_set)
-        found = [os.path.basename(folder), flags, report, str(len(names))]
-        try:
-            for name in names:
-                found += name, _size_and_time(folder, name)
-        except OSError:  # it was removed meanwhile
-            return
-        for name, value in artifact.settings.items():
-            found += name, _ENTRY if value == folder else str(value)
+    folder = os.path.dirname(artifact.model or "")
+    try:
+        state = _state_of_entry(folder) if folder else ""
+    except OSError:  # it was removed meanwhile
+        return
+    found = [os.path.basename(folder), state, " ".join(artifact.flags), report]
+    for name, value in artifact.settings.items():
+        found += name, _ENTRY if value == folder else str(value)
     remember(root, text, states, found, started)
 
 
-def _size_and_time(folder: str, name: str) -> str:
-    """Return size and time of change of an entry's file; uses change that of its manifest."""
-    status = os.stat(os.path.join(folder, name))
-    return f"{status.st_size} {'' if name == MANIFEST else status.st_mtime_ns}"
+def _state_of_entry(folder: str) -> str:
+    """Return the sizes and times of an entry's files; uses change that of its manifest."""
+    states = []
+    for name in sorted(os.listdir(folder)):
+        status = os.stat(os.path.join(folder, name))
+        time_ns = 0 if name == MANIFEST else status.st_mtime_ns
+        states.append(f"{name} {status.st_size} {time_ns}")
+    return "/".join(states)
 
 
 # Files, and what was found out about them.

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from ortplugins.cache.key import KeyContent, digest_of, file_digest, key_content
 from ortplugins.cache.store import ArtifactCache, Entry, cache_root, remove_tree, warn_rebuilt
 from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning, PassError
-from ortplugins.known_starts import MANIFEST, MODEL, Artifact, cache_folder, keep, state_of
+from ortplugins.known_starts import MODEL, Artifact, cache_folder, keep, state_of
 from ortplugins.optimization.request import BuildRequest
 from ortplugins.runtime.child_process import child_environment, child_python
 from ortplugins.runtime.machine import missing_packages
@@ -57,7 +57,7 @@ def get_or_build(request: BuildRequest, build: Build, text: str | None = None) -
     started = time.time()
     if (state := _lacks_operators(request)) is not None:
         artifact = Artifact(_nothing_to_do(request.plan))
-        _keep(request, text, artifact, None, {request.name: state}, started)
+        _keep(request, text, artifact, {request.name: state}, started)
         return artifact
     cache = cache_of(request.plan)
     entry, content = _look_up(request, cache)
@@ -71,7 +71,7 @@ def get_or_build(request: BuildRequest, build: Build, text: str | None = None) -
     # The files may have changed since the entry was found, or while it was built.
     is_theirs = content is not None and content.is_like(entry.manifest["made_from"])
     if content is not None and is_theirs and not entry.manifest["provisional"]:
-        _keep(request, text, artifact, entry, content.states, started)
+        _keep(request, text, artifact, content.states, started)
     return artifact
 
 
@@ -145,8 +145,14 @@ def _artifact_of(entry: Entry, origin: str, request: BuildRequest) -> Artifact:
     settings |= request.data_settings(data, entry.folder)
     model = os.path.join(entry.folder, MODEL)
     report = {**manifest["report"], "source": origin, "artifact": model}
-    flags = ("b" if manifest["baked"] else "") + ("d" if data else "")
-    artifact = Artifact(report, model, settings, flags)
+    passes = request.plan.passes
+    flags = {
+        "baked": manifest["baked"],
+        "in_place": data,
+        "opened": any(type(item).opened is not Pass.opened for item in passes),
+        "trims": any(item.gives_memory_back() for item in passes),
+    }
+    artifact = Artifact(report, model, settings, " ".join(x for x in flags if flags[x]))
     artifact.source = manifest["model_given"]
     return artifact
 
@@ -155,7 +161,6 @@ def _keep(
     request: BuildRequest,
     text: str | None,
     artifact: Artifact,
-    entry: Entry | None,
     states: dict[str, str],
     started: float,
 ) -> None:
@@ -163,12 +168,7 @@ def _keep(
     plan = request.plan
     if text is None or plan.retry_failed or any(x.checks_digests() for x in plan.passes):
         return
-    if artifact.model is not None:
-        artifact.opened = any(type(x).opened is not Pass.opened for x in plan.passes)
-        artifact.trims = any(x.gives_memory_back() for x in plan.passes)
-    folder = None if entry is None else os.fspath(entry.folder)
-    names = [] if entry is None else [MANIFEST, *entry.manifest["files"]]
-    keep(cache_folder(plan.cache_dir), text, artifact, folder, names, states, started)
+    keep(cache_folder(plan.cache_dir), text, artifact, states, started)
 
 
 def discard_if_damaged(request: BuildRequest, artifact: Artifact) -> bool:

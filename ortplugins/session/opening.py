@@ -198,9 +198,9 @@ class Start:
                 self._present(given)
         except Exception:  # whatever it is, who looks closer says it
             return None
-        if artifact.opened:
+        if "opened" in artifact.flags:
             _call_opened(self._plan())
-        elif artifact.trims:
+        elif "trims" in artifact.flags:
             trim_memory()
         return artifact.report
 
@@ -316,13 +316,14 @@ class Start:
             notes = [*report["notes"], note]
             return {**report, "source": "untouched", "notes": notes, "artifact": ""}, False
         model: str | bytes = artifact.model
-        if artifact.as_bytes:
+        if "in_place" in artifact.flags:
             with open(model, "rb") as file:
                 model = file.read()
         written = self._settings_of_written_model(artifact)
-        level = {"graph_optimization_level": "ORT_DISABLE_ALL"} if artifact.baked else {}
+        baked = "baked" in artifact.flags
+        level = {"graph_optimization_level": "ORT_DISABLE_ALL"} if baked else {}
         self._open_with(model, given, artifact.settings, {**written, **level})
-        if artifact.baked and not known and self._overrides(artifact.source):
+        if baked and not known and self._overrides(artifact.source):
             if self._options.enable_profiling:
                 os.unlink(self._session.end_profiling())
             self._open_with(model, given, artifact.settings, written)
@@ -341,7 +342,7 @@ class Start:
         Else it would name the artifact's data, which lies in another folder.
         """
         path = self._options.optimized_model_filepath
-        has_data = artifact.as_bytes or os.path.exists(f"{artifact.model}.data")
+        has_data = "in_place" in artifact.flags or os.path.exists(f"{artifact.model}.data")
         if not path or not has_data or self._entry(_WRITTEN_DATA_KEY):
             return {}
         return {_WRITTEN_DATA_KEY: f"{os.path.basename(path)}.data"}
