@@ -272,7 +272,7 @@ def _language_model(
     progress: Progress,
 ) -> Evaluation:
     length = next((item.feeds.length for item in models if item.feeds.length), window)
-    windows = tokenizer.windows(text, length, closed=False)
+    windows = tokenizer.cut(text, length, closed=False).windows
     whole = [ids for ids in windows if len(ids) == length][: max(1, tokens // length)]
     if not whole:
         raise CalibrationError(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -59,7 +60,7 @@ def check_keys(what: str, given: Any, kind: Any) -> dict[str, Any]:
 
 def is_int(value: object) -> bool:
     """Whether a value is a whole number; true, YAML's yes, counts as 1 in Python only."""
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> bool:

@@ -53,7 +53,7 @@ class TextSamples:
         """Return a feed for each window; the text is read at once."""
         feeds = TokenFeeds(inputs)
         tokenizer = TextTokenizer(Path(self.tokenizer), self.chat)
-        windows = tokenizer.windows(Path(self.text), feeds.length or self.window)
+        windows = tokenizer.cut(Path(self.text), feeds.length or self.window).windows
         taken = [windows[place] for place in self._places(windows)]
         feeds.check(taken, tokenizer)
         return (feeds.feed(ids) for ids in taken)
@@ -156,10 +156,6 @@ class TextTokenizer:
         self._before = ids[: own[0]] if own else ids
         self._after = ids[own[-1] + 1 :] if own else []
         self._render = _chat_template(path) if chat else None
-
-    def windows(self, path: Path, length: int, *, closed: bool = True) -> list[list[int]]:
-        """Cut a text into windows of ``length`` tokens; see :meth:`cut`."""
-        return self.cut(path, length, closed=closed).windows
 
     def cut(self, path: Path, length: int, *, closed: bool = True) -> CutText:
         """Cut a text into windows of ``length`` tokens; the last one may be shorter.

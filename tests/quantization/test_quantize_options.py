@@ -249,6 +249,11 @@ def test_one_weight_in_two_forms():
         ({"op_types": "MatMul"}, "op_types"),
         ({"half_scales": "no"}, "half_scales is 'no': True or False"),
         ({"rules": {3: "float"}}, "rule 3: a pattern is a text"),
+        (
+            {"rules": {"m": {"keep_float": "no"}}},
+            "rule 'm': keep_float is 'no': True or False",
+        ),
+        ({"accuracy_level": True, **NBITS}, "accuracy_level is True: 0 to 4"),
         ({"rules": {"up": "float", "/lm_haed": "float"}}, "'up'.*'/lm_haed'; did you mean"),
         ({"rules": {"*lm_haed*": {"bits": 8}}}, "matches no node.*; there is '/?lm_head'"),
         ({"rules": {"re:lm_heads?_x": "float"}}, "matches no node.*; there is '/?lm_head'"),

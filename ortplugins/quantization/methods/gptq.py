@@ -79,8 +79,8 @@ _PANEL = 512
 _ATTEMPTS = 12
 
 
-def _not_negative(value: object) -> bool:
-    return is_number(value) and float(value) >= 0  # type: ignore[arg-type]
+def _not_negative(value: float) -> bool:
+    return is_number(value) and value >= 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,13 @@ import onnx_ir as ir
 from ortplugins.errors import QuantizationError, UsageError
 from ortplugins.quantization.methods.gptq import GptqOptions
 from ortplugins.quantization.methods.nearest import GRIDS, BlockFormat
-from ortplugins.quantization.schema import check_keys, check_settings, is_number, setting
+from ortplugins.quantization.schema import (
+    check_keys,
+    check_settings,
+    is_int,
+    is_number,
+    setting,
+)
 from ortplugins.quantization.selection import Pattern, check_names, matches, text_of
 from ortplugins.quantization.weights.uses import OP_TYPES, WeightUse, readers_of
 from rewrite_rules.closest_name import did_you_mean
@@ -77,7 +83,9 @@ class Rule:
     bits: int | None = None
     block_size: int | None = None
     is_symmetric: bool | None = None
-    keep_float: bool | None = None
+    keep_float: bool | None = setting(
+        None, "True or False", lambda given: given is None or isinstance(given, bool)
+    )
     optional: bool = False
 
     def __post_init__(self) -> None:
@@ -197,7 +205,7 @@ class Recipe:
     half_scales: bool = False
     fuse_tables: bool = False
     accuracy_level: int | None = setting(
-        None, "0 to 4", lambda level: level in (None, 0, 1, 2, 3, 4)
+        None, "0 to 4", lambda level: level is None or (is_int(level) and 0 <= level <= 4)
     )
     alphas: Sequence[float] | None = setting(
         None, "a list of numbers of 0 to 1", lambda given: _within(given, 0)
