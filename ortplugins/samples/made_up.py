@@ -19,7 +19,6 @@ with the past that the model returned for them.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -77,25 +76,29 @@ class MadeUpInputs:
             length: What ``sequence``, ``source`` and others are by default.
         """
         shapes = _shapes_of(inputs)
-        self._inputs = [_Input.of(value, shapes) for value in without_initializers(inputs)]
-        # Name of each dimension without a size, what it counts, and what its readers say.
-        self._open = [
-            (name, label, item.known.get(label))
-            for item in self._inputs
-            for name, label in zip(item.names, item.role.axes, strict=True)
-            if name
-        ]
-        # One name is one size, also at inputs that do not say what it counts.
-        self._counted = {name: label for name, label, _ in self._open if label not in _FREE}
+        self._inputs = [(value, role_of(value)) for value in without_initializers(inputs)]
+        self._labels = {label for _, role in self._inputs for label in role.axes} - {*_FREE}
+        # What each dimension without a size counts, and its size where readers have one: one
+        # name is one size, also at inputs that do not say what it counts.
+        self._counted: dict[str, str] = {}
+        self._known: dict[str, int] = {}
+        for value, role in self._inputs:
+            is_cache = shapes is not None and role.kind is Kind.CACHE
+            known = cache_sizes(value, shapes) if shapes and is_cache else {}
+            for name, label in zip(_dimension_names(value), role.axes, strict=True):
+                if name and (label not in _FREE or name not in self._counted):
+                    self._counted[name] = label
+                if name and label in known:
+                    self._known.setdefault(name, known[label])
         self._given = dict(dims or {})
         self._check_given()
         self._length, self._tried = length, dict[str, int]()
         chosen = {
             label: self._given[name]
-            for name, label, _ in self._open
+            for name, label in self._counted.items()
             if label and name in self._given
         }
-        chosen |= {k: v for k, v in self._given.items() if k in self._labels()}
+        chosen |= {k: v for k, v in self._given.items() if k in self._labels}
         self._by_label = {**_DEFAULTS, "sequence": length, "source": length, **chosen}
         if "total" in chosen and "past" not in chosen:
             new = min(chosen["total"], self._by_label["sequence"])
@@ -104,15 +107,15 @@ class MadeUpInputs:
     @property
     def sizes(self) -> dict[str, int]:
         """The size of each named dimension."""
-        shapes = {item.value.name or "": self._shape(item) for item in self._inputs}
-        return sizes_of([item.value for item in self._inputs], shapes)
+        values = [value for value, _ in self._inputs]
+        return sizes_of(values, {value.name or "": self._shape(value) for value in values})
 
     def feeds(
         self, count: int = 1, *, seed: int = 0, run: Run | None = None
     ) -> Iterator[Feed]:
         """Yield ``count`` samples, the same for a seed; second feeds if there is ``run``."""
         rng = np.random.default_rng(seed)
-        roles = {item.value.name or "": item.role for item in self._inputs}
+        roles = {value.name or "": role for value, role in self._inputs}
         has_cache = any(_is_past(role) for role in roles.values())
         for _ in range(count):
             feed = self._feed(rng)
@@ -124,18 +127,23 @@ class MadeUpInputs:
 
     def fitted_feeds(self, run: Run, count: int = 1, *, seed: int = 0) -> Iterator[Feed]:
         """Return :meth:`feeds` of sizes that the model runs with; strings are refused."""
-        for item in self._inputs:
-            if item.value.dtype is ir.DataType.STRING:
-                name = item.value.name
+        for value, _ in self._inputs:
+            if value.dtype is ir.DataType.STRING:
                 raise ModelFileError(
-                    f"input {name!r} takes strings, which cannot be made up: give samples"
+                    f"input {value.name!r} takes strings, which cannot be made up: "
+                    "give samples"
                 )
         self.fit(run)
         return self.feeds(count, seed=seed, run=run)
 
     def fit(self, run: Run) -> None:
         """Find sizes that the model runs with, for dimensions of which nothing is known."""
-        open_names = self._free_names()
+        # Nothing is known of them, neither by their role nor by the user.
+        open_names = [
+            name
+            for name, label in self._counted.items()
+            if label in _FREE and name not in self._known and self._given_size(name) is None
+        ]
         trials: list[tuple[int, ...]] = [()]
         trials += [(size,) * len(open_names) for size in _CANDIDATES if open_names]
         if len(open_names) > 1:
@@ -144,7 +152,7 @@ class MadeUpInputs:
         error: Exception | None = None
         for sizes in trials[:_MAX_TRIALS]:
             self._tried = dict(zip(open_names, sizes, strict=False))
-            if any(np.prod(self._shape(item)) > _MAX_ELEMENTS for item in self._inputs):
+            if any(np.prod(self._shape(value)) > _MAX_ELEMENTS for value, _ in self._inputs):
                 continue
             try:
                 run(self._feed(np.random.default_rng(0)))
@@ -152,30 +160,17 @@ class MadeUpInputs:
                 error = error or found
             else:
                 return
-        named = [*open_names, *(name for name, *_ in self._open)]
+        named = [*open_names, *self._counted]
         lines = str(error).strip().splitlines() or [type(error).__name__]
         why = "" if error is None else f"; onnxruntime says: {lines[0][:300]}"
         ask = f"the size of {named[0]!r} (--dims {named[0]}=SIZE) or " if named else ""
         raise ModelFileError(f"made-up inputs do not run: give {ask}samples{why}") from error
 
-    def _free_names(self) -> list[str]:
-        """Dimensions that nothing is known of, neither by their role nor by the user."""
-        free = (n for n, label, known in self._open if label in _FREE and known is None)
-        return [
-            name
-            for name in dict.fromkeys(free)
-            if name not in self._counted and self._given_size(name) is None
-        ]
-
-    def _labels(self) -> set[str]:
-        labels = {label for item in self._inputs for label in item.role.axes}
-        return labels.difference(_FREE)
-
     def _check_given(self) -> None:
-        named = (part for name, *_ in self._open for part in (name, *_parts(name)))
+        named = (part for name in self._counted for part in (name, *_parts(name)))
         known = list(dict.fromkeys(named))
         for name, size in self._given.items():
-            if name not in known and name not in self._labels():
+            if name not in known and name not in self._labels:
                 listed = ", ".join(map(repr, known)) or "no symbolic dimension"
                 hint = did_you_mean(name, known) or f"; it has {listed}"
                 raise UsageError(f"dimension {name!r} is in no input of the model{hint}")
@@ -184,26 +179,25 @@ class MadeUpInputs:
                     f"dimension {name!r} is {size!r}: 0 or a positive int is expected"
                 )
 
-    def _shape(self, item: _Input) -> tuple[int, ...]:
-        if item.value.shape is None:
+    def _shape(self, value: ir.Value) -> tuple[int, ...]:
+        if value.shape is None:
             return (1, self._length)
-        axes = zip(item.value.shape, item.names, item.role.axes, strict=True)
+        sized = zip(value.shape, _dimension_names(value), strict=True)
         return tuple(
-            dim if isinstance(dim, int) and dim > 0 else self._size(name, label, item.known)
-            for dim, name, label in axes
+            self._size(name) if name or not isinstance(dim, int) else dim
+            for dim, name in sized
         )
 
-    def _size(self, name: str, label: str, known: Mapping[str, int]) -> int:
+    def _size(self, name: str) -> int:
         given = self._given_size(name)
         if given is not None:
             return given
-        if label in _FREE and label not in known:
-            label = self._counted.get(name, label)
+        label = self._counted[name]
         if label == "total":
             return self._by_label["past"] + self._by_label["sequence"]
-        if label in _FREE:
-            return known.get(label, self._tried.get(name, self._length))
-        return self._by_label[label]
+        if label not in _FREE:
+            return self._by_label[label]
+        return self._known.get(name, self._tried.get(name, self._length))
 
     def _given_size(self, name: str) -> int | None:
         """Size of a dimension that was given, or that follows from given parts of a sum."""
@@ -222,27 +216,9 @@ class MadeUpInputs:
     def _feed(self, rng: np.random.Generator) -> Feed:
         past, new = self._by_label["past"], self._by_label["sequence"]
         return {
-            item.value.name or "": made_up_values(
-                item.value, item.role, self._shape(item), past, new, rng
-            )
-            for item in self._inputs
+            value.name or "": made_up_values(value, role, self._shape(value), past, new, rng)
+            for value, role in self._inputs
         }
-
-
-@dataclasses.dataclass(frozen=True)
-class _Input:
-    """An input, what it is, the names of its dimensions, and what its readers say of sizes."""
-
-    value: ir.Value
-    role: Role
-    names: Sequence[str]
-    known: Mapping[str, int]
-
-    @classmethod
-    def of(cls, value: ir.Value, shapes: ProvedShapes | None) -> _Input:
-        role = role_of(value)
-        known = cache_sizes(value, shapes) if shapes and role.kind is Kind.CACHE else {}
-        return cls(value, role, _dimension_names(value), known)
 
 
 def _shapes_of(inputs: Sequence[ir.Value]) -> ProvedShapes | None:
