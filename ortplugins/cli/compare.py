@@ -122,14 +122,14 @@ def _print_layers(found: Comparison, layers: LayerComparison) -> None:
     if layers.not_compared:
         names = ", ".join(layers.not_compared)
         out.print(f"no tensors of numbers, not compared: {names}", soft_wrap=True)
-    parted = found.first_divergence
-    if parted is None:
-        typer.echo("no value of both has parted")
+    first = found.first_divergence
+    if first is None:
+        typer.echo("all compared values are equal, but for rounding")
         return
-    d = parted.difference
+    d = first.difference
     why = d.mismatch or f"relative RMS error {d.relative_rms:.3g}"
-    node = f"{parted.node} ({parted.op_type}), value {d.name!r}"
-    out.print(f"first node where they part: {node}: {why}", soft_wrap=True)
+    node = f"{first.node} ({first.op_type}), value {d.name!r}"
+    out.print(f"first node that differs: {node}: {why}", soft_wrap=True)
 
 
 def _spread(spread: Spread, unit: str) -> str:

@@ -23,7 +23,7 @@ from ortplugins.measurement.measure import Candidate, Cost, Measurement, measure
 from ortplugins.report import Report
 from session_options import Pass
 
-# Relative RMS error above which values have parted.
+# Relative RMS error above which values differ by more than rounding.
 TOLERANCE = 1e-4
 
 
@@ -84,8 +84,8 @@ class Comparison:
             for cost in self.costs
         ]
         content["report"] = None if self.report is None else self.report.to_dict()
-        parted = self.first_divergence
-        content["first_divergence"] = None if parted is None else dataclasses.asdict(parted)
+        first = self.first_divergence
+        content["first_divergence"] = None if first is None else dataclasses.asdict(first)
         result: dict[str, Any] = plain(content)
         return result
 

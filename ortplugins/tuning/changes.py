@@ -21,7 +21,7 @@ NONE: Mapping[str, str] = MappingProxyType({})
 
 
 class Change(NamedTuple):
-    """What a start may have that plain onnxruntime's has not; or several such together."""
+    """Passes and settings that a start may have beside plain onnxruntime's."""
 
     name: str  # in tables
     passes: tuple[str, ...] = ()

@@ -358,7 +358,7 @@ def test_the_command_prints_what_the_json_says():
     assert content["first_divergence"]["node"] == "c"
     done = ortplugins_command(*arguments)
     assert "c\tExp -> Log\tw\tinf\t" in done.stdout
-    assert "first node where they part: c (Exp), value 'w'" in done.stdout
+    assert "first node that differs: c (Exp), value 'w'" in done.stdout
 
 
 @pytest.mark.usefixtures("files")
