@@ -8,7 +8,6 @@ have not changed since read none of them, see :mod:`ortplugins.known_starts`.
 from __future__ import annotations
 
 import gc
-import glob
 import importlib
 import json
 import mmap
@@ -21,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ortplugins.cache.key import KeyContent, digest_of, file_digest, key_content
+from ortplugins.cache.key import KeyContent, digest_of, key_content
 from ortplugins.cache.store import ArtifactCache, Entry, cache_root, remove_tree, warn_rebuilt
 from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.known_starts import MODEL, Artifact, cache_folder, keep, state_of
@@ -376,7 +375,7 @@ def _build_in(cache: ArtifactCache, request: BuildRequest, build: Build) -> tupl
         entry, _ = _look_up(request, cache)
         if entry is not None and _is_usable(entry, request.plan):
             return entry.folder, "cache"
-        loaded = _load(request, cache)
+        loaded = request.load()
         locations = list(loaded.data_files)
         content = key_content(request, cache.root, lambda _: locations)
         if content is None or content.parts["digest"] != digest:
@@ -389,19 +388,3 @@ def _build_in(cache: ArtifactCache, request: BuildRequest, build: Build) -> tupl
         made_from = {"model": request.name, "made_from": content.parts}
         entry = cache.publish(content.key, folder, {**manifest, **made_from})
     return entry.folder, "built"
-
-
-def _load(request: BuildRequest, cache: ArtifactCache) -> LoadedModel:
-    """Load the model; files named like its external data are hashed on another core.
-
-    Importing onnx and loading the graph take as long as reading most models.
-    """
-    if isinstance(request.source, bytes):
-        return request.load()
-    from concurrent.futures import ThreadPoolExecutor
-
-    model = Path(request.name)
-    data = model.parent.glob(f"{glob.escape(model.name)}[._]data")
-    with ThreadPoolExecutor() as pool:
-        pool.map(lambda path: file_digest(path, cache.root), filter(Path.is_file, data))
-        return request.load()

@@ -120,14 +120,12 @@ def explain_miss(
         (entry, _differences(here, dict(_flatten(entry.manifest["made_from"]))))
         for entry in cache.entries()
     ]
-    # Of those of the same model, if there are any.
-    same_model = [
-        (entry, found)
-        for entry, found in compared
-        if entry.manifest["made_from"].get("digest") == content.parts["digest"]
-    ]
+    digest = content.parts["digest"]
     nearest, differences = min(
-        same_model or compared, key=lambda pair: len(pair[1]), default=(None, ())
+        compared,
+        # Those of the same model first.
+        key=lambda pair: (pair[0].manifest["made_from"]["digest"] != digest, len(pair[1])),
+        default=(None, ()),
     )
     # An entry with the key may be damaged.
     is_present = cache.find(content.key, used=False) is not None

@@ -176,16 +176,6 @@ def test_a_digest_is_not_believed_of_another_content(cache_dir, large_file, monk
     assert digest(large_file, cache_dir) != first
 
 
-def test_a_model_given_as_bytes_reads_no_file_beside_it(cache_dir, large_file, monkeypatch):
-    """Its name in messages, "bytes", is not a path."""
-    all_is_settled(monkeypatch)
-    monkeypatch.chdir(large_file.parent)
-    for name in ("bytes.data", "bytes_data"):
-        large_file.with_name(name).write_bytes(large_file.read_bytes())
-    start(ir.to_proto(CASE.model()).SerializeToString())
-    assert not (cache_dir / "known").exists(), "the digest of a file that nobody named"
-
-
 def write(cache: ArtifactCache, key: str, size: int) -> Entry:
     """Publish an entry of one file, of a model of its own."""
     with cache.build(key) as folder:
