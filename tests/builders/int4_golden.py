@@ -19,6 +19,7 @@ from onnx import TensorProto, numpy_helper
 from builders.text_models import proto_of
 
 GOLDEN = Path(__file__).parents[1] / "data" / "int4_golden.npz"
+SIGNATURES = GOLDEN.with_name("int4_signatures.txt")
 
 # K, N, block: divisible, odd K with a short block, one block longer than K, one block exactly
 SHAPES = ((64, 6, 16), (33, 5, 8), (21, 4, 128), (48, 5, 48))

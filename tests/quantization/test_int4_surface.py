@@ -78,34 +78,9 @@ def test_statistics_and_searches_are_modelopts(make):
 
 # Of nvidia-modelopt 0.47.0: inspect.signature, without annotations.
 SIGNATURES = {
-    "quantize": "onnx_path, calibration_method='awq_lite', calibration_data_reader=None, "
-    "calibration_eps=['cpu', 'cuda:0', 'trt'], use_external_data_format=True, "
-    "use_zero_point=False, block_size=None, nodes_to_exclude=['/lm_head'], log_level='INFO', "
-    "input_shapes_profile=None, **kwargs",
-    "quantize_rtn": "onnx_model, block_size, dq_only=False, nodes_to_exclude=[], **kwargs",
-    "rtn": "w, s, block_size, quantize_axis=0, zp=None, num_bits=4",
-    "dq_tensor": "w, s, block_size, quantize_axis=0, zp=None",
-    "quant_tensor": "w, block_size, quantize_axis=0, alpha=1.0, use_zero_point=False, "
-    "num_bits=4",
-    "find_scales": "w, block_size, quantize_axis=0, alpha=1.0, use_zero_point=False, "
-    "num_bits=4",
-    "get_act_scale": "x",
-    "get_weight_scale": "weight, block_size=None",
-    "get_scale": "x_max, w_max, alpha",
-    "AWQLiteHelper": "x, w, block_size, **kwargs",
-    "AWQClipHelper": "w, block_size, **kwargs",
-    "clip_search": "x, w, awq_clip, max_tokens=64, num_bits=4, **kwargs",
-    "run_awq_scale_search_per_node": "wa_pack, augmented_onnx_path, block_size, "
-    "use_zero_point, session, awq_lite, inputs, tqdm_msg_append_str, enable_weight_clipping, "
-    "enable_fast_path_using_high_sysram, output_data, clip_alphas, layer_info=None, **kwargs",
-    "run_awq_scale_search_per_subgraph": "wa_pack, act_to_wa_pack_map, "
-    "act_to_quant_nodes_weight_shape_map, augmented_onnx_path, block_size, use_zero_point, "
-    "session, awq_lite, inputs, tqdm_msg_append_str, **kwargs",
-    "get_x_w_mean_for_subgraph": "wa_pack, wa_pack_idx_list, augmented_onnx_path, x, "
-    "block_size",
-    "get_act_to_weight_map_and_act_to_wa_pack_map": "wa_pack",
-    "get_parent_child_nodes_map": "graph, wa_pack, nodes_to_exclude",
-    "find_quantizable_weights": "graph, nodes_to_exclude",
+    name: rest.removesuffix(")")
+    for line in int4_golden.SIGNATURES.read_text(encoding="utf-8").splitlines()
+    for name, _, rest in [line.partition("(")]
 }
 
 
