@@ -4,7 +4,7 @@
 Every Shape and Size runs directly after its producer, and so does the small chain of integers
 that hangs on it. Of the others, several orders are made (the two native ones, and
 :mod:`.heuristics`) and simulated. In the best one, what is held at the peak without being used
-there is made later or read earlier, as long as that lowers the peak and the budget lasts.
+there is made later, as long as that lowers the peak and the budget lasts.
 
 The result is an order that onnxruntime's ``PRIORITY_BASED`` runs as it is, or what the best of
 three files runs by default.
@@ -31,9 +31,8 @@ _CHAIN_BYTES = 4096
 # Nodes that all simulations of moves may run; about a second for a million.
 _MOVED_NODES = 100_000
 _MAX_MOVES = 150
-# Tensors tried at one peak, and nodes that may go along with one.
+# Tensors tried at one peak.
 _TENSORS_AT_PEAK = 8
-_MOVED_ALONG = 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +225,7 @@ def _lower_peak(
     simulate: Callable[[Sequence[int]], npt.NDArray[np.int64]],
     settle: Callable[[Sequence[int]], tuple[int, ...]],
 ) -> tuple[int, ...]:
-    """Move nodes away from the peak, tensor by tensor, as long as that lowers it.
+    """Make tensors after the peak, one by one, as long as that lowers it.
 
     ``settle`` makes an order one that runs as it is.
     """
@@ -244,46 +243,18 @@ def _lower_peak(
 
 
 def _moves(order: tuple[int, ...], peak: int, model: MemoryModel) -> Iterator[list[int]]:
-    """Make later, or read earlier, what step ``peak`` holds and does not use."""
+    """Make later what step ``peak`` holds and only later steps read."""
     step = ranks(order)
     made = {value: step[node] for node, values in enumerate(model.makes) for value in values}
-    readers: dict[int, set[int]] = {}
-    for node in order:
+    first: dict[int, int] = {}
+    for at, node in enumerate(order):
         for value in model.reads[node]:
-            readers.setdefault(value, set()).add(step[node])
-    waiting = [
-        value
-        for value, steps in readers.items()
-        if made[value] < peak < max(steps) and peak not in steps
-    ]
+            first.setdefault(value, at)
+    waiting = [value for value, at in first.items() if made[value] < peak < at]
     waiting.sort(key=lambda value: -model.sizes[value])
     for value in waiting[:_TENSORS_AT_PEAK]:
-        later = sorted(at for at in readers[value] if at > peak)
-        if min(readers[value]) > peak:  # make it later
-            at, first = made[value], later[0]
-            yield [*order[:at], *order[at + 1 : first], order[at], *order[first:]]
-        along = _needed([order[at] for at in later], step, peak, model.dependencies)
-        if along is not None:  # read it earlier
-            now = [node for node in order[peak:] if node in along]
-            after = [node for node in order[peak:] if node not in along]
-            yield [*order[:peak], *now, *after]
-
-
-def _needed(
-    nodes: list[int], step: Sequence[int], peak: int, dependencies: Dependencies
-) -> set[int] | None:
-    """Nodes that have to run first to run some before the peak; None if too many."""
-    found: set[int] = set()
-    pending = list(nodes)
-    while pending:
-        node = pending.pop()
-        if step[node] < peak or node in found:
-            continue
-        if step[node] == peak or len(found) >= _MOVED_ALONG:
-            return None
-        found.add(node)
-        pending += dependencies.producers[node]
-    return found
+        at, reader = made[value], first[value]
+        yield [*order[:at], *order[at + 1 : reader], order[at], *order[reader:]]
 
 
 def _peak(live: npt.NDArray[np.int64]) -> int:
