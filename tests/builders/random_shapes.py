@@ -596,10 +596,6 @@ def _resize(g: Drawer) -> None:
         g.node("Resize", [value, *empty, g.ints(sizes)], mode=mode)
 
 
-def _blocks(op_type: str) -> Callable[[Drawer], object]:
-    return lambda g: g.node(op_type, [g.f(4)], blocksize=g.pick(1, 2))
-
-
 def _top_k(g: Drawer) -> None:
     value = g.f(least=1)
     axis = g.axis(value)
@@ -634,6 +630,10 @@ def _last(g: Drawer, value: Value) -> Value:
 
 def _channels(g: Drawer, value: Value) -> Value:
     return g.floats(value.shape[1])
+
+
+def _of(kind: np.dtype, *shape: int) -> Callable[[Drawer, Value], Value]:
+    return lambda g, value: g.constant(np.ones(shape, kind))
 
 
 def _flag(g: Drawer, value: Value) -> int:
@@ -680,16 +680,6 @@ def _same(g: Drawer, value: Value) -> Value:
     return g.rng.choice(same)
 
 
-def _absent(g: Drawer, value: Value) -> None:
-    return None
-
-
-def _attention(g: Drawer) -> None:
-    value, width = g.f(3), 2 * g.pick(1, 2)
-    weight, bias = g.floats(value.shape[2], 3 * width), g.floats(3 * width)
-    g.node("com.microsoft.Attention", [value, weight, bias], num_heads=2)
-
-
 def _grouped(g: Drawer) -> None:
     value = g.f(3)
     batch, length, _ = value.shape
@@ -698,31 +688,6 @@ def _grouped(g: Drawer) -> None:
     lengths = g.constant([max(length - 1, 0)] * batch, np.int32)
     inputs += [lengths, g.constant(length, np.int32)]
     g.node("com.microsoft.GroupQueryAttention", inputs, 3, num_heads=2, kv_num_heads=1)
-
-
-def _nbits(g: Drawer) -> None:
-    value, n = g.f(least=1), g.pick(1, 2, 3)
-    k = value.shape[-1]
-    blocks = -(-k // 16)
-    codes, scales = g.constant(np.ones((n, blocks, 8), np.uint8)), g.floats(n, blocks)
-    g.node(
-        "com.microsoft.MatMulNBits", [value, codes, scales], K=k, N=n, bits=4, block_size=16
-    )
-
-
-def _gather_quantized(g: Drawer) -> None:
-    table, scales = g.constant(np.ones((3, 8), np.uint8)), g.floats(3, 1)
-    where = g.constant(np.zeros(g.shape(g.pick(0, 1, 2)), np.int64))
-    g.node("com.microsoft.GatherBlockQuantized", [table, where, scales], block_size=16,
-           quantize_axis=1, bits=4)  # fmt: skip
-
-
-def _embedding(g: Drawer) -> None:
-    ids = g.constant(np.zeros(g.shape(2), np.int32))
-    tables = [g.floats(5, 4) for _ in range(2)]
-    four = [g.floats(4), g.floats(4)]
-    inputs = [ids, None, *tables, None, *four]
-    g.node("com.microsoft.EmbedLayerNormalization", inputs, 2)
 
 
 def _quantized(op_type: str, form: str) -> Callable[[Drawer], object]:
@@ -799,7 +764,10 @@ RECIPES: dict[str, Callable[[Drawer], object]] = {
     **{op: _matmul(op) for op in ("MatMul", "com.microsoft.FusedMatMul")},
     "com.microsoft.TransposeMatMul": _matmul("com.microsoft.TransposeMatMul"),
     **{op: _gather(op) for op in ("Gather", "GatherElements")},
-    **{op: _blocks(op) for op in ("DepthToSpace", "SpaceToDepth")},
+    **{
+        op: _with(op, rank=4, blocksize=lambda g, v: g.pick(1, 2))
+        for op in ("DepthToSpace", "SpaceToDepth")
+    },
     "ArgMax": _with("ArgMax", least=1, axis=_axis, keepdims=_flag),
     "ArgMin": _with("ArgMin", least=1, axis=_axis, keepdims=_flag),
     "BatchNormalization": _with("BatchNormalization", *[_channels] * 4, least=2),
@@ -863,17 +831,30 @@ RECIPES: dict[str, Callable[[Drawer], object]] = {
     "Trilu": _with("Trilu", least=2),
     "Unsqueeze": _unsqueeze,
     "Where": _where,
-    "com.microsoft.Attention": _attention,
+    "com.microsoft.Attention": _with(
+        "com.microsoft.Attention", lambda g, v: g.floats(v.shape[2], 12), _of(F, 12),
+        rank=3, num_heads=2),
     "com.microsoft.BiasGelu": _with("com.microsoft.BiasGelu", _last, least=1),
     "com.microsoft.DynamicQuantizeMatMul": _with(
         "com.microsoft.DynamicQuantizeMatMul",
         lambda g, v: g.constant(np.ones((v.shape[-1], 2), np.uint8)), _scalar(1), least=1),
-    "com.microsoft.EmbedLayerNormalization": _embedding,
-    "com.microsoft.GatherBlockQuantized": _gather_quantized,
+    "com.microsoft.EmbedLayerNormalization": lambda g: g.node(
+        "com.microsoft.EmbedLayerNormalization",
+        [g.constant(np.zeros(g.shape(2), np.int32)), None, g.floats(5, 4), g.floats(5, 4),
+         None, g.floats(4), g.floats(4)], 2),
+    "com.microsoft.GatherBlockQuantized": lambda g: g.node(
+        "com.microsoft.GatherBlockQuantized",
+        [g.constant(np.ones((3, 8), np.uint8)),
+         g.constant(np.zeros(g.shape(g.pick(0, 1, 2)), np.int64)), g.floats(3, 1)],
+        block_size=16, quantize_axis=1, bits=4),
     "com.microsoft.GroupQueryAttention": _grouped,
     "com.microsoft.MatMulIntegerToFloat": _quantized(
         "com.microsoft.MatMulIntegerToFloat", "xwss"),
-    "com.microsoft.MatMulNBits": _nbits,
+    "com.microsoft.MatMulNBits": _with(
+        "com.microsoft.MatMulNBits",
+        lambda g, v: g.constant(np.ones((3, -(-v.shape[-1] // 16), 8), np.uint8)),
+        lambda g, v: g.floats(3, -(-v.shape[-1] // 16)),
+        least=1, K=lambda g, v: v.shape[-1], N=3, bits=4, block_size=16),
     "com.microsoft.MultiHeadAttention": _with(
         "com.microsoft.MultiHeadAttention", _same, _same, rank=3, num_heads=1),
     "com.microsoft.QLinearAdd": _quantized("com.microsoft.QLinearAdd", "xszyszsz"),
