@@ -98,6 +98,7 @@ def trim_padding(
         context.remarks.refused(_MODEL, str(refusal))
         return
     context.trials.extend(_trial_batches(model, proof))
+    remove_unused(model)  # of which nothing is known
     _forget_lengths(model, proof)
     nodes.cut_sides()
     sides = [v for v in model.graph.outputs if isinstance(flow.value(v), Side)]

@@ -197,11 +197,12 @@ def test_neither_names_nor_sizes_make_a_sequence(shapes, count):
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-5)
 
 
-def test_a_node_that_nothing_reads_says_nothing():
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_node_that_nothing_reads_says_nothing(pack: bool):
     """onnxruntime may drop it, whatever sizes it reads."""
     snippet = sections()["@labels"]
     model = attacked(ADDITIVE, f"{snippet}\nunread = Add(wanted, hidden)\ny = Neg(wanted)")
-    result = without_trials(model)
+    result = without_trials(model, pack=pack)
     feed = fed(model, ("111", "11111"), 0)
     np.testing.assert_array_equal(run(result, feed)[0], run(model, feed)[0])
 
