@@ -37,7 +37,7 @@ from ortplugins.quantization.methods.nearest import (
 )
 from ortplugins.quantization.statistics.accumulator import ActivationStatistics, pooled
 from ortplugins.quantization.weights.recipe import Recipe
-from ortplugins.quantization.weights.weight import Group, Weight, in_forms
+from ortplugins.quantization.weights.weight import Group, Weight
 from rewrite_rules.weights.bit_packing import pack_rows
 
 Quantized = tuple[Codes, Floats, ZeroPoints | None]
@@ -128,7 +128,7 @@ class _Inputs:
         if gram is None and tokens is not None and ("gptq" in steps or "clip" in steps):
             # There were so few that all of them are here.
             gram = tokens.T @ tokens / np.float32(len(tokens))
-        scales, alpha = None, math.nan
+        scales, alpha = group.channel_scales, group.alpha
         if "scales" in steps:
             scales, alpha = _search_scales(group, recipe, known["mean_abs"], tokens, gram)
         if scales is not None:
@@ -197,45 +197,35 @@ def _search_scales(
 
 
 def _quantized(weight: Weight, group: Group, inputs: _Inputs, recipe: Recipe) -> Weight:
-    """Quantise a weight in each of its forms; return it with errors."""
+    """Quantise a weight; return it with errors."""
     if inputs.feedback is not None:
         inputs.feedback.factor(weight.form)
-    matrix = _matrix(weight)
-    writers = [_CodesWriter(each) for each in weight.choices]
+    matrix, writer = _matrix(weight), _CodesWriter(weight)
     given = None if weight.layer is None else weight.layer.load(weight.form.is_symmetric)
 
-    def strip(columns: slice) -> npt.NDArray[np.float64]:
+    def strip(columns: slice) -> list[float]:
         floats = _checked(matrix[:, columns], weight.name)
         scaled = floats if inputs.scales is None else floats * inputs.scales[:, None]
-        rows = []
-        for writer in writers:
-            form = writer.weight.form
-            if given is not None:
-                quantized = _columns(given, columns)
-            else:
-                steps = group.steps if writer.weight is weight else None
-                quantized = _codes(floats, scaled, writer.weight, steps, inputs, recipe)
-            writer.write(columns, *quantized)
-            difference = dequantize_blocks(*quantized, form)
-            difference -= scaled
-            # A choice between forms rests on the error, so on all tokens.
-            rows.append(_squares(floats, scaled, difference, inputs, len(writers) > 1))
-        return np.array(rows)
+        if given is not None:
+            quantized = _columns(given, columns)
+        else:
+            quantized = _codes(floats, scaled, weight, group.steps, inputs, recipe)
+        writer.write(columns, *quantized)
+        difference = dequantize_blocks(*quantized, weight.form)
+        difference -= scaled
+        # A choice between forms rests on the error, so on all tokens.
+        return _squares(floats, scaled, difference, inputs, group.undecided)
 
     with concurrent.futures.ThreadPoolExecutor(group.threads) as pool:
         sums = np.sum(list(pool.map(strip, _strips(matrix, "gptq" in group.steps))), axis=0)
-    measured = inputs.sample is not None
-    return in_forms(
-        writer.close(each, measured=measured)
-        for writer, each in zip(writers, sums, strict=True)
-    )
+    return writer.close(sums, measured=inputs.sample is not None)
 
 
 def _codes(
     floats: Floats,
     scaled: Floats,
     weight: Weight,
-    steps: tuple[str, ...] | None,
+    steps: tuple[str, ...],
     inputs: _Inputs,
     recipe: Recipe,
 ) -> Quantized:

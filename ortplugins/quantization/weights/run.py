@@ -48,7 +48,7 @@ from ortplugins.quantization.weights.recipe import METHODS, Recipe
 from ortplugins.quantization.weights.report import QuantizeReport
 from ortplugins.quantization.weights.run_folder import NOTHING_KEPT, RunFolder
 from ortplugins.quantization.weights.uses import WeightUse
-from ortplugins.quantization.weights.weight import UNREACHED, Group, Weight, in_forms
+from ortplugins.quantization.weights.weight import UNREACHED, Group, Weight
 
 _MORE_BITS = 8
 _SHOWN = 8  # names in a note
@@ -91,7 +91,7 @@ def quantize_graph(
         at_once, in_order = _schedule(plan, recipe, calibration)
         total, done = sum(group.elements for group in (*at_once, *in_order)), 0
         for group in itertools.chain(
-            run.at_once(at_once), run.in_order(at_once, in_order) if in_order else ()
+            run.at_once(at_once, in_order), run.in_order(at_once, in_order)
         ):
             done += group.elements
             if progress is not None:
@@ -178,12 +178,43 @@ class _Run:
         self._numbers = itertools.count()
         self._floats = ScratchWriter(self._scratch / "weights")
 
-    def at_once(self, groups: Sequence[Group]) -> Iterator[Group]:
-        """Quantise groups for inputs of the float model; then choose what gets 8 bits."""
+    def at_once(self, groups: Sequence[Group], again: Sequence[Group]) -> Iterator[Group]:
+        """Quantise groups for inputs of the float model; then choose what gets 8 bits.
+
+        Some are quantised ``again`` afterwards, and get their codes of 8 bits then.
+        """
+        for group in groups:
+            group.undecided = self._recipe.share_of_8_bits > 0
         for ready in self._calibrated(groups):
             yield from self._quantized(ready)
-        if self._recipe.share_of_8_bits:
-            _choose_more_bits(groups, self._recipe.share_of_8_bits)
+        chosen = _gain_most(groups, self._recipe.share_of_8_bits)
+        parts: dict[Group, list[Weight]] = {}
+        for group in groups:
+            wide = {w: _with_more_bits(w) for w in group.weights if w in chosen}
+            if wide and not (group in again and METHODS[group.method]):
+                parts[self._part(group, list(wide.values()))] = list(wide.values())
+            group.undecided = False
+            group.weights = [wide.get(weight, weight) for weight in group.weights]
+        done: dict[Weight, Weight] = {}
+        for part in self._quantized(list(parts)):
+            done.update(zip(parts[part], part.weights, strict=True))
+        for group in groups:
+            group.weights = [done.get(weight, weight) for weight in group.weights]
+
+    def _part(self, group: Group, weights: list[Weight]) -> Group:
+        """Return some weights of a group that is done, to be rounded behind its scales."""
+        key = self._folder.key(scales_of=self._folder.codes_key(group))
+        statistics = group.statistics
+        if len(group.activations) == 1:  # see _calibrated
+            statistics = [{k: v for k, v in one.items() if k != "gram"} for one in statistics]
+        return dataclasses.replace(
+            group,
+            weights=weights,
+            method="rtn",
+            statistics=statistics,
+            statistics_key=key,
+            undecided=False,
+        )
 
     def in_order(self, done: Sequence[Group], groups: Sequence[Group]) -> Iterator[Group]:
         """Quantise groups of one activation each, for the inputs that those before leave.
@@ -201,7 +232,7 @@ class _Run:
         before: object = [self._folder.codes_key(group) for group in fixed]
         for group in sorted(groups, key=lambda group: models.places.get(group.names[0], 0)):
             group.statistics_key = self._folder.key(codes_before=before)
-            self._make_room(group, self._cores, undecided=False)
+            self._make_room(group, self._cores)
             before = self._folder.codes_key(group)
             found = self._folder.codes(group.for_worker())
             if found is None:
@@ -229,16 +260,22 @@ class _Run:
         for group in waiting:
             group.statistics_key = " ".join(keys[name] for name in group.names)
         missing = [request for name, request in requests.items() if name not in known]
-        files: dict[str, Path] = {}
+        files: dict[str, list[Path]] = {}
+        undecided = self._recipe.share_of_8_bits > 0
+        pooled = {name for g in waiting if len(g.activations) > 1 for name in g.names}
         for batch in itertools.chain([{}], self._collected(missing)):
             for name, found in batch.items():
                 arrays = {} if found is None else found.arrays()
                 if self._folder.keeps:
                     known[name] = self._folder.keep_statistics(keys[name], arrays)
-                else:
-                    writer = self._writer("statistics")
-                    known[name] = {k: writer.append(array) for k, array in arrays.items()}
-                    files[name] = writer.path
+                    continue
+                writers = self._writer("statistics"), self._writer("moments")
+                known[name] = {
+                    key: writers[key == "gram"].append(array) for key, array in arrays.items()
+                }
+                files[name] = [writer.path for writer in writers]
+                if undecided:  # errors of 8 bits are measured on the tokens
+                    files[name] = [] if name in pooled else files[name][1:]
             batch.clear()  # in files now
             ready = [group for group in waiting if known.keys() >= set(group.names)]
             waiting = [group for group in waiting if group not in ready]
@@ -247,7 +284,8 @@ class _Run:
             yield ready
             wanted = {name for group in waiting for name in group.names}
             for name in files.keys() - wanted:
-                files.pop(name).unlink(missing_ok=True)
+                for path in files.pop(name):
+                    path.unlink(missing_ok=True)
         yield last
 
     def _collected(
@@ -262,7 +300,7 @@ class _Run:
         futures: dict[concurrent.futures.Future[Group], Group] = {}
         try:
             for group in sorted(groups, key=lambda group: -group.elements):
-                self._make_room(group, threads, undecided=self._recipe.share_of_8_bits > 0)
+                self._make_room(group, threads)
                 task = group.for_worker()
                 kept = self._folder.codes(task)
                 if kept is None:
@@ -299,27 +337,17 @@ class _Run:
                 found[name] = max(both, key=lambda r: (r.gram, r.gram_tokens))
         return found
 
-    def _make_room(self, group: Group, threads: int, *, undecided: bool) -> None:
-        """Give weights space for their codes, in two forms where one is yet to be chosen."""
+    def _make_room(self, group: Group, threads: int) -> None:
+        """Give weights space for their codes."""
         group.threads = threads
         weights = []
         for weight in group.weights:
-            forms = [weight.form]
-            if undecided and weight.form.bits < _MORE_BITS:
-                forms.append(dataclasses.replace(weight.form, bits=_MORE_BITS))
             # onnxruntime (1.32) reads rows of 2 bits that end within a byte wrongly.
-            within_byte = any(form.bits == 2 for form in forms) and weight.N % 4 != 0
+            within_byte = weight.form.bits == 2 and weight.N % 4 != 0
             k_last = self._recipe.quant_format != "QDQ" or weight.is_table or within_byte
             floats = self._floats.refer_to(weight.uses[0].tensor)
             # A file for each: whoever works on it may write while others do.
-            weights.append(
-                in_forms(
-                    dataclasses.replace(weight, form=form).with_room(
-                        floats, self._writer("codes"), k_last
-                    )
-                    for form in forms
-                )
-            )
+            weights.append(weight.with_room(floats, self._writer("codes"), k_last))
         group.weights = weights
 
 
@@ -341,8 +369,8 @@ def _restored(
     return (matrix.T if use.wanted_k_last else matrix).astype(use.tensor.dtype.numpy())
 
 
-def _choose_more_bits(groups: Sequence[Group], share: float) -> None:
-    """Give more bits to weights that lose most error for each element, as far as they go.
+def _gain_most(groups: Sequence[Group], share: float) -> set[Weight]:
+    """Return the weights that lose most error for each element by more bits, up to a share.
 
     The error is tr(D^T H D), D = dequantised - W, H = X^T X / count: the square of what is
     added to the outputs for each token. Absolute, since layers add to one residual stream: on
@@ -354,7 +382,7 @@ def _choose_more_bits(groups: Sequence[Group], share: float) -> None:
 
     def gain(weight: Weight) -> float:
         # One that was not measured, or has these bits already, gains nothing.
-        added = 0.0 if weight.wider is None else np.nan_to_num(weight.added_error)
+        added = 0.0 if weight.form.bits >= _MORE_BITS else np.nan_to_num(weight.added_error)
         return float(added / weight.elements)
 
     chosen = set()
@@ -362,10 +390,9 @@ def _choose_more_bits(groups: Sequence[Group], share: float) -> None:
         if gain(weight) > 0 and weight.elements <= left:
             chosen.add(weight)
             left -= weight.elements
-    for group in groups:
-        group.weights = [
-            dataclasses.replace(weight.wider, uses=weight.uses, method="rtn")
-            if weight in chosen and weight.wider is not None
-            else dataclasses.replace(weight, wider=None)
-            for weight in group.weights
-        ]
+    return chosen
+
+
+def _with_more_bits(weight: Weight) -> Weight:
+    form = dataclasses.replace(weight.form, bits=_MORE_BITS)
+    return dataclasses.replace(weight, form=form, method="rtn")

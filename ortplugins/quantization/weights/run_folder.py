@@ -29,7 +29,7 @@ from ortplugins.model_io.loading import digest_of_files
 from ortplugins.model_io.tensor_reference import ScratchWriter, TensorReference
 from ortplugins.quantization.statistics.collect import Calibration
 from ortplugins.quantization.weights.recipe import Recipe
-from ortplugins.quantization.weights.weight import Group, in_forms
+from ortplugins.quantization.weights.weight import Group
 from ortplugins.samples.sources import KeptSamples
 
 _MARK = "ortplugins-run"
@@ -115,12 +115,13 @@ class RunFolder:
         return self.key(
             method=group.method,
             statistics=group.statistics_key,
+            undecided=group.undecided,
             weights=[
                 (
                     weight.name,
                     weight.stored_k_last,
                     weight.layer and dataclasses.asdict(weight.layer),
-                    [(dataclasses.asdict(each.form), each.k_last) for each in weight.choices],
+                    (dataclasses.asdict(weight.form), weight.k_last),
                 )
                 for weight in group.weights
             ],
@@ -139,13 +140,12 @@ class RunFolder:
         return dataclasses.replace(
             group,
             weights=[
-                in_forms(
-                    dataclasses.replace(
-                        each, weight_error=own, output_error=output, added_error=added
-                    )
-                    for each, (own, output, added) in zip(weight.choices, errors, strict=True)
+                dataclasses.replace(
+                    weight, weight_error=own, output_error=output, added_error=added
                 )
-                for weight, errors in zip(group.weights, found["errors"], strict=True)
+                for weight, (own, output, added) in zip(
+                    group.weights, found["errors"], strict=True
+                )
             ],
             reached=found["reached"],
             channel_scales=None if scales is None else np.array(scales.map()),
@@ -160,7 +160,7 @@ class RunFolder:
         if group.channel_scales is not None:
             arrays["channel_scales"] = group.channel_scales
         errors = [
-            [(w.weight_error, w.output_error, w.added_error) for w in weight.choices]
+            (weight.weight_error, weight.output_error, weight.added_error)
             for weight in group.weights
         ]
         more = {"errors": errors, "reached": group.reached, "alpha": group.alpha}
@@ -211,9 +211,8 @@ NOTHING_KEPT = RunFolder(None)
 def _files(group: Group) -> Iterator[tuple[str, TensorReference]]:
     """Name every tensor that a worker writes."""
     for number, weight in enumerate(group.weights):
-        for choice, each in enumerate(weight.choices):
-            for kind, target in each.files():
-                yield f"{number}.{choice}.{kind}", target
+        for kind, target in weight.files():
+            yield f"{number}.{kind}", target
 
 
 def _digest_of_samples(samples: KeptSamples) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -57,19 +57,13 @@ class Weight:
     weight_error: float = math.nan
     output_error: float = math.nan
     # Square of the error of the products, for each token, summed over the columns: tr(D^T H D)
-    # where there are second moments H and more bits to choose, else that of the sample.
+    # where there are second moments H and bits are undecided, else that of the sample.
     added_error: float = math.nan
-    wider: Weight | None = None  # the same in more bits, to be chosen from later
 
     @property
     def elements(self) -> int:
         """How many numbers it has."""
         return self.K * self.N
-
-    @property
-    def choices(self) -> tuple[Weight, ...]:
-        """The weight in every form that is quantised."""
-        return (self,) if self.wider is None else (self, self.wider)
 
     @property
     def is_table(self) -> bool:
@@ -125,7 +119,8 @@ class Group:
     statistics: Sequence[Mapping[str, TensorReference]] = ()
     statistics_key: str = ""  # in the run folder
     threads: int = 1  # that may share the columns of a weight; it changes no bit
-    # What was found.
+    undecided: bool = False  # whether some weights may get more bits later
+    # What was found; scales that are there already are not searched again.
     reached: bool = False  # whether a token meets the weights
     channel_scales: Floats | None = None  # [K], of rows; activations are divided by them
     alpha: float = math.nan  # their exponent
@@ -148,10 +143,7 @@ class Group:
 
     def for_worker(self) -> Group:
         """Return a copy without the graph."""
-        weights = [
-            in_forms(dataclasses.replace(each, uses=()) for each in weight.choices)
-            for weight in self.weights
-        ]
+        weights = [dataclasses.replace(weight, uses=()) for weight in self.weights]
         return dataclasses.replace(self, weights=weights, activations=())
 
     def take_in(self, found: Group) -> None:
@@ -169,9 +161,3 @@ class Group:
         """Return where an activation meets the weights of the group."""
         uses = (use for weight in self.weights for use in weight.uses)
         return [(use.node, 1 - use.index) for use in uses if use.activation is activation]
-
-
-def in_forms(forms: Iterable[Weight]) -> Weight:
-    """Return a weight in one form, or in a second one that may be chosen later."""
-    first, *others = forms
-    return dataclasses.replace(first, wider=others[0] if others else None)
