@@ -143,16 +143,18 @@ DQ = "[dq] d = DequantizeLinear <axis = 1, block_size = 32> (w, s, z)"
 
 
 def test_a_bias_that_products_share_is_scaled_for_each():
+    """By beta, which may go into the kernel's bias; alpha is of the product alone."""
     case = DequantizedMatMul(64, 8, 32, "uint4")
-    model = case.model_of("""[a] a = Gemm <beta = 2.0> (x, dq_out, b)
-        [b] c = Gemm <beta = 3.0> (x, dq_out, b)  [add] y = Sub (a, c)""")
+    model = case.model_of("""[a] p = Gemm <beta = 2.0> (x, dq_out, b)
+        [b] q = Gemm <beta = 3.0> (x, dq_out, b)  [c] r = Gemm <alpha = 0.5> (x, dq_out, b)
+        [sub] s = Sub (p, q)  [add] y = Add (s, r)""")
     bias = ir.tensor(np.arange(1, 9, dtype=np.float32), name="b")
     model.graph.register_initializer(ir.Value(name="b", const_value=bias))
-    for node in (model.graph.node("a"), model.graph.node("b")):
-        node.replace_input_with(2, model.graph.initializers["b"])
+    for name in "abc":
+        model.graph.node(name).replace_input_with(2, model.graph.initializers["b"])
     expected = model.clone()
     fuse_weights(model)
-    assert op_types(model).count("MatMulNBits") == 2
+    assert op_types(model).count("MatMulNBits") == 3
     assert_same_outputs(model, expected, {"x": case.feed(8)}, rtol=1e-5, atol=1e-3)
 
 
