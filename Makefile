@@ -12,7 +12,7 @@ help:
 	@echo "make demo       SmolLM2-135M: plain onnxruntime against ortplugins, one table (5 minutes)"
 	@echo "make test       static checks and all fast tests (under 10 minutes)"
 	@echo "make test-exhaustive  every layout, bad input and long fuzzes (25 minutes)"
-	@echo "make test-strength  breaks the code in one place at a time: the nearest tests notice (10 minutes)"
+	@echo "make test-strength  breaks the code in one place at a time: the nearest tests notice (30 minutes)"
 	@echo "make test-mutations  5,000 mutants of models, rewritten and compared (40 minutes)"
 	@echo "make test-versions  the same files on onnxruntime 1.22 to 1.32 (5 minutes)"
 	@echo "make test-packaging  wheel and sdist, installed in empty environments (5 minutes)"

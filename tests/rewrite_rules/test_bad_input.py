@@ -708,7 +708,10 @@ def test_sparse_constants_are_read(tmp_path, places, node):
 
 @pytest.mark.parametrize(
     ("places", "dims"),
-    [([9 * N], [1, N]), ([-1], [1, N]), ([0, 1], [1, N]), ([0], [1 << 40, N])],
+    [
+        *(([9 * N], [1, N]), ([-1], [1, N]), ([[0, -1]], [1, N]), ([0, 1], [1, N])),
+        ([0], [1 << 40, N]),
+    ],
 )
 def test_a_damaged_sparse_constant_is_named(tmp_path, places, dims):
     proto = written(f"{DQ}  p = MatMul (x, d)  y = Add (p, sparse)")
