@@ -28,6 +28,7 @@ from onnxscript import TapeBuilder
 from rewrite_rules.graph.initializers import FreshNames
 from rewrite_rules.graph.parameters import constant
 from rewrite_rules.remarks import Refusal
+from rewrite_rules.shapes.dimensions import Dim
 from rewrite_rules.trim_padding.sample_masks import LOW
 from rewrite_rules.trim_padding.token_axes import BATCH, UNFIT, Axes, Sequence, sequences_of
 from rewrite_rules.trim_padding.token_flow import Side, TokenFlow
@@ -456,21 +457,30 @@ class PaddingNodes:
                 self._clones[key] = op.ReduceProd(sizes, keepdims=0) if is_size else sizes
         return self._clones[key]
 
-    def _size(self, dim: tuple[int, tuple[int, ...]]) -> Any:
-        op, roles, (count, unknowns) = self._before, self._flow.roles, dim
+    def _size(self, dim: Dim) -> Any:
+        op, (count, unknowns) = self._before, dim
         result = op.integers([count])
         for unknown in unknowns:
+            size = self._unknown(unknown)
+            result = size if count == 1 and len(unknowns) == 1 else op.Mul(result, size)
+        return result
+
+    def _unknown(self, unknown: int) -> Any:
+        op, roles, key = self._before, self._flow.roles, ("size", unknown)
+        if key not in self._clones:
             how, parts = roles.recipe(unknown)
             sizes = map(self._size, parts)
             if unknown in roles.places:
                 value, axis = roles.places[unknown]
-                size = op.Gather(op.Shape(value), op.integers([axis]), axis=0)
-            elif how:
-                size = op.Div(*sizes) if how == "Div" else self._extreme(how, *sizes)
-            else:
+                self._clones[key] = op.Gather(op.Shape(value), op.integers([axis]), axis=0)
+            elif not how:
                 raise Refusal(UNFIT)
-            result = size if count == 1 and len(unknowns) == 1 else op.Mul(result, size)
-        return result
+            else:
+                is_quotient = how == "Div"
+                self._clones[key] = (
+                    op.Div(*sizes) if is_quotient else self._extreme(how, *sizes)
+                )
+        return self._clones[key]
 
     def _joined(self, sizes: Iterable[Any]) -> Any:
         parts = [*sizes]

@@ -207,13 +207,19 @@ def test_a_node_that_nothing_reads_says_nothing(pack: bool):
     np.testing.assert_array_equal(run(result, feed)[0], run(model, feed)[0])
 
 
-@pytest.mark.parametrize("multiple", [1, 8])
-def test_scores_that_the_model_masks_keep_their_best(multiple):
-    mask, head, _ = ATTACKS["minus infinity"]
-    model = attacked(mask, head)
+@pytest.mark.parametrize(
+    ("attack", "multiple", "rows"),
+    [
+        ("minus infinity", 1, ("111", "11111")),
+        ("minus infinity", 8, ("111", "11111")),
+        ("counts beyond 301", 1, ("1" * 300, "1111")),
+    ],
+)
+def test_scores_that_the_model_masks_keep_their_best(attack, multiple, rows):
+    model = attacked(*ATTACKS[attack][:2])
     passes = [ortplugins.TrimPadding(multiple=multiple)]
     result = ortplugins.optimize(model, passes=passes).model
-    feed = batch("111", "11111", length=19)
+    feed = batch(*rows, length=max(map(len, rows)) + 14)
     (found, _), (expected, _) = (
         session(m, optimised=False).run(None, feed) for m in (result, model)
     )
