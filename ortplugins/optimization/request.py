@@ -77,7 +77,8 @@ class BuildRequest(NamedTuple):
     def has_to_be_kept(self) -> str:
         """Why nothing is built where it cannot be kept; empty where it is."""
         # Else every start of every worker would measure for a minute.
-        return f"hint {self.plan.hint}: nothing is measured" if self.plan.hint else ""
+        measures = self.plan.hint and self.plan.hint_seconds
+        return f"hint {self.plan.hint}: nothing is measured" if measures else ""
 
     @property
     def final_graph(self) -> bool:

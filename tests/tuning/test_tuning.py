@@ -204,6 +204,9 @@ def test_nothing_is_measured_that_cannot_be_kept(model, tmp_path):
     with pytest.warns(ortplugins.OrtpluginsWarning, match="nothing is measured, as"):
         session = open_session(model, tmp_path / "file" / "cache")
     assert session.ortplugins_report.source == "untouched"
+    with pytest.warns(ortplugins.OrtpluginsWarning, match="works without its cache"):
+        unmeasured = open_session(model, tmp_path / "file" / "cache", hint_seconds=0)
+    assert taken(unmeasured) == [FUSION]
 
 
 def test_one_workload_may_not_pay_for_another(tmp_path, measured):
