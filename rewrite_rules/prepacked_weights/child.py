@@ -23,6 +23,8 @@ from rewrite_rules.prepacked_weights.records import (
     places,
     read_records,
     restore_order,
+    same_bytes,
+    stored,
 )
 
 if TYPE_CHECKING:
@@ -43,7 +45,8 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     source, folder = Path(job["model"]), Path(job["folder"])
     result = _pack(source, folder, job["data_name"])
-    result.update(_verify(source, folder))
+    if not result["damaged"]:
+        result.update(_verify(source, folder))
     print(json.dumps(result), flush=True)
 
 
@@ -54,7 +57,7 @@ def _leave_with_parent() -> None:
 
 
 def _pack(source: Path, folder: Path, data_name: str) -> dict[str, Any]:
-    """Pack into ``folder``: FINAL and its data; return what it takes."""
+    """Pack into ``folder``: FINAL and its data; return what it takes and what changed."""
     import onnx
 
     _open(source, save_to=folder / PACKED)
@@ -62,14 +65,19 @@ def _pack(source: Path, folder: Path, data_name: str) -> dict[str, Any]:
     before = onnx.load(source, load_external_data=False)
     restore_order(model, before)
     records = read_records(model)
+    # Its own bytes are those of the source, whatever onnxruntime saved.
+    was = stored(model, folder) | stored(before, source.parent)
     size = lay_out(model, folder, data_name, places(before))
     onnx.save(model, folder / FINAL)
+    now = stored(model, folder).items()
+    damaged = [name for name, piece in now if name in was and not same_bytes(was[name], piece)]
     _remove_saved(folder / PACKED)
     blobs = [blob for found in records.values() for one in found for blob in one.blobs]
     return {
         "weights": len(records),
         "blob_bytes": sum(length for _, length, _ in blobs),
         "data_bytes": size,
+        "damaged": damaged,
     }
 
 

@@ -63,7 +63,7 @@ def _prepack(model_path: Path, context: PassContext, limit_mb: int, seconds: int
         result = _run_child(model_path, folder, seconds, context)
         _check(result, limit_mb)
         _replace(model_path, folder)
-    compared = "outputs not compared: no inputs were found that it runs on"
+    compared = "every byte compared, but no outputs: no inputs were found that it runs on"
     if result["compared"]:
         compared = f"{result['compared']} outputs bit-equal"
     return (
@@ -120,6 +120,8 @@ def _run_child(
 def _check(result: dict[str, Any], limit_mb: int) -> None:
     if not result["weights"]:
         raise Refusal("no kernel of this model packs weights that can be kept")
+    if result["damaged"]:
+        raise Refusal(f"the bytes of {', '.join(result['damaged'])} differ in the new file")
     if result["different"]:
         raise Refusal(f"with packed weights outputs {result['different']} differ")
     if not result["in_use"]:

@@ -420,23 +420,61 @@ def test_a_tensor_that_is_the_beginning_of_another_stays_one(with_length, tmp_pa
     np.testing.assert_equal(run(str(path), feeds), expected)
 
 
-def test_a_packing_that_computes_something_else_is_refused(tmp_path, monkeypatch):
-    # The child gets a lay_out that mixes up two tensors of equal size.
+# What the child gets instead, the columns of x, and what the remark says.
+SABOTAGE = {
+    # Of x[r, c], no columns are found that the model runs on: bytes are compared all the same.
+    "two tensors of equal size are one": (
+        (
+            "real = r.lay_out\n"
+            "r.lay_out = lambda m, f, n, same: real(m, f, n, dict.fromkeys(same, 'one'))"
+        ),
+        "c",
+        "the bytes of v differ in the new file",
+    ),
+    "a packed form lies elsewhere": (  # what is copied is a weight, its form, the next weight
+        (
+            "import itertools\n"
+            "real, shifts = r._copy, itertools.cycle((0, 64))\n"
+            "r._copy = lambda s, t, at, n: real(s, t, at - next(shifts), n)"
+        ),
+        "c",
+        "differ in the new file",
+    ),
+    "a node reads another weight": (
+        (
+            "def restore_order(model, _): model.graph.node[1].input[1] = 'w'\n"
+            "r.restore_order = restore_order"
+        ),
+        "64",
+        "outputs ['y'] differ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SABOTAGE)
+def test_a_packing_that_computes_something_else_is_refused(name, tmp_path, monkeypatch):
+    code, columns, words = SABOTAGE[name]
     (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(
-        "import rewrite_rules.prepacked_weights.records as r\n"
-        "real = r.lay_out\n"
-        "r.lay_out = lambda m, f, n, same: real(m, f, n, dict.fromkeys(same, 'one'))\n"
-    )
+    code = f"import rewrite_rules.prepacked_weights.records as r\n{code}\n"
+    (tmp_path / "site" / "sitecustomize.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path / "site")
-    text = "g (float[2, 64] x) => (float[2, 64] y) { h = MatMul(x, w) y = MatMul(h, v) }"
+    text = f"""g (float[r, {columns}] x) => (float[r, 64] y) {{
+        h = MatMul(x, w)  y = MatMul(h, v) }}"""
     model = proto_of(text, {"w": normal(64, 64), "v": normal(64, 64, seed=1)})
     path = save(model, tmp_path / "m" / "model.onnx")
     before = contents(path.parent)
     outcome, reason = pack(path)
     assert outcome is Outcome.REFUSED
-    assert "outputs ['y'] differ" in reason
+    assert words in reason
     assert contents(path.parent) == before
+
+
+def test_bytes_are_compared_where_no_inputs_are_found(tmp_path):
+    text = "g (float[r, c] x) => (float[r, 64] y) { y = MatMul(x, w) }"
+    path = save(proto_of(text, {"w": normal(64, 64)}), tmp_path / "m" / "model.onnx")
+    outcome, reason = pack(path)
+    assert outcome is Outcome.FIRED
+    assert "every byte compared, but no outputs" in reason
 
 
 # The pass in sessions.
