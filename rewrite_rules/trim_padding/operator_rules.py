@@ -223,12 +223,21 @@ def _reduced(site: Site, gone: set[int], flag: str) -> Axes:
     )
 
 
+# 0 at one padded position counts like 0 at several.
+_EXTREMES = frozenset({"ReduceMax", "ReduceMin"})
+
+
 def _reduce(flag: str) -> Rule:
     def rule(site: Site) -> Axes:
         rank, given = len(site.tokens()), site.axes(1)
         if not given and site.integer("noop_with_empty_axes", 0):
             return changed(site.tokens(), Sequence.reduced)
-        return _reduced(site, axes_of(given or range(rank), rank), flag)
+        gone = axes_of(given or range(rank), rank)
+        mixed = sequences_of(*(site.tokens()[i] for i in gone))
+        if site.node.op_type in _EXTREMES and any(one.zero and not one.low for one in mixed):
+            site.flow.keeps_one = True
+            return _reduced(site, gone, "zero")
+        return _reduced(site, gone, flag)
 
     return rule
 

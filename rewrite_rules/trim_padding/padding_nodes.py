@@ -80,14 +80,19 @@ class PaddingNodes:
         self._cut: ir.Value | None = None
 
     def count(
-        self, sizes: Mapping[ir.Value, tuple[int | None, ...]], multiple: int, repeated: bool
+        self,
+        sizes: Mapping[ir.Value, tuple[int | None, ...]],
+        multiple: int,
+        repeated: bool,
+        keeps_one: bool,
     ) -> None:
         """Count the padding behind the longest row.
 
         Args:
             sizes: Where inputs have the batch, if they do, and where the sequence, each time.
             multiple: The length that is kept is a multiple of it.
-            repeated: One position of the padding is kept, and shows what stands at the others.
+            repeated: What stands at one position of the padding is what stands at all others.
+            keeps_one: One position of the padding is kept.
         """
         op, integers, back = self._before, self._before.integers, self._before.integers([-1])
         mask = self._mask
@@ -117,7 +122,7 @@ class PaddingNodes:
         lowest = op.constant(np.array(np.iinfo(np.int32).min, np.int32))
         behind = op.Pad(backwards, integers([0, 1]), lowest)
         cut = op.ArgMax(behind, axis=0, keepdims=1)
-        if repeated:
+        if keeps_one:
             cut = self._extreme("Max", op.Sub(cut, integers([1])), integers([0]))
         if multiple > 1:
             # Cut less, until what is kept is a multiple, or nothing is cut.

@@ -94,6 +94,7 @@ class TokenFlow:
         masked_by: Nodes that leave padded positions out, by the mask.
         read: Side values that meet tokens, by node and input, with what they have to show.
         picked: Side values that pick positions, which have to be real, by node and input.
+        keeps_one: Whether one position of the padding stays, to be among what is reduced.
         unpackable: Why other numbers at padded positions, or fewer rows, would show; or empty.
     """
 
@@ -112,6 +113,7 @@ class TokenFlow:
         self.values: dict[ir.Value, Value] = dict(inputs)
         self.masked_by: list[ir.Node] = []
         self.read: dict[tuple[ir.Node, int], Axes] = {}
+        self.keeps_one = False
         self.picked: dict[tuple[ir.Node, int], bool] = {}
         self.unpackable = "the model ends at some length" if roles.limits else ""
         self._rules = rules
@@ -291,7 +293,8 @@ class Site(node_facts.Site):
         """
         axes = tuple(axes)
         found = sequences_of(*axes)
-        if not all(flag and getattr(one, flag) for one in found):
+        # Of two at once, nothing is known where both are at padded positions.
+        if len(found) > 1 or not all(flag and getattr(one, flag) for one in found):
             raise Refusal("mixes positions, and no mask leaves padding out")
         left_out = all(flag and getattr(one, flag) for one in sequences_of(*beside))
         if any(BATCH in axis for axis in axes) and not left_out:

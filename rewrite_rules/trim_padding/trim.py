@@ -87,13 +87,14 @@ def trim_padding(
         outputs = [value for value in model.graph.outputs if value in axes]
         behind = [one for value in outputs for one in axes[value].values()]
         repeated = any(one.same and not one.zero for one in behind)
+        keeps_one = repeated or flow.keeps_one
         sizes = {
             value: (_axis_of_rows(known), *axes[value])
             for value, known in proof.inputs.items()
             if value in axes and isinstance(known, Tokens)
         }
         nodes = PaddingNodes(model, names, proof.mask, flow)
-        nodes.count(sizes, multiple, repeated)
+        nodes.count(sizes, multiple, repeated, keeps_one)
     except Refusal as refusal:
         context.remarks.refused(_MODEL, str(refusal))
         return
