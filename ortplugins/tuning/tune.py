@@ -285,8 +285,9 @@ class _Search:
                 raise MeasureError(plain.failed)
             ratios = _Ratios.of(ours, plain)
             self._note(fused.change, ours.failed, ratios)
-            if ratios is not None and self._gains(fused, ratios, _MUCH):
-                self._take_if_exact(fused, ratios)
+            much = ratios is not None and self._gains(fused, ratios, _MUCH)
+            if ratios is not None and much and self._is_exact_enough(fused):
+                self._take_measured(fused, ratios)
         rest = [fused] if fused is not None and self._base is self.plain else []
         noise, promising = self._promising(self._build_all(changes, rest))
         self._take_on_top(promising)
@@ -317,10 +318,7 @@ class _Search:
         return left / (sessions * self._seconds)
 
     def _promising(self, built: Sequence[Tuned]) -> tuple[float, list[Tuned]]:
-        """Return the noise, and the changes that may gain, those that gain most first.
-
-        A few rounds do not show whether a change gains little or nothing: pairs do.
-        """
+        """Return the noise, and the changes that may gain, those that gain most first."""
         if len(built) < 2:
             return 0.0, list(built)
         rounds = _ROUNDS[self._aim][0]
@@ -338,7 +336,7 @@ class _Search:
             elif not self._is_slower_somewhere(item, ratios, noise):
                 found.append((median, item))
         found.sort(key=lambda pair: pair[0])
-        return noise, [item for _, item in found if self._is_exact_enough(item)]
+        return noise, [item for _, item in found]
 
     def _take_on_top(self, promising: Sequence[Tuned]) -> None:
         """Measure each again beside what was taken before; take those that still gain."""
@@ -347,11 +345,13 @@ class _Search:
             rounds = self._rounds_left(3)
             if rounds < fewest and number:
                 self._refuse(one, "there was no time to measure it again (hint_seconds)")
-            elif (item := self._build(one.change)) is not None:
+                continue
+            item = self._build(one.change)
+            if item is not None and self._is_exact_enough(item):
                 share = rounds / (len(promising) - number)
                 noise, compared = self._compare([item], int(min(max(share, fewest), most)))
                 if compared and self._gains(*compared[0], noise):
-                    self._take_if_exact(*compared[0])
+                    self._take_measured(*compared[0])
 
     def _take(self, item: Tuned) -> None:
         name = item.change.name
@@ -360,9 +360,7 @@ class _Search:
             name = f"{self._base.change.name} + {name}"
         self._base = item._replace(change=item.change._replace(name=name))
 
-    def _take_if_exact(self, item: Tuned, ratios: _Ratios) -> None:
-        if not self._is_exact_enough(item):
-            return
+    def _take_measured(self, item: Tuned, ratios: _Ratios) -> None:
         if self._aim == "start":
             measured = self._with_runs(item, ratios)
             if measured is None:
