@@ -184,12 +184,6 @@ def slow_kernel(bits: int, block_size: int, accuracy_level: int) -> str | None:
     return None
 
 
-def check_speed(bits: int, block_size: int, accuracy_level: int) -> None:
-    """Refuse what :func:`slow_kernel` names."""
-    if slow := slow_kernel(bits, block_size, accuracy_level):
-        raise NoKernel(slow)
-
-
 def write_matmulnbits(
     initializers: DerivedInitializers,
     weight: BlockQuantizedWeight,

@@ -54,10 +54,6 @@ class Product:
         return self.index == 0
 
     @property
-    def weight(self) -> ir.Value | None:
-        return self.node.inputs[self.index]
-
-    @property
     def x(self) -> ir.Value | None:
         return self.node.inputs[1 - self.index]
 

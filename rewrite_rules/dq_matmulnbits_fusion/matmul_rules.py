@@ -31,9 +31,9 @@ from rewrite_rules.dq_matmulnbits_fusion.fusion_run import (
 )
 from rewrite_rules.dq_matmulnbits_fusion.kernels import (
     NoKernel,
-    check_speed,
     check_version,
     kernel_block_size,
+    slow_kernel,
     takes_bias,
     write_matmulnbits,
 )
@@ -108,8 +108,9 @@ class MultiplyByWeight(OperandRule):
         as_float = context.cpu_only and level.number == 4
         dtype = ir.DataType.FLOAT if as_float else weights[0].lossless_dtype
         check_version(operand, level.number, dtype, node.graph, context)
-        if context.cpu_only and run.options.slow_kernels != "fuse":
-            check_speed(operand.bits, block_size, level.number)
+        avoids_slow = context.cpu_only and run.options.slow_kernels != "fuse"
+        if avoids_slow and (slow := slow_kernel(operand.bits, block_size, level.number)):
+            raise NoKernel(slow)
         columns = weights[0].N
         if columns % 16 and (operand.bits, level.number) == (4, 0) and run.is_small(operand):
             # It multiplies with what happens to be in memory behind the last column. Small
