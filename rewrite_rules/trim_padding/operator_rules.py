@@ -173,6 +173,8 @@ def _product(site: Site, one: Axes, other: Axes) -> Axes:
     made = (*lead, one[-2], other[-1])
     check_rows((*made, both))
     new = _beside(made, mixes)
+    if mixes:  # a row is 0 only where what it is multiplied with is at real positions
+        return new
     # A row of zeros makes zeros.
     zero = iter(sequences_of(*made))
     return changed(new, lambda factor: dataclasses.replace(factor, zero=next(zero).zero))
