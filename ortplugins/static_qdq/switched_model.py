@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
 """A model whose grids can be switched on and off, and how far its outputs move then.
 
-    x -> Q -> DQ -> consumers        x -> If(switch) { Q -> DQ } else { Clip } -> consumers
+    x -> Q -> DQ -> consumers        x -> Where(switch, Q -> DQ, Clip) -> consumers
 
 Past the grid a value is clipped to the grid's range and not rounded: what a grid of infinitely
 many codes would do. Plain ``x`` would be another function, as onnxruntime's quantiser drops a
-Relu or Clip whose range the grid has. An If runs one branch only; its switch is an input of
-type bool. One session serves all settings: opening one folds and packs all weights.
+Relu or Clip whose range the grid has. A switch is an input of type bool. One session serves
+all settings: opening one folds and packs all weights.
 
 Outputs are compared with those of a reference:
 
@@ -192,66 +192,31 @@ def _folded_bytes(model: ir.Model) -> int:
 
 
 def add_switches(model: ir.Model, places: Sequence[QuantizedTensor]) -> list[str]:
-    """Add a bool input for each of some activations that have Q and DQ; return their names."""
+    """Add a bool input for each of some activations that have Q and DQ; return their names.
+
+    Outputs of the graph keep their names.
+    """
     names = FreshNames(model)
     switches = []
     for number, place in enumerate(places):
-        assert place.quantize is not None and place.source is not None
-        first = place.dequantizes[0]
-        quantize = _copy(place.quantize, [place.source, *place.quantize.inputs[1:]], names)
-        dequantize = _copy(first, [quantize.outputs[0], *first.inputs[1:]], names)
-        switch = names.take(f"ortplugins.grid_{number}")
-        branches = [quantize, dequantize], _clip(model.graph, place, names)
-        # A body whose output has no type is refused; the grid's scale tells it.
-        dtype = ir.DataType.from_numpy(place.grid.float_dtype)
-        _choose(model, switch, branches, dtype, place.dequantizes, names)
-        switches.append(switch)
+        assert place.quantize is not None
+        switches.append(names.take(f"ortplugins.grid_{number}"))
+        flag = ir.Value(
+            name=switches[-1], shape=ir.Shape([]), type=ir.TensorType(ir.DataType.BOOL)
+        )
+        model.graph.inputs.append(flag)
+        clips = _clip(model.graph, place, names)
+        place.quantize.prepend(clips)
+        for node in place.dequantizes:
+            old, clipped = node.outputs[0], clips[-1].outputs[0]
+            choice = ir.node("Where", [flag, clipped, clipped], name=names.take("choice"))
+            (new,) = choice.outputs
+            new.name, new.type, new.shape = old.name, old.type, old.shape
+            old.name = names.take(f"{old.name}_on_grid")
+            old.replace_all_uses_with(new, replace_graph_outputs=True)
+            choice.replace_input_with(1, old)
+            node.append(choice)
     return switches
-
-
-def _choose(
-    model: ir.Model,
-    switch: str,
-    branches: tuple[list[ir.Node], list[ir.Node]],
-    dtype: ir.DataType,
-    replaced: Sequence[ir.Node],
-    names: FreshNames,
-) -> None:
-    """Have a new input choose between two chains of nodes, in the place of some nodes.
-
-    An output of the graph keeps its name.
-    """
-    graph, subgraphs = model.graph, {}
-    for name, nodes in zip(("then_branch", "else_branch"), branches, strict=True):
-        nodes[-1].outputs[0].type = ir.TensorType(dtype)
-        subgraphs[name] = ir.Graph([], [nodes[-1].outputs[0]], nodes=nodes, name=name)
-    flag = ir.Value(name=switch, shape=ir.Shape([]), type=ir.TensorType(ir.DataType.BOOL))
-    graph.inputs.append(flag)
-    node = ir.node("If", [flag], subgraphs, name=names.take(f"{switch}_if"))
-    (new,) = node.outputs
-    new.name, new.type = names.take(f"{switch}_value"), ir.TensorType(dtype)
-    graph.insert_before(replaced[0], node)
-    for old in (each.outputs[0] for each in replaced):
-        for index, item in enumerate(graph.outputs):
-            if item is old:
-                keep = ir.node("Identity", [new], name=names.take(f"{new.name}_output"))
-                keep.outputs[0].type, keep.outputs[0].shape = old.type, old.shape
-                keep.outputs[0].name, old.name = old.name, names.take(f"{old.name}_old")
-                graph.append(keep)
-                graph.outputs[index] = keep.outputs[0]
-        old.replace_all_uses_with(new)
-
-
-def _copy(node: ir.Node, inputs: Sequence[ir.Value | None], names: FreshNames) -> ir.Node:
-    copy = ir.node(
-        node.op_type,
-        inputs,
-        dict(node.attributes),
-        domain=node.domain,
-        name=names.take(f"{node.name or node.op_type}_switched"),
-    )
-    copy.outputs[0].name = names.take(f"{node.outputs[0].name}_switched")
-    return copy
 
 
 def _clip(graph: ir.Graph, place: QuantizedTensor, names: FreshNames) -> list[ir.Node]:
