@@ -90,7 +90,11 @@ def _elementwise(site: Site) -> Axes:
     """Broadcast; an operand that is 0 everywhere is zero along all axes."""
     present = [i for i in range(len(site.node.inputs)) if site.has(i)]
     beside = [dataclasses.replace(site.beside(i), low=False) for i in present]
-    return _broadcast(site.operands(), per_token(site.node) or _NEVER, beside)
+    axes = _broadcast(site.operands(), per_token(site.node) or _NEVER, beside)
+    is_low = any(one.low for one in sequences_of(*axes))
+    if is_low and site.node.op_type in ("Add", "Sub") and not all(map(site.opens, present)):
+        return marked(axes, low=False)  # what is real may be as low
+    return axes
 
 
 def _cast(site: Site) -> list[Axes]:

@@ -108,6 +108,7 @@ class PaddingNodes:
         conditions = [
             *self._sizes_agree(sizes),
             *self._asked(any_row, repeated),
+            *self._opened(),
             *self._picks(),
         ]
         # Of another rank than the longest row: under one name for both axes of the mask,
@@ -284,6 +285,26 @@ class PaddingNodes:
                     if repeated and factor.same and not factor.zero:
                         yield self._is_same(whole, place, len(axes), any_row)
 
+    def _opened(self) -> Iterator[ir.Value]:
+        """Ask whether side values leave each position to see itself."""
+        op = self._before
+        for (node, index), axes in self._flow.opened.items():
+            value = node.inputs[index]
+            assert value is not None
+            side = self._flow.value(value)
+            assert isinstance(side, Side)
+            low = op.constant(side.arrays[0].dtype.type(LOW))
+            hidden = op.Less(self._whole(value), low)
+            first, *others = (i for i, axis in enumerate(axes) if sequences_of(axis))
+            for other in others:
+                hidden = op.And(hidden, self._diagonal(len(axes), first, other))
+            yield self._never(hidden)
+
+    def _diagonal(self, rank: int, *places: int) -> Any:
+        op = self._before
+        numbers = op.Range(op.integers(0), op.Squeeze(self._length), op.integers(1))
+        return op.Equal(*(self._spread(numbers, rank, [at]) for at in places))
+
     def _asked_along(
         self, value: ir.Value, axes: Axes, place: int, factor: Sequence
     ) -> Iterator[ir.Value]:
@@ -321,10 +342,7 @@ class PaddingNodes:
                 real = self._unsqueezed(self._real, rank, batch, other)
                 padded, itself = op.And(padded, real), op.And(itself, real)
                 if beside:
-                    end = op.Squeeze(self._length)
-                    numbers = op.Range(op.integers(0), end, op.integers(1))
-                    ends = (self._spread(numbers, rank, [at]) for at in (place, other))
-                    itself = op.And(itself, op.Equal(*ends))
+                    itself = op.And(itself, self._diagonal(rank, place, other))
             both = op.Or(padded, itself) if others and beside else padded
             self._clones[key] = both, itself
         found: tuple[Any, Any] = self._clones[key]

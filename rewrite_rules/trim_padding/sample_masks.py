@@ -66,6 +66,11 @@ class SampleMasks:
         found = {place: self._flags(place, arrays, real) for place in places}
         return tuple((found[i],) if i in found else axis for i, axis in enumerate(axes))
 
+    def is_open(self, arrays: Iterable[Array], axes: Axes) -> bool:
+        """Return whether no position is far below, real or not, where it is beside itself."""
+        places = [i for i, axis in enumerate(axes) if sequences_of(axis)]
+        return not any(((array < LOW) & _diagonal(places, array)).any() for array in arrays)
+
     def _real(
         self, places: list[int], batch: int | None, run: int, rank: int
     ) -> dict[int, Mask]:
@@ -107,13 +112,16 @@ class SampleMasks:
 
 def _itself(real: dict[int, Mask], array: Array) -> Mask:
     """Return where a real position is beside itself."""
-    first, *others = real
-    itself = _all_of(real.values())
-    for other in others:
-        shape = [1] * array.ndim
-        shape[first] = shape[other] = array.shape[first]
-        itself = itself & np.eye(array.shape[first], dtype=np.bool_).reshape(shape)
-    return itself
+    return _all_of(real.values()) & _diagonal([*real], array)
+
+
+def _diagonal(places: list[int], array: Array) -> Mask:
+    result: Mask = np.asarray(True)
+    for other in places[1:]:
+        size, shape = array.shape[other], [1] * array.ndim
+        shape[places[0]] = shape[other] = size
+        result = result & np.eye(size, dtype=np.bool_).reshape(shape)
+    return result
 
 
 def _all_of(masks: Iterable[Mask]) -> Mask:

@@ -94,6 +94,8 @@ class TokenFlow:
         masked_by: Nodes that leave padded positions out, by the mask.
         read: Side values that meet tokens, by node and input, with what they have to show.
         picked: Side values that pick positions, which have to be real, by node and input.
+        opened: Side values added to scores, by node and input, which have to leave each
+            position to see itself.
         keeps_one: Whether one position of the padding stays, to be among what is reduced.
         unpackable: Why other numbers at padded positions, or fewer rows, would show; or empty.
     """
@@ -113,6 +115,7 @@ class TokenFlow:
         self.values: dict[ir.Value, Value] = dict(inputs)
         self.masked_by: list[ir.Node] = []
         self.read: dict[tuple[ir.Node, int], Axes] = {}
+        self.opened: dict[tuple[ir.Node, int], Axes] = {}
         self.keeps_one = False
         self.picked: dict[tuple[ir.Node, int], bool] = {}
         self.unpackable = "the model ends at some length" if roles.limits else ""
@@ -274,6 +277,15 @@ class Site(node_facts.Site):
         array = found.arrays[0]
         is_low = array.dtype.kind == "f" and bool((array < LOW).all())
         return dataclasses.replace(value, zero=not array.any(), low=is_low)
+
+    def opens(self, index: int) -> bool:
+        """Return whether an operand leaves each position to see itself, as the graph asks."""
+        axes, value = self.tokens(index), self.flow.value(self.input(index))
+        factors = sequences_of(*axes)
+        if not isinstance(value, Side) or not factors or any(one.low for one in factors):
+            return True
+        self.flow.opened[self.node, index] = axes
+        return self.flow.samples.is_open(value.arrays, axes)
 
     def made(self, output: int = 0) -> Dims:
         """Return the sizes of an output; refused where they do not follow from inputs'."""
