@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import onnx_ir as ir
 
@@ -52,7 +53,7 @@ from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
     TensorOverride,
     check_overrides,
 )
-from rewrite_rules.remarks import PassContext, Refusal
+from rewrite_rules.remarks import PassContext, Refusal, Remarks
 
 _MODES = ("int16", "float")
 # From here on, Clip takes its ends as inputs.
@@ -104,46 +105,72 @@ def place_boundaries(model: ir.Model, options: BoundaryOptions, context: PassCon
     ready = []
     for region in regions:
         try:
-            if region.refusal:
-                raise Refusal(region.refusal)
-            grids = choose_grids(region, groups, overridden, options.ranges)
-            for tensor, plan in region.plans.items():
-                plan.clipped = _may_clip(graph, tensor)
-                _check_plan(graph, tensor, plan, grids)
-                _check_sharing(graph, groups, region, tensor)
-            constants = list(constant_changes(region, graph))
+            ready.append(_planned(graph, region, groups, overridden, options.ranges))
         except Refusal as refusal:
             for seed in region.seeds:
                 context.remarks.refused(seed, str(refusal))
-        else:
-            ready.append((region, grids, constants, list(bias_changes(region, graph, grids))))
     writer = RegionWriter(model)
-    written = False
-    remark_bias = context.remarks.refused if options.target == "qnn" else context.remarks.note
-    for region, grids, constants, biases in ready:
-        for change in constants:
-            writer.change_constant(change)
-        for change_or_reason in biases:
-            if isinstance(change_or_reason, ConstantChange):
-                writer.change_constant(change_or_reason)
-            else:
-                remark_bias(label(change_or_reason[0]), change_or_reason[1])
-        changed = False
-        for tensor, plan in region.plans.items():
-            changes = list(_changes(tensor, plan, grids))
-            if changes:
-                changed = written = True
-                writer.retype(tensor, plan, grids)
-            for reason in changes:
-                context.remarks.fired(tensor.name, reason)
-        for seed in () if changed else region.seeds:
-            context.remarks.note(
-                seed,
-                "nothing to change: it is of that type, all that reads it keeps its own, "
-                "or it reads and writes no quantised activation",
-            )
-    if written:
+    written = [_write(writer, planned, options, context.remarks) for planned in ready]
+    if any(written):
         writer.finish()
+
+
+class _Planned(NamedTuple):
+    """A region that can be rewritten, with all that is to be written."""
+
+    region: Region
+    grids: Grids
+    constants: list[ConstantChange]
+    biases: list[ConstantChange | tuple[ir.Node, str]]
+
+
+def _planned(
+    graph: QuantizedGraph,
+    region: Region,
+    groups: Groups,
+    overridden: Overridden,
+    ranges: Mapping[str, tuple[float, float]],
+) -> _Planned:
+    """Choose the grids and constants of a region; refused where the graph forbids it."""
+    if region.refusal:
+        raise Refusal(region.refusal)
+    grids = choose_grids(region, groups, overridden, ranges)
+    for tensor, plan in region.plans.items():
+        plan.clipped = _may_clip(graph, tensor)
+        _check_plan(graph, tensor, plan, grids)
+        _check_sharing(graph, groups, region, tensor)
+    constants = list(constant_changes(region, graph))
+    return _Planned(region, grids, constants, list(bias_changes(region, graph, grids)))
+
+
+def _write(
+    writer: RegionWriter, planned: _Planned, options: BoundaryOptions, remarks: Remarks
+) -> bool:
+    """Write a region; return whether any of its tensors changed."""
+    region, grids, constants, biases = planned
+    for change in constants:
+        writer.change_constant(change)
+    remark_bias = remarks.refused if options.target == "qnn" else remarks.note
+    for change_or_reason in biases:
+        if isinstance(change_or_reason, ConstantChange):
+            writer.change_constant(change_or_reason)
+        else:
+            remark_bias(label(change_or_reason[0]), change_or_reason[1])
+    changed = False
+    for tensor, plan in region.plans.items():
+        changes = list(_changes(tensor, plan, grids))
+        if changes:
+            changed = True
+            writer.retype(tensor, plan, grids)
+        for reason in changes:
+            remarks.fired(tensor.name, reason)
+    for seed in () if changed else region.seeds:
+        remarks.note(
+            seed,
+            "nothing to change: it is of that type, all that reads it keeps its own, "
+            "or it reads and writes no quantised activation",
+        )
+    return changed
 
 
 def _check_plan(

@@ -185,48 +185,65 @@ def find_regions(
     """
     requests, regions = _Requests(), Groups()
     seeds: dict[Hashable, str] = {}
-
     for tensor, (name, override) in overridden.items():
         seeds[tensor] = name
         _ask_override(requests, tensor, name, override)
     for name in promote:
-        by = f"the promotion of {name!r}"
-        if tensors := graph.by_name.get(name, ()):
-            for tensor in tensors:
-                seeds[tensor] = name
-                requests.produce(tensor, _Request(promoted, by))
-            continue
-        for node in graph.by_label.get(name, ()):
-            if not is_quantize_linear(node):
-                seeds[node] = name
-                requests.unify(node, _Request(promoted, by, _NAMED))
+        seeds.update(dict.fromkeys(_ask_promotion(requests, graph, name, promoted), name))
+    _ask_nodes(requests, groups, regions)
+    refused = _ask_activations(requests, graph, regions)
+    return _gathered(requests, regions, seeds, refused)
 
-    # Nodes whose output the user wants in the type that it has.
-    kept = set()
+
+def _ask_promotion(
+    requests: _Requests, graph: QuantizedGraph, name: str, promoted: ir.DataType
+) -> list[Hashable]:
+    """Ask for the type of a named tensor, or of the nodes of that name; return these."""
+    by = f"the promotion of {name!r}"
+    if tensors := graph.by_name.get(name, ()):
+        for tensor in tensors:
+            requests.produce(tensor, _Request(promoted, by))
+        return [*tensors]
+    nodes = [node for node in graph.by_label.get(name, ()) if not is_quantize_linear(node)]
+    for node in nodes:
+        requests.unify(node, _Request(promoted, by, _NAMED))
+    return [*nodes]
+
+
+def _ask_nodes(requests: _Requests, groups: Groups, regions: Groups) -> None:
+    """Ask the nodes around each tensor of another type, and its group, for that type."""
+    kept = set()  # nodes whose output the user wants in the type that it has
     for tensor, request in list(requests.produced.items()):
         if request.dtype == tensor.grid.dtype:
             kept.add(tensor.producer)
-            continue
-        if tensor in requests.converts:
-            continue
-        for member in groups.find(tensor):
-            regions.union(tensor, member)
-            requests.produce(member, request)
-            if member in requests.converts:
-                continue
-            readers = (node for node in member.consumers() if not is_quantize_linear(node))
-            ends = [(node, _CONSUMER) for node in readers]
-            if member.producer is not None:
-                ends.append((member.producer, _PRODUCER))
-            for node, strength in ends:
-                requests.unify(node, dataclasses.replace(request, strength=strength))
-                regions.union(member, node)
-
-    refused: dict[Hashable, str] = {}
+        elif tensor not in requests.converts:
+            for member in groups.find(tensor):
+                regions.union(tensor, member)
+                requests.produce(member, request)
+                if member not in requests.converts:
+                    _ask_neighbours(requests, member, request, regions)
     for node, request in list(requests.nodes.items()):
         if request.strength == _CONSUMER and node in kept:
             del requests.nodes[node]
-            continue
+
+
+def _ask_neighbours(
+    requests: _Requests, tensor: QuantizedTensor, request: _Request, regions: Groups
+) -> None:
+    ends = [(node, _CONSUMER) for node in tensor.consumers() if not is_quantize_linear(node)]
+    if tensor.producer is not None:
+        ends.append((tensor.producer, _PRODUCER))
+    for node, strength in ends:
+        requests.unify(node, dataclasses.replace(request, strength=strength))
+        regions.union(tensor, node)
+
+
+def _ask_activations(
+    requests: _Requests, graph: QuantizedGraph, regions: Groups
+) -> dict[Hashable, str]:
+    """Ask what each node of one type reads and writes for it; return the nodes that can't."""
+    refused: dict[Hashable, str] = {}
+    for node, request in requests.nodes.items():
         try:
             read, written = graph.read_by(node), graph.written_by(node)
         except Refusal as refusal:
@@ -234,12 +251,12 @@ def find_regions(
             refused[node] = str(refusal)
             continue
         for tensor in read:
-            regions.union(node, tensor)
             requests.consume(tensor, node, request)
         for tensor in written:
-            regions.union(node, tensor)
             requests.produce(tensor, request)
-    return _gathered(requests, regions, seeds, refused)
+        for tensor in (*read, *written):
+            regions.union(node, tensor)
+    return refused
 
 
 def _ask_override(
@@ -353,22 +370,9 @@ def _shared_grid(
     span = None
     if known:
         span = min(ranges[name][0] for name in known), max(ranges[name][1] for name in known)
-    asked: dict[QuantizationGrid, str] = {}
-    for tensor in group:
-        _, override = overridden.get(tensor, ("", TensorOverride()))
-        for entry in filter(None, (override, override.convert)):
-            if (entry.quant_type or tensor.grid.dtype) == dtype:
-                grid = _asked_grid(tensor.grid, dtype, entry, span)
-                if grid is not None:
-                    asked.setdefault(grid, tensor.name)
-    if len(asked) > 1:
-        (one, first), (other, second) = list(asked.items())[:2]
-        raise OverrideError(
-            f"tensors {first!r} and {second!r} share parameters, but are asked to be {one} "
-            f"and {other}; give both the same"
-        )
-    if asked:
-        return next(iter(asked))
+    asked = _asked_of_group(group, dtype, overridden, span)
+    if asked is not None:
+        return asked
     own = group[0].grid
     if dtype == own.dtype:
         return own
@@ -385,6 +389,30 @@ def _shared_grid(
             "'zero_point', or 'rmin' and 'rmax'"
         )
     return QuantizationGrid.of_range(dtype, *span, own.float_dtype)
+
+
+def _asked_of_group(
+    group: list[QuantizedTensor],
+    dtype: ir.DataType,
+    overridden: Overridden,
+    span: tuple[float, float] | None,
+) -> QuantizationGrid | None:
+    """The grid that overrides of any tensor of a group ask for."""
+    asked: dict[QuantizationGrid, str] = {}
+    for tensor in group:
+        _, override = overridden.get(tensor, ("", TensorOverride()))
+        for entry in filter(None, (override, override.convert)):
+            if (entry.quant_type or tensor.grid.dtype) == dtype:
+                grid = _asked_grid(tensor.grid, dtype, entry, span)
+                if grid is not None:
+                    asked.setdefault(grid, tensor.name)
+    if len(asked) > 1:
+        (one, first), (other, second) = list(asked.items())[:2]
+        raise OverrideError(
+            f"tensors {first!r} and {second!r} share parameters, but are asked to be {one} "
+            f"and {other}; give both the same"
+        )
+    return next(iter(asked), None)
 
 
 def _known_range(grid: QuantizationGrid) -> tuple[float, float] | None:
