@@ -165,7 +165,7 @@ def plan_precision(
 
         search = Search(SwitchedModel(instrumented, names, calibration), calibration, implied)
         count = len(graph.tensors)
-        found = search.run(
+        search.run(
             units,
             made,
             budget=budget,
@@ -179,11 +179,11 @@ def plan_precision(
         )
     promoted = search.promoted_names()
     return PrecisionPlan(
-        ranking=found.ranking,
-        curve=found.curve,
-        before=found.before,
-        after=found.after,
-        notes=(*stay, *found.notes),
+        ranking=search.ranking,
+        curve=tuple(search.curve),
+        before=search.before,
+        after=search.after,
+        notes=(*stay, *search.notes),
         promoted=promoted,
         overrides=overrides(promoted),
         mode=mode,

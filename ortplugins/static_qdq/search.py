@@ -69,19 +69,20 @@ class CurvePoint:
     deviation: Deviation
 
 
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """What a search measured; see :class:`.PrecisionPlan` for its parts."""
+class Search:
+    """Promotes units one after the other, and measures; see :class:`.PrecisionPlan`.
+
+    Attributes:
+        ranking: All units, the worst in 8 bits first.
+        curve: The steps of the search.
+        before: Deviation with nothing promoted.
+        after: With what was promoted, as it was made.
+        notes: Why the budget is not met.
+    """
 
     ranking: tuple[Unit, ...]
-    curve: tuple[CurvePoint, ...]
     before: Deviation
     after: Deviation
-    notes: tuple[str, ...]
-
-
-class Search:
-    """Promotes units one after the other, and measures."""
 
     def __init__(
         self,
@@ -95,6 +96,8 @@ class Search:
         self._implied = implied
         self._banned: set[Unit] = set()
         self._promoted: tuple[Unit, ...] = ()
+        self.curve: list[CurvePoint] = []
+        self.notes: list[str] = []
 
     def run(
         self,
@@ -105,7 +108,7 @@ class Search:
         most: int | None,
         of: str,
         reference: Iterable[Mapping[str, npt.NDArray[Any]]] | None = None,
-    ) -> Found:
+    ) -> None:
         """Promote, take back what is needless and measure, until the budget is met.
 
         ``made`` makes a model with the promoted names, or bans some of them and returns None.
@@ -124,8 +127,9 @@ class Search:
         self._unit_of = {name: unit for unit in measured for name in unit.names}
         if reference is not None:
             switched.refer_to(reference)
-        before = self._now = self._measured(())
-        self._curve = [CurvePoint(0, (), before)]
+        before = self.before = self._now = self._measured(())
+        self.ranking = tuple(sorted(measured, key=lambda unit: -unit.error))
+        self.curve.append(CurvePoint(0, (), before))
         if budget is not None and self._most is None:
             best = self._measured(self._ordered)
             if best.cosine < budget:
@@ -134,7 +138,7 @@ class Search:
                     f"now and {best.cosine:.6g} with all {_count(self._ordered)} promoted; "
                     "the rest comes from what can't be"
                 )
-        wanted, notes = budget, list[str]()
+        wanted = budget
         while True:
             self._grow(wanted)
             self._prune(wanted)
@@ -142,7 +146,9 @@ class Search:
             model = made(names)
             if model is None:
                 continue
-            after = switched.compare(SwitchedModel(model, (), self._calibration).values())
+            after = self.after = switched.compare(
+                SwitchedModel(model, (), self._calibration).values()
+            )
             if wanted is None or budget is None or after.cosine >= budget:
                 break
             if not self._candidates():
@@ -152,12 +158,10 @@ class Search:
                 )
                 if self._most is None:
                     raise QuantizationError(text)
-                notes.append(f"{text}, as many as max_16bit allows")
+                self.notes.append(f"{text}, as many as max_16bit allows")
                 break
             # What is made is less exact than its simulation by so much.
             wanted = self._now.cosine + (budget - after.cosine) + 1e-6
-        ranking = tuple(sorted(measured, key=lambda unit: -unit.error))
-        return Found(ranking, tuple(self._curve), before, after, tuple(notes))
 
     def promoted_names(self) -> tuple[str, ...]:
         """Return the names of what is promoted."""
@@ -176,7 +180,7 @@ class Search:
             added = [unit for unit in chosen if unit not in self._promoted]
             self._set(chosen)
             names = tuple(name for unit in added for name in unit.names)
-            self._curve.append(CurvePoint(_count(chosen), names, self._now))
+            self.curve.append(CurvePoint(_count(chosen), names, self._now))
 
     def _prune(self, wanted: float | None) -> None:
         """Put back what is not needed for the wanted cosine, or adds no error where it is."""
