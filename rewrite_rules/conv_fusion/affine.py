@@ -18,14 +18,12 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from rewrite_rules.conv_fusion.linear import Float64
+from rewrite_rules.conv_fusion.linear import MAX_OFFSET_OF_NORM, Affine, Float64
 from rewrite_rules.graph.nodes import made_by
 from rewrite_rules.graph.parameters import float_attribute, int_attribute, require_constant
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
-# Greater offsets are added in order to round: x + 12582912 - 12582912 is an integer.
-_MAX_OFFSET = 65536.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,25 +69,6 @@ KINDS: Mapping[str, Kind] = {
     ),
     "norm": Kind("BatchNormalization", _normalization),
 }
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Affine:
-    """``scale * x + offset``, finite, both of one shape that broadcasts to x."""
-
-    scale: Float64
-    offset: Float64
-
-    def __post_init__(self) -> None:
-        """Refuse what is not finite, and offsets that round."""
-        if not (np.isfinite(self.scale).all() and np.isfinite(self.offset).all()):
-            raise Refusal("a constant is 0 as a divisor, infinite or not a number")
-        if np.abs(self.offset).max(initial=0.0) > _MAX_OFFSET:
-            raise Refusal(f"an offset above {_MAX_OFFSET:.0f} rounds what it is added to")
-
-    def then(self, outer: Affine) -> Affine:
-        """Return ``outer`` of this one."""
-        return Affine(self.scale * outer.scale, self.offset * outer.scale + outer.offset)
 
 
 class Affines:
@@ -175,4 +154,4 @@ def _normalized(node: ir.Node, channels: int) -> Affine:
     scale, bias, mean, variance = parts
     with np.errstate(divide="ignore", invalid="ignore"):
         scale = scale / np.sqrt(variance + float_attribute(node, "epsilon", 1e-5))
-        return Affine(scale, bias - mean * scale)
+        return Affine(scale, bias - mean * scale, MAX_OFFSET_OF_NORM)

@@ -23,8 +23,8 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter import MatchContext, MatchResult, RewriteRule, RewriteRuleClassBase
 
-from rewrite_rules.conv_fusion.affine import KINDS, Affine, Affines, Kind, read
-from rewrite_rules.conv_fusion.linear import Float64, Linear, Linears
+from rewrite_rules.conv_fusion.affine import KINDS, Affines, Kind, read
+from rewrite_rules.conv_fusion.linear import Affine, Float64, Linear, Linears
 from rewrite_rules.graph.nodes import label, made_by, producer
 from rewrite_rules.graph.parameters import ints_attribute, source_of
 from rewrite_rules.remarks import Refusal, Remarks
@@ -143,7 +143,7 @@ class FoldBehind(FoldingRule):
         channels, node = linear.weight.outputs, producer(out)
         per_channel = self._folding.affines.per_channel
         affine = per_channel(self._kind, node, values["c"], channels, rank, axis)
-        return linear.behind(affine.scale, affine.offset)
+        return linear.behind(affine)
 
     def rewrite(self, op: Any, out: ir.Value, **values: Any) -> ir.Value:
         """Emit the linear node, and the Transpose."""
@@ -193,7 +193,7 @@ class FoldInFront(FoldingRule):
             raise Refusal(f"the channels of {x.name!r} are not known")
         c = values["c"]
         affine = affines.per_channel(self._kind, source, c, channels, rank, linear.axis)
-        return linear.in_front(affine.scale, affine.offset)
+        return linear.in_front(affine)
 
     def rewrite(self, op: Any, out: ir.Value, **values: Any) -> ir.Value:
         """Emit the convolution."""

@@ -32,6 +32,42 @@ _FLOAT32 = np.finfo(np.float32)
 _CHUNK = 1 << 20
 # Smaller ones leave subnormal numbers, of few digits, of ordinary weights.
 _LEAST_FACTOR = 1e-30
+# Greater ones may be added in order to round: x + 12582912 - 12582912 is an integer. A norm
+# is no way to write that.
+_MAX_OFFSET, MAX_OFFSET_OF_NORM = 256.0, 65536.0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Affine:
+    """``scale * x + offset``, finite, both of one shape that broadcasts to x.
+
+    Attributes:
+        scale: Of x.
+        offset: Of x.
+        limit: How many times greater than what it is added to the offset may be.
+    """
+
+    scale: Float64
+    offset: Float64
+    limit: float = _MAX_OFFSET
+
+    def __post_init__(self) -> None:
+        """Refuse what is not finite, and an offset that rounds."""
+        if not (np.isfinite(self.scale).all() and np.isfinite(self.offset).all()):
+            raise Refusal("a constant is 0 as a divisor, infinite or not a number")
+        self.check_offset(np.abs(self.scale))
+
+    def check_offset(self, sizes: Float64) -> None:
+        """Refuse an offset that rounds numbers of these sizes, those of inputs around 1."""
+        greatest = sizes.max(initial=0.0)
+        if greatest and np.abs(self.offset).max(initial=0.0) > self.limit * greatest:
+            times = f"{self.limit:.0f} times it"
+            raise Refusal(f"an offset above {times} rounds what it is added to")
+
+    def then(self, outer: Affine) -> Affine:
+        """Return ``outer`` of this one."""
+        offset = self.offset * outer.scale + outer.offset
+        return Affine(self.scale * outer.scale, offset, max(self.limit, outer.limit))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -98,25 +134,29 @@ class Weight:
             result[rows] = (piece.sum(axis=2) * offsets[group[rows]]).sum(axis=1)
         return result
 
-    def check(self) -> None:
-        """Refuse factors that leave the range of float32, above or below."""
-        greatest = np.zeros(self.outputs)
+    def check(self) -> Float64:
+        """Return the sum of the magnitudes behind each output channel, [M].
+
+        Refuses factors that leave the range of float32, above or below.
+        """
+        sums = np.zeros(self.outputs)
         for rows, piece in self.pieces():
             with np.errstate(invalid="ignore"):
-                found = np.abs(piece).max(axis=2)
+                found = np.abs(piece).sum(axis=2)
             if self.rows_are_outputs:
-                greatest[rows] = found.max(axis=1)
+                sums[rows] = found.sum(axis=1)
             else:
-                each = greatest.reshape(self.of_columns.shape)
+                each = sums.reshape(self.of_columns.shape)
                 group = np.arange(rows.start, rows.start + len(found))
-                np.maximum.at(each, group // (len(self.of_rows) // self.groups), found)
+                np.add.at(each, group // (len(self.of_rows) // self.groups), found)
         factors = np.abs(np.concatenate([self.of_rows, self.of_columns.reshape(-1)]))
-        if not np.all(greatest <= _FLOAT32.max):
+        if not np.all(sums <= _FLOAT32.max):
             raise Refusal(f"folded, weight {self.value.name!r} overflows or is not a number")
         # Single channels may be as small: networks have some that do nothing.
-        vanishes = 0 < greatest.max() < _FLOAT32.tiny
+        vanishes = 0 < sums.max() < _FLOAT32.tiny
         if vanishes or np.any((factors > 0) & (factors < _LEAST_FACTOR)):
             raise Refusal(f"folded, weight {self.value.name!r} is too small for float32")
+        return sums
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -137,23 +177,23 @@ class Linear:
     rank: int
     axis: int
 
-    def behind(self, scale: Float64, offset: Float64) -> Linear:
-        """Return what computes ``scale * this + offset``, both [M]."""
-        return self._checked(
-            weight=self.weight.times(outputs=scale), bias=self.bias * scale + offset
-        )
+    def behind(self, affine: Affine) -> Linear:
+        """Return what computes ``affine`` of this, [M]."""
+        weight = self.weight.times(outputs=affine.scale)
+        affine.check_offset(weight.check())
+        return self._checked(weight, self.bias * affine.scale + affine.offset)
 
-    def in_front(self, scale: Float64, offset: Float64) -> Linear:
-        """Return what computes the same of x as this of ``scale * x + offset``, both [C]."""
-        bias = self.bias
-        if offset.any():
+    def in_front(self, affine: Affine) -> Linear:
+        """Return what computes the same of x as this of ``affine`` of x, [C]."""
+        bias, weight = self.bias, self.weight.times(inputs=affine.scale)
+        if affine.offset.any():
             if may_read_padding(self.node):
                 raise Refusal("padding would be read instead of an offset in front of it")
-            bias = bias + self.weight.sums(offset)
-        return self._checked(weight=self.weight.times(inputs=scale), bias=bias)
+            bias = bias + self.weight.sums(affine.offset)
+        weight.check()
+        return self._checked(weight, bias)
 
     def _checked(self, weight: Weight, bias: Float64) -> Linear:
-        weight.check()
         if not np.all(np.abs(bias) <= _FLOAT32.max):
             raise Refusal(f"folded, the bias of {label(self.node)!r} leaves float32")
         return dataclasses.replace(self, weight=weight, bias=bias)

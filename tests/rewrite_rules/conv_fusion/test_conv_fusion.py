@@ -48,6 +48,9 @@ CONSTANTS = {
     "huge": np.full((8, 1, 1), 3e38, np.float32),
     "tiny": np.full((8, 1, 1), 1e-38, np.float32),
     "magic": np.float32(12582912),
+    "magic8": np.float32(49152),  # rounds to 8 bits behind the point
+    "hundred": np.float32(100),
+    "faint": normal(8, 8, 1, 1) * np.float32(1e-4),
     "double": np.ones((8, 1, 1)),
     "sizes": np.array([1, 8, 1, 1]),
 }
@@ -240,6 +243,16 @@ STAYS = {
     "underflow": Case("a = Conv(x, w) y = Mul(a, tiny)", "too small"),
     "rounding by a large number": Case(
         "a = Conv(x, w) d = Add(a, magic) y = Sub(d, magic)", "rounds what it is added to"
+    ),
+    "rounding to a share": Case(
+        "a = Conv(x, w) d = Add(a, magic8) y = Sub(d, magic8)", "rounds what it is added to"
+    ),
+    "rounding in front": Case(
+        "a = Add(x, magic8) d = Sub(a, magic8) y = Conv(d, w)", "rounds what it is added to"
+    ),
+    "rounding a small weight's result": Case(
+        "a = Conv(x, faint) d = Add(a, hundred) e = Abs(d) y = Sub(e, hundred)",
+        "rounds what it is added to",
     ),
     "read elsewhere": Case("a = Conv(x, w) d = Mul(a, c) y = Add(a, d)", ""),
     "an operand that is computed": Case("a = Conv(x, w) r = Relu(x) y = Mul(a, r)", ""),
