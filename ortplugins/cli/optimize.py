@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -93,7 +93,10 @@ def inspect(
     printing: opt.ReportPrinting,
     onnxruntime: str | None = None,
 ) -> None:
-    """Print what would fire on a model, what would not, and why; write nothing."""
+    """Print what would fire on a model, what would not, and why; write nothing.
+
+    Without passes, of a model with no quantised weights, other passes that fire are named.
+    """
     from ortplugins.cli.advice import notes_on
     from ortplugins.optimization.optimize import optimize
     from ortplugins.runtime.machine import versions
@@ -110,9 +113,27 @@ def inspect(
             bake=finishes,
             **chosen,
         )
-        notes = notes_on(result.model, onnxruntime or versions()["onnxruntime"])
-        report = dataclasses.replace(result.report, notes=(*result.report.notes, *notes))
+        report = result.report
+        notes = [
+            *report.notes,
+            *notes_on(result.model, onnxruntime or versions()["onnxruntime"]),
+        ]
+        if chosen["passes"] == opt.DEFAULT_PASSES and not (report.fired or report.refused):
+            notes += _firing_passes(model, onnxruntime)
+        report = dataclasses.replace(report, notes=tuple(notes))
     print_report(report, printing)
+
+
+def _firing_passes(model: Path, onnxruntime: str | None) -> Iterator[str]:
+    """Yield a note of each other pass for speed that fires."""
+    from ortplugins.optimization.optimize import optimize
+    from ortplugins.tuning.changes import passes_for_speed
+
+    for name in passes_for_speed():
+        if name not in opt.DEFAULT_PASSES:
+            report = optimize(model, passes=[name], onnxruntime_version=onnxruntime).report
+            if count := len(report.fired):
+                yield f"pass {name} would fire {count} times: see --pass {name}"
 
 
 def pack(

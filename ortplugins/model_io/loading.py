@@ -28,6 +28,8 @@ ModelLike: TypeAlias = "str | os.PathLike[str] | onnx.ModelProto | ir.Model"
 
 # As many as one protobuf may have.
 _MAX_PROTO_BYTES = (1 << 31) - 1
+# The first format in which an initializer is an input only if a caller may feed another.
+_OPTIONAL_INPUTS = 4
 # Constant nodes of fewer elements stay nodes: shapes and axes, which other tools expect there.
 _LIFTED_ELEMENTS = 16
 
@@ -99,6 +101,7 @@ def _from_memory(model: onnx.ModelProto | ir.Model) -> LoadedModel:
     if isinstance(model, ir.Model):
         copy = model.clone()
         normalize_domains(copy)
+        _keep_callers_inputs(copy)
     else:
         # Tensors keep their proto, and passes may rename them.
         own = type(model)()
@@ -143,7 +146,19 @@ def _deserialize(proto: onnx.ModelProto, name: str) -> ir.Model:
         raise ModelFileError(f"{name}: is not a valid ONNX model: {error}") from error
     normalize_domains(model)
     keep_types(model, types)
+    _keep_callers_inputs(model)
     return model
+
+
+def _keep_callers_inputs(model: ir.Model) -> None:
+    """Drop the inputs that name initializers, where the format knows no other initializers.
+
+    Before version 4 all were inputs as well, and onnxruntime lets no caller feed them.
+    """
+    if model.ir_version < _OPTIONAL_INPUTS:
+        inputs = [value for value in model.graph.inputs if not value.is_initializer()]
+        model.graph.inputs[:] = inputs
+        model.ir_version = _OPTIONAL_INPUTS
 
 
 def _make_dense(proto: onnx.ModelProto) -> None:

@@ -144,3 +144,8 @@ def changes_for(
         if not item.settings.keys() & chosen
         and (not item.operators or operators & set(item.operators))
     ]
+
+
+def passes_for_speed() -> tuple[str, ...]:
+    """Return the passes that a hint for speed tries, in its order."""
+    return tuple(dict.fromkeys(name for change in _SPEED for name in change.passes))

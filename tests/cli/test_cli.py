@@ -21,7 +21,7 @@ from builders.dequantized_models import DequantizedMatMul
 from builders.installed_passes import install_passes
 from builders.processes import call
 from builders.sessions import CPU, check, files, save
-from builders.text_models import normal, proto_of
+from builders.text_models import normal, proto_of, text_model
 from rich.console import Console
 from rich.progress import TimeRemainingColumn
 
@@ -302,6 +302,17 @@ def test_inspect_tells_of_a_refusal_and_writes_nothing(main, tmp_path, cache_dir
     assert "block_size 24" in refusal
     assert files(tmp_path) == before
     assert not cache_dir.exists()
+
+
+def test_inspect_names_other_passes_that_fire(main, tmp_path):
+    constants = {"w": normal(8, 8, 1, 1), "c": normal(8, 1, 1)}
+    image = {"x": (onnx.TensorProto.FLOAT, (1, 8, 4, 4))}
+    onnx.save(
+        text_model("a = Conv(x, w) y = Mul(a, c)", constants, image), tmp_path / "m.onnx"
+    )
+    shown = main("inspect", "m.onnx").stdout
+    assert "pass conv_fusion would fire 1 times: see --pass conv_fusion" in shown
+    assert "transformer_fusion" not in shown
 
 
 @pytest.mark.parametrize("case", [DequantizedMatMul(512, 256, 32), REFUSED])

@@ -389,12 +389,28 @@ def test_it_stays(name: str):
     assert any(case.expected in reason for reason in reasons) if case.expected else not reasons
 
 
+def scaled_with_inputs(*names: str, opset: int = 17) -> onnx.ModelProto:
+    """Return a scaled convolution of which some constants are inputs as well."""
+    model = model_of(Case("a = Conv(x, w, b) y = Mul(a, c)", "", opset=opset))
+    for name in names:
+        shape = CONSTANTS[name].shape
+        model.graph.input.append(onnx.helper.make_tensor_value_info(name, T.FLOAT, shape))
+    return model
+
+
+def test_what_old_files_list_as_inputs_folds():
+    """Before version 4 of the format all initializers are inputs, which no caller may feed."""
+    model = scaled_with_inputs("w", "b", "c", opset=9)
+    model.ir_version = 3
+    result, _ = fused(model)
+    assert op_types(result) == ["Conv"]
+    assert [value.name for value in result.graph.input] == ["x"]
+    check_numbers(model, result)
+
+
 @pytest.mark.parametrize("name", ["w", "c", "b"])
 def test_what_a_caller_may_feed_stays(name: str):
-    model = model_of(Case("a = Conv(x, w, b) y = Mul(a, c)", ""))
-    array = CONSTANTS[name]
-    model.graph.input.append(onnx.helper.make_tensor_value_info(name, T.FLOAT, array.shape))
-    result, report = fused(model)
+    result, report = fused(scaled_with_inputs(name))
     assert op_types(result) == ["Conv", "Mul"]
     (remark,) = report.refused
     assert f"{name!r} is a graph input" in remark.reason
