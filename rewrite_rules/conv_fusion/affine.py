@@ -25,7 +25,6 @@ from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
 
-
 @dataclasses.dataclass(frozen=True)
 class Kind:
     """One spelling.

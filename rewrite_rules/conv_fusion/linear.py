@@ -61,8 +61,9 @@ class Affine:
         """Refuse an offset that rounds numbers of these sizes, those of inputs around 1."""
         greatest = sizes.max(initial=0.0)
         if greatest and np.abs(self.offset).max(initial=0.0) > self.limit * greatest:
-            times = f"{self.limit:.0f} times it"
-            raise Refusal(f"an offset above {times} rounds what it is added to")
+            raise Refusal(
+                f"an offset above {self.limit:.0f} times it rounds what it is added to"
+            )
 
     def then(self, outer: Affine) -> Affine:
         """Return ``outer`` of this one."""
