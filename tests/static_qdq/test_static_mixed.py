@@ -295,6 +295,15 @@ def test_relu_goes_as_in_onnxruntime_and_its_inputs_name_still_counts(options, s
     assert any("u16" in path for path in paths(result.model)) == bool(options)
 
 
+@pytest.mark.parametrize("mode", ["int16", "float"])
+def test_a_clip_that_goes_still_clips(mode):
+    model = proto_of("""g (float[n] x) => (float[n] y) <float low = {0}, float high = {0.5}> {
+        a = Sigmoid(x)  b = Clip(a, low, high)  y = Neg(b) }""")
+    feeds = {"x": np.linspace(-4, 4, 16, dtype=np.float32)}
+    result = quantize_static_mixed(model, None, [feeds], promote=["a", "b"], mode=mode)
+    np.testing.assert_allclose(run(result.model, feeds)[0], run(model, feeds)[0], atol=4e-3)
+
+
 def test_overrides_of_weights_and_of_8_bit_activations_reach_onnxruntime():
     overrides = {
         "V": [{"quant_type": "QInt8", "symmetric": True}],
