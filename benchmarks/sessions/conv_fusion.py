@@ -15,8 +15,9 @@ import onnxruntime as ort
 
 import ortplugins
 from benchmarks.figures.bounds import Figure
+from benchmarks.models.openvino_runs import beside_openvino
 from benchmarks.models.real_nets import Net, convolution_nets
-from ortplugins.measurement.measure import Candidate, SessionProcess, measure, write_feed
+from ortplugins.measurement.measure import Candidate, measure
 from session_options.plan import entries_of
 
 _PASS = ortplugins.ConvFusion.name
@@ -32,8 +33,6 @@ _BESIDE_OPENVINO = 1.05
 _SETTINGS = {"intra_op_num_threads": 2}
 _MS = 1e3
 _SECONDS = 1.0
-_OPENVINO = "benchmarks.models.openvino_runs"
-_OPENVINO_RUNS = 10
 
 
 def measure_conv_fusion(folder: Path, rounds: int) -> list[Figure]:
@@ -59,7 +58,9 @@ def measure_conv_fusion(folder: Path, rounds: int) -> list[Figure]:
         starts.append(start.compared)
         found = [run, start, *written]
         if net.name in _RUNS and importlib.util.find_spec("openvino") is not None:
-            found.append(_beside_openvino(net, folder, rounds))
+            pair = beside_openvino(_ours(net, folder), net.path, net.feeds(), folder, rounds)
+            what = f"{net.name}: run beside OpenVINO"
+            found.append(Figure(what, *pair, "ms", _BESIDE_OPENVINO))
         for figure in found:
             print(figure.what, f"{figure.compared:.3g}", flush=True)
         figures += found
@@ -129,22 +130,3 @@ def _reorders(path: Path, folder: Path) -> int:
     ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     graph = onnx.load(folder / "optimized.onnx", load_external_data=False).graph
     return sum(node.op_type.startswith("Reorder") for node in graph.node)
-
-
-def _beside_openvino(net: Net, folder: Path, rounds: int) -> Figure:
-    """Return the medians of runs in turns, each in a process of its own."""
-    feed = write_feed(net.feeds(), folder / f"{net.name}.npz")
-    ours, theirs = [], []
-    for _ in range(rounds):
-        with SessionProcess("ours") as first, SessionProcess("OpenVINO") as second:
-            first.open(_ours(net, folder))
-            where = {"model": str(net.path), "feed": str(feed)}
-            second.call(f"{_OPENVINO}:start", **where)
-            for number in range(_OPENVINO_RUNS):
-                turns = [first.run(feed), second.call(f"{_OPENVINO}:run")]
-                second.rest()
-                if number:  # the first ones allocate
-                    ours.append(_MS * turns[0])
-                    theirs.append(_MS * turns[1])
-    medians = statistics.median(ours), statistics.median(theirs)
-    return Figure(f"{net.name}: run beside OpenVINO", *medians, "ms", _BESIDE_OPENVINO)

@@ -217,6 +217,15 @@ def _matmul_nbits(site: Site) -> Axes:
     return (*changed(rows, Sequence.reworked), (site.integer("N", 1),))
 
 
+def _matmul_of_integers(site: Site) -> Axes:
+    """Multiply codes of tokens by those of a matrix; one grid serves all tokens."""
+    (*rows, last), matrix, *others = site.operands()
+    if len(matrix) != 2 or any(sequences_of(*axes) for axes in (matrix, *others)):
+        raise Refusal(UNFIT)
+    site.mixes([last], beside=rows)
+    return (*changed(rows, Sequence.reworked), matrix[1])
+
+
 def _reduced(site: Site, gone: set[int], flag: str) -> Axes:
     axes = site.tokens()
     others = [axis for i, axis in enumerate(axes) if i not in gone]
@@ -492,6 +501,7 @@ _STANDARD: dict[str, Rule] = {
 _CONTRIBUTED: dict[str, Rule] = {
     **_rows(_quantized, "DequantizeLinear QuantizeLinear"),
     "GatherBlockQuantized": _gather_block_quantized,
+    "MatMulIntegerToFloat": _matmul_of_integers,
     "MatMulNBits": _matmul_nbits,
 }
 RULES: dict[tuple[str, str], Rule] = {

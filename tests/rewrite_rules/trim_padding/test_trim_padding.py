@@ -133,6 +133,39 @@ def test_operators_of_onnxruntime_work_token_by_token():
     assert_same(result, model, feed, rtol=1e-6, atol=1e-6)
 
 
+INTEGERS = """
+        codes = QuantizeLinear(hidden, step, shift)
+        y = com.microsoft.MatMulIntegerToFloat(
+            codes, weight, {step}, steps, shift, zeros, addends)
+    """
+
+
+def integers(step: str, more: str = "") -> onnx.ModelProto:
+    extra = {
+        "step": np.float32(0.05),
+        "shift": np.uint8(128),
+        "weight": np.arange(-32, 32, dtype=np.int8).reshape(8, 8),
+        "steps": np.linspace(0.1, 1, 8, dtype=np.float32),
+        "zeros": np.zeros(8, np.int8),
+        "addends": np.arange(8, dtype=np.float32),
+    }
+    return encoder(head=more + INTEGERS.format(step=step), extra=extra)
+
+
+def test_products_of_integers_work_token_by_token():
+    model = integers("step")
+    result = trimmed(model).model
+    feed = batch("111", "11111", length=9)
+    assert computed_length(result, feed) == 5
+    assert_same(result, model, feed, rtol=1e-6, atol=1e-6)
+
+
+def test_a_grid_of_all_tokens_is_not_one_of_each():
+    """quantize_dynamic's: what is cut would have been counted."""
+    model = integers("range", "codes_of, range, shift_of = DynamicQuantizeLinear(hidden)")
+    assert "DynamicQuantizeLinear" in refusal(model)
+
+
 def test_few_nodes_are_added_and_lengths_inside_are_not_known():
     """With known lengths onnxruntime would plan buffers, and fuse, what is slower so."""
     model = trimmed(encoder()).model
