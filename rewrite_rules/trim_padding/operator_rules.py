@@ -9,6 +9,7 @@ sequence.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection
 from typing import Any
 
@@ -67,7 +68,11 @@ def _merged(parts: Collection[Axis], beside: Collection[Sequence], row: PerToken
     if not longest:
         return ()
     if len(set(plain(longest))) != 1:
-        raise Refusal(UNFIT)
+        # Heads that were merged, beside a vector of all features.
+        numbers = [[f for f in part if isinstance(f, int)] for part in longest]
+        if len({math.prod(part) for part in numbers}) > 1 or numbers != [*map(list, longest)]:
+            raise Refusal(UNFIT)
+        return max(longest, key=len)
     result = list(longest[0])
     for i, factor in enumerate(result):
         if isinstance(factor, Sequence):

@@ -166,6 +166,25 @@ def test_a_grid_of_all_tokens_is_not_one_of_each():
     assert "DynamicQuantizeLinear" in refusal(model)
 
 
+def test_merged_heads_are_scaled_feature_by_feature():
+    head = """
+        split = Reshape(hidden, heads)
+        crossed = Transpose<perm = [0, 1, 3, 2]>(split)
+        merged = Reshape(crossed, features)
+        y = Mul(merged, scales)
+    """
+    extra = {
+        "heads": np.array([0, 0, 2, 4]),
+        "features": np.array([0, 0, 8]),
+        "scales": np.arange(1, 9, dtype=np.float32),
+    }
+    model = encoder(head=head, extra=extra)
+    result = trimmed(model).model
+    feed = batch("111", "11111", length=9)
+    assert computed_length(result, feed) == 5
+    assert_same(result, model, feed)
+
+
 def test_few_nodes_are_added_and_lengths_inside_are_not_known():
     """With known lengths onnxruntime would plan buffers, and fuse, what is slower so."""
     model = trimmed(encoder()).model
