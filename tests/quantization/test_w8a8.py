@@ -251,3 +251,11 @@ def test_samples_and_a_recent_opset_are_needed():
         quantize(model, recipe="encoder8", calibration_data_reader=[{"x": normal(8, K)}])
     with pytest.raises(CalibrationError, match="NaN"):
         quantized(PRODUCT, {"W": normal(K, N)}, np.full((8, K), np.nan, np.float32))
+
+
+@pytest.mark.parametrize(("settings", "noted"), [({}, True), ({"recipe": "encoder8"}, False)])
+def test_weights_alone_make_an_encoder_slower(settings: dict, noted: bool):
+    ids = np.arange(1, 9)[None]
+    samples = [{"input_ids": ids, "attention_mask": np.ones_like(ids)}]
+    report = quantize(encoder(), calibration_data_reader=samples, **settings).report
+    assert any("encoder8" in note for note in report.notes) == noted

@@ -51,6 +51,7 @@ from rewrite_rules.dq_matmulnbits_fusion.kernels import (
     fitting_block_size,
     slow_kernel,
 )
+from rewrite_rules.facts.input_roles import Kind, role_of, rows_below
 from rewrite_rules.graph.nodes import dequantizer, label
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
 
@@ -193,7 +194,7 @@ def quantize(
             folder=kept,
             progress=progress,
         )
-        notes += _unpacked(report, chosen)
+        notes += _unpacked(report, chosen) + _slower(loaded.model, chosen)
         report = dataclasses.replace(report, notes=(*report.notes, *notes))
         if chosen.for_kernels or chosen.fuse_tables:
             _to_kernels(loaded.model, chosen, report)
@@ -294,6 +295,21 @@ def _unpacked(report: QuantizeReport, recipe: Recipe) -> list[str]:
         for reason, count in reasons.items()
         if reason is not None
     ]
+
+
+def _slower(model: ir.Model, recipe: Recipe) -> list[str]:
+    """Warn where a model looks like an encoder, which reads all tokens of a text at once."""
+    inputs = [value for value in model.graph.inputs if not value.is_initializer()]
+    kinds = {value: role_of(value).kind for value in inputs}
+    rows = [rows_below(value) for value, kind in kinds.items() if kind is Kind.IDS]
+    ends = [value.shape[-1] for value in model.graph.outputs if value.shape]
+    predicts = any(row is not None and row in ends for row in rows)
+    if recipe.for_integers or not rows or Kind.CACHE in kinds.values() or predicts:
+        return []
+    text = (
+        "an encoder reads all tokens of a text at once: with weights of few bits that takes "
+    )
+    return [f"{text}longer than in float, short texts apart; the recipe encoder8 is faster"]
 
 
 def _to_kernels(model: ir.Model, recipe: Recipe, report: QuantizeReport) -> None:
