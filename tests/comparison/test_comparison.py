@@ -118,7 +118,7 @@ def test_integers_are_compared_as_integers(kind, one, other):
     assert_same_outputs(a, a, rtol=0, atol=0)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(-(2**63), 2**64 - 1), st.integers(-(2**63), 2**64 - 1) | st.integers(0, 9))
 def test_the_distance_of_integers_is_that_of_python(x, other):
     y = min(x + other, 2**64 - 1) if 0 <= other < 10 else other

@@ -64,7 +64,7 @@ def batches_of(model, source, tmp_path, wanted, **options):
 # Statistics
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(0, 400), min_size=1, max_size=5),
     k=st.sampled_from([1, 7, 400, 800]),

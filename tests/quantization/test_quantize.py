@@ -254,7 +254,7 @@ def test_plain_onnxruntime_is_right_on_2_bits(layout, is_symmetric, k, n):
     layout=st.sampled_from(FORMATS),
     name=st.sampled_from(["right", "left", "gemm transB", "transposed"]),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_size_runs(k, n, bits, block_size, is_symmetric, layout, name):
     form = FORMS[name]
     sizes = {K: k, N: n, 5: 3}

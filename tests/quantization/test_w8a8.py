@@ -141,7 +141,7 @@ def test_float16_models_stay_float16():
 @given(
     st.integers(1, 40), st.integers(0, 2**32 - 1), st.sampled_from(["normal", "alike", "one"])
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_two_products_fit_into_16_bits(k: int, seed: int, kind: str):
     """Of each four rows that a kernel without VNNI takes together, any two."""
     rng = np.random.default_rng(seed)

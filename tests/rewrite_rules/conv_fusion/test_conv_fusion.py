@@ -576,7 +576,7 @@ def chain(steps: list[str], shown: int) -> onnx.ModelProto:
     return model_of(Case(f"{' '.join(lines)} {again} y = Add({values[-1]}, again)", ""))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.sampled_from(STEPS), min_size=1, max_size=9), st.integers(0, 9))
 def test_chains_give_the_same_numbers(steps: list[str], shown: int):
     model = chain(steps, shown)

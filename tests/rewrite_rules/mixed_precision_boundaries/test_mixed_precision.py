@@ -684,7 +684,7 @@ def _bounds(
     return found
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(random_graphs(), st.data())
 def test_random_regions(steps, data):
     tensors = ["x", *(out for _, out, _ in steps)]

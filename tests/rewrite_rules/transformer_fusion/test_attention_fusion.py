@@ -239,7 +239,7 @@ MERGED = (
 )
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20, derandomize=True)
 @given(
     mask=st.sampled_from([ADDED, WHERE, HIDDEN]),
     lowest=st.sampled_from([float(np.finfo(np.float32).min), -1e38, -np.inf]),
