@@ -42,6 +42,7 @@ from ortplugins.quantization.statistics.accumulator import ActivationRequest
 from ortplugins.quantization.statistics.collect import Calibration, collect
 from ortplugins.quantization.weights.folds import find_folds
 from ortplugins.quantization.weights.plan import WeightPlan, report_of, reported
+from ortplugins.quantization.weights.quantize_group import checked_matrix
 from ortplugins.quantization.weights.recipe import Recipe
 from ortplugins.quantization.weights.report import QuantizeReport
 from ortplugins.quantization.weights.uses import WeightUse
@@ -119,7 +120,8 @@ def quantize_products(
         for use, error in zip(layers[name], found[name].errors, strict=True):
             errors[use] = error
             # Of two vectors that differ by a right-angled error of this relative size.
-            if (cosine := 1 / math.sqrt(1 + error * error)) < recipe.least_cosine:
+            cosine = 1 / math.sqrt(1 + error * error)
+            if not cosine >= recipe.least_cosine:  # NaN is not known to be near
                 floats[use] = (
                     f"its output in 8 bits has a cosine of {cosine:.5f} with float's, below "
                     f"least_cosine ({recipe.least_cosine})"
@@ -190,6 +192,7 @@ def _less(
     return dataclasses.replace(plan, nodes=nodes)
 
 
+@np.errstate(over="ignore", invalid="ignore")  # errors are NaN then, and nothing is taken
 def choose(tokens: Floats, weights: Sequence[Floats]) -> QuantizedProducts:
     """Find out how products of an activation ``[T, K]`` with weights ``[K, N]`` are rounded.
 
@@ -253,8 +256,8 @@ def _largest_pair(weight: Floats) -> Floats:
 
 def float_matrix(use: WeightUse) -> Floats:
     """Return the weight of a use, float32 ``[K, N]``."""
-    matrix = use.tensor.numpy().astype(np.float32)
-    return matrix.T if use.stored_k_last else matrix
+    matrix = use.tensor.numpy()
+    return checked_matrix(matrix.T if use.stored_k_last else matrix, use.weight.name or "")
 
 
 def _range(tokens: Floats) -> tuple[np.float32, np.uint8]:
@@ -271,9 +274,9 @@ def _rounded(x: Floats, scale: np.float32, zero_point: np.uint8) -> Floats:
 
 
 def _relative(difference: Floats, of: Floats) -> float:
-    """Return the ratio of two Frobenius norms."""
-    norm = float(np.linalg.norm(of))
-    return float(np.linalg.norm(difference)) / norm if norm else 0.0
+    """Return the ratio of two Frobenius norms; NaN or infinite where they are."""
+    norm = float(np.linalg.norm(of.astype(np.float64)))
+    return float(np.linalg.norm(difference.astype(np.float64))) / norm if norm else 0.0
 
 
 def _refusal(use: WeightUse, main: ir.Graph) -> str:

@@ -223,6 +223,28 @@ def test_a_layer_that_8_bits_do_not_suit_stays_in_float():
         quantized(PRODUCT, {"W": normal(K, N)}, x, least_cosine=0.99999)
 
 
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_a_weight_that_is_no_number_is_an_error(number: float):
+    weight = normal(K, N)
+    weight[3, 4] = number
+    with pytest.raises(QuantizationError, match=r"weight 'W' .* NaN or infinite"):
+        quantized(PRODUCT, {"W": weight})
+
+
+def test_activations_whose_products_overflow_stay_in_float():
+    """What is not known to be near is not taken."""
+    x = normal(64, K) * np.float32(3e37)
+    with pytest.raises(ModelFileError, match=r"nothing to quantise: .*least_cosine"):
+        quantized(PRODUCT, {"W": normal(K, N) * 100}, x)
+
+
+@pytest.mark.filterwarnings("error")
+def test_large_activations_are_no_matter():
+    x = with_outliers(256) * np.float32(1e18)
+    model, result = quantized(PRODUCT, {"W": normal(K, N)}, x)
+    assert error(model, read(result.model), x) < 0.03
+
+
 def test_channels_are_kept_in_float_only_where_they_pay():
     weight = normal(K, N)
     assert not choose(normal(512, K), [weight]).outliers.size

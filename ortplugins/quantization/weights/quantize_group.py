@@ -179,7 +179,7 @@ def _search_scales(
 ) -> tuple[Floats | None, float]:
     """Return the scales of the input channels, None for 1, and their exponent."""
     choice = search_scales(
-        [_checked(_matrix(weight), weight.name) for weight in group.weights],
+        [checked_matrix(_matrix(weight), weight.name) for weight in group.weights],
         mean_abs,
         tokens,
         gram,
@@ -204,7 +204,7 @@ def _quantized(weight: Weight, group: Group, inputs: _Inputs, recipe: Recipe) ->
     given = None if weight.layer is None else weight.layer.load(weight.form.is_symmetric)
 
     def strip(columns: slice) -> list[float]:
-        floats = _checked(matrix[:, columns], weight.name)
+        floats = checked_matrix(matrix[:, columns], weight.name)
         scaled = floats if inputs.scales is None else floats * inputs.scales[:, None]
         if given is not None:
             quantized = _columns(given, columns)
@@ -286,8 +286,8 @@ def _matrix(weight: Weight) -> npt.NDArray[Any]:
     return mapped.T if weight.stored_k_last else mapped
 
 
-def _checked(matrix: npt.NDArray[Any], name: str) -> Floats:
-    """Copy to float32."""
+def checked_matrix(matrix: npt.NDArray[Any], name: str) -> Floats:
+    """Return a copy in float32; a QuantizationError where it holds NaN or infinite values."""
     copy = np.ascontiguousarray(matrix, np.float32)
     # A sum is not finite if one of its terms isn't; it may also overflow, so look again.
     with np.errstate(over="ignore", invalid="ignore"):
