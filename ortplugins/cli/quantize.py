@@ -54,7 +54,7 @@ def _read_rule(text: str) -> tuple[str, Any]:
     return pattern, _read_yaml(settings)
 
 
-# How fields of a recipe are spelled that are no plain scalars.
+# How fields of a recipe that are not plain scalars are spelled.
 _SPELLINGS = {
     "is_symmetric": Annotated[bool, typer.Option("--symmetric/--asymmetric")],
     "op_types": Annotated[list[str], typer.Option("--op-type")],

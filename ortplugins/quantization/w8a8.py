@@ -40,7 +40,7 @@ from ortplugins.errors import CalibrationError, ModelFileError
 from ortplugins.quantization.methods.nearest import Floats
 from ortplugins.quantization.statistics.accumulator import ActivationRequest
 from ortplugins.quantization.statistics.collect import Calibration, collect
-from ortplugins.quantization.weights.folds import find_folds
+from ortplugins.quantization.weights.folds import find_folds, insert_mul
 from ortplugins.quantization.weights.plan import WeightPlan, report_of, reported
 from ortplugins.quantization.weights.quantize_group import checked_matrix
 from ortplugins.quantization.weights.recipe import Recipe
@@ -198,10 +198,8 @@ def choose(tokens: Floats, weights: Sequence[Floats]) -> QuantizedProducts:
 
     What takes more time is tried later, and taken where it brings the error down by enough.
     """
-    reach, rows = (
-        abs(tokens).max(axis=0),
-        np.max([abs(w).max(axis=1) for w in weights], axis=0),
-    )
+    reach = abs(tokens).max(axis=0)
+    rows = np.max([abs(weight).max(axis=1) for weight in weights], axis=0)
     order = np.argsort(-reach, kind="stable")
     sample = tokens[:: max(1, len(tokens) // _MEASURED)]
     exact = [sample @ weight for weight in weights]
@@ -352,14 +350,16 @@ class _Writer:
 
     def _divided(self, x: ir.Value, uses: Sequence[WeightUse], scales: Floats) -> ir.Value:
         """Divide an activation by the scales of its channels."""
-        folds = find_folds(x, [(use.node, 0) for use in uses], scales)
+        reads = [(use.node, 0) for use in uses]
+        folds = find_folds(x, reads, scales)
         if folds is not None and not any(fold.constant in self._weights for fold in folds):
             for fold in folds:
                 fold.constant.const_value = fold.quotient(scales)
             return x
-        inverse = (1 / scales).astype(uses[0].tensor.dtype.numpy())
-        factors = self._constant(inverse, f"{x.name}.channel_scales")
-        return self._ahead(_first_reader(x), "Mul", [x, factors], f"{x.name}.scaled")
+        insert_mul(x, reads, scales, uses[0].tensor.dtype, self._names)
+        scaled = uses[0].node.inputs[0]
+        assert scaled is not None
+        return scaled
 
     def _constant(self, array: npt.NDArray[Any], name: str) -> ir.Value:
         tensor = ir.tensor(array.copy(), name=self._names.take(name))
