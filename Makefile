@@ -41,7 +41,7 @@ demo: $(VENV)/.installed-demo
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
-	$(BIN)/mypy
+	for platform in linux win32 darwin; do $(BIN)/mypy --platform $$platform || exit 1; done
 	$(BIN)/lint-imports
 
 # The tests come last: their closing line closes the output.

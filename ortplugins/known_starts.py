@@ -385,7 +385,9 @@ def cache_folder(chosen: str = "") -> str:
     # A user without a home, as in containers that run under any number.
     import tempfile
 
-    return os.path.join(tempfile.gettempdir(), f"ortplugins-{os.geteuid()}")
+    # Windows has no such number; its folder for temporary files is the user's own.
+    user = os.geteuid() if hasattr(os, "geteuid") else "user"
+    return os.path.join(tempfile.gettempdir(), f"ortplugins-{user}")
 
 
 def is_private(*folders: str | os.PathLike[str]) -> bool:

@@ -26,6 +26,7 @@ import signal
 import socket
 import statistics
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -335,8 +336,9 @@ class ForkServer:
         """Return a new process."""
         (commands, stdin), (stdout, answers) = os.pipe(), os.pipe()
         with self._lock:
-            with contextlib.suppress(BrokenPipeError):
-                socket.send_fds(self._connection, [b" "], [commands, answers])
+            if sys.platform != "win32":
+                with contextlib.suppress(BrokenPipeError):
+                    socket.send_fds(self._connection, [b" "], [commands, answers])
             for theirs in (commands, answers):
                 os.close(theirs)
             pid = self._connection.recv(16)
@@ -366,8 +368,9 @@ class _Forked(NamedTuple):
     stdout: TextIO
 
     def kill(self) -> None:
-        # One that has ended keeps its number until the server ends.
-        os.kill(self.pid, signal.SIGKILL)
+        if sys.platform != "win32":
+            # One that has ended keeps its number until the server ends.
+            os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> None:
         """The server is the one that could."""

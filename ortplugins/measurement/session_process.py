@@ -34,7 +34,7 @@ _DATA_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 
 def main() -> None:
     """Do what standard input says, until it ends; or fork processes that do."""
-    if len(sys.argv) > 1:
+    if sys.platform != "win32" and len(sys.argv) > 1:
         import socket
 
         import numpy  # noqa: F401

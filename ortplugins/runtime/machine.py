@@ -13,8 +13,10 @@ resident  all of it, mapped files included (VmRSS), and the most that it ever wa
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -85,12 +87,11 @@ def instruction_sets() -> list[str]:
 
 def usable_cores(root: str = "/") -> int:
     """Return the physical cores of the process's affinity, or its quota if that is less."""
-    try:
-        allowed = os.sched_getaffinity(0)
-    except AttributeError:  # not on Linux
+    if sys.platform == "linux":
+        quotas = [-(-quota // period) for quota, period in _quotas(root)]
+        return max(1, min([_physical_cores(root, os.sched_getaffinity(0)), *quotas]))
+    else:
         return os.cpu_count() or 1
-    quotas = [-(-quota // period) for quota, period in _quotas(root)]
-    return max(1, min([_physical_cores(root, allowed), *quotas]))
 
 
 def host_cores(root: str = "/") -> int:
@@ -134,10 +135,10 @@ def _flags() -> str:
 
 
 def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # Windows
-        return None
+    if sys.platform != "win32":
+        with contextlib.suppress(ValueError, OSError):  # not known to this system
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None
 
 
 def _version_of(name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -133,12 +134,13 @@ def custom_op_libraries() -> tuple[str, ...]:
             lines = [line.split(maxsplit=5) for line in maps]
     except OSError:
         return ()
-    found = []
+    found: list[str] = []
     for path in dict.fromkeys(line[5].rstrip("\n") for line in lines if len(line) > 5):
-        try:
-            library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-        except OSError:  # a mapped file that is not a library
-            continue
-        if hasattr(library, "RegisterCustomOps"):  # what onnxruntime calls
-            found.append(path)
+        if sys.platform != "win32":
+            try:
+                library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+            except OSError:  # a mapped file that is not a library
+                continue
+            if hasattr(library, "RegisterCustomOps"):  # what onnxruntime calls
+                found.append(path)
     return tuple(found)
