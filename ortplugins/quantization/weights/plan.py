@@ -12,8 +12,8 @@ import onnx_ir as ir
 
 from ortplugins.errors import ModelFileError, QuantizationError
 from ortplugins.model_io.loading import lift_constants
+from ortplugins.quantization.checkpoints.gptq import Checkpoint
 from ortplugins.quantization.coverage import Coverage, coverage, float_weights
-from ortplugins.quantization.weights.checkpoint import Checkpoint
 from ortplugins.quantization.weights.recipe import METHODS, Recipe
 from ortplugins.quantization.weights.report import NodeReport, QuantizeReport
 from ortplugins.quantization.weights.uses import (

@@ -33,8 +33,8 @@ from ortplugins.model_io.saving import (
     save_with_data,
     scratch_within,
 )
+from ortplugins.quantization.checkpoints.gptq import Checkpoint
 from ortplugins.quantization.statistics.collect import Calibration
-from ortplugins.quantization.weights.checkpoint import Checkpoint
 from ortplugins.quantization.weights.plan import (
     WeightPlan,
     check_not_empty,

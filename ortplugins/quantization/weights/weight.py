@@ -2,7 +2,7 @@
 """A weight from the graph to its codes in files, and the weights that share channel scales.
 
     WeightUse   a node, and which of its inputs is the matrix         (uses.py)
-    Layer       where a checkpoint has codes of a weight              (checkpoint.py)
+    Layer       where a checkpoint has codes of a weight              (checkpoints)
     Weight      a matrix in one form: its uses, its floats, its codes
     Group       weights that read one activation, and what is known of that
 
@@ -20,13 +20,13 @@ import numpy as np
 import onnx_ir as ir
 
 from ortplugins.model_io.tensor_reference import ScratchWriter, TensorReference
+from ortplugins.quantization.checkpoints.gptq import Layer
 from ortplugins.quantization.methods.nearest import (
     BlockFormat,
     Codes,
     Floats,
     dequantize_blocks,
 )
-from ortplugins.quantization.weights.checkpoint import Layer
 from ortplugins.quantization.weights.recipe import METHODS
 from ortplugins.quantization.weights.uses import WeightUse
 from rewrite_rules.weights.bit_packing import unpack_rows
