@@ -168,6 +168,7 @@ class Trial:
         optional: Whether the trial is left out where the model before cannot run it, for
             instance because it is longer than the model takes.
         timed: Whether the result is dropped where such runs take more time.
+        required: Whether the pass fails where its result does: callers rely on all of it.
     """
 
     name: str
@@ -178,6 +179,7 @@ class Trial:
     timed: bool = False
     tokens: NDArray[np.bool_] | None = None
     guessed: bool = False
+    required: bool = False
 
     def counted(self, name: str, shape: Sequence[int]) -> NDArray[np.bool_] | None:
         """Return which elements of a value count, broadcast to its shape; None for all.

@@ -42,12 +42,17 @@ def keep_what_passes(
     """Return the result, or what is left of it without what fails its trials.
 
     ``run_without`` runs the pass again on the original, without some candidates.
+
+    Raises:
+        ValueError: If nothing may be left out, because a trial is required.
     """
     context = result.context
     with trials_of(original, context.trials, context.providers) as beside:
         failure = _failure(result, beside)
         if failure is None:
             return result
+        if any(trial.required for trial in context.trials):
+            raise ValueError(failure)
         candidates = context.remarks.rewritten
         kept = _search(candidates, failure, run_without, beside) if candidates else None
     if kept is None:

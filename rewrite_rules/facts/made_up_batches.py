@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Made-up batches: which inputs of a transformer hold tokens, mask, positions and cache.
 
-Runs serve to see what a mask computes, with one seed; and, with others, as trials of a result
-beside the original. Trials have more of them: no rows, no tokens, inputs of one row beside
-larger batches, lengths beyond every number that the graph compares or clips something with,
-and ids that are compared with. Of inputs that are not known to be a transformer's, any sizes
-are tried.
+Runs are trials of a result beside the original, from which nothing is concluded: no rows, no
+tokens, inputs of one row beside larger batches, lengths beyond every number that the graph
+compares or clips something with, and ids that are compared with. Of inputs that are not known
+to be a transformer's, any sizes are tried.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from rewrite_rules.facts.axis_roles import AxisRoles
 from rewrite_rules.facts.input_roles import Kind, Role, made_up_values, role_of
 from rewrite_rules.graph.parameters import constant, constant_ints
 from rewrite_rules.remarks import Refusal, Trial
-from rewrite_rules.shapes.dimensions import DeclaredNames
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
 # Ids and lengths end before.
@@ -59,19 +57,6 @@ class Run:
         return place < total - count if self.padding == "right" else place >= count
 
 
-RUNS = (
-    Run(1, 1, 0),
-    Run(1, 11, 0),
-    Run(1, 1, 9),
-    Run(2, 1, 14),
-    Run(1, 6, 7),
-    Run(2, 5, 7),
-    Run(3, 6, 0, "left"),
-    Run(3, 9, 0, "right"),
-    Run(3, 6, 7, "left"),
-    Run(3, 1, 7, "left"),
-)
-# Sizes of trials: others than those of matching, and no more runs.
 TRIED = (
     Run(1, 9, 0),
     Run(1, 1, 8),
@@ -84,7 +69,6 @@ TRIED = (
     Run(3, 6, 0, "right"),
     Run(3, 3, 6, "left"),
 )
-# Matching draws by seed 0.
 _FIRST_SEED = 1000
 # Lengths beyond numbers in the graph are tried up to here, where inputs stay small; and how
 # many of them.
@@ -132,7 +116,7 @@ class DecoderInputs:
         }
         self.has_cache = bool(self.all(Kind.CACHE, "past"))
         self.has_mask = bool(self.all(Kind.MASK, "total"))
-        if not self.runs(RUNS):
+        if not self.runs(TRIED):
             raise Refusal("no made-up run has the sizes that the inputs declare")
 
     def all(self, kind: Kind, counts: str) -> list[ir.Value]:
@@ -161,21 +145,6 @@ class DecoderInputs:
             found = dict.fromkeys(run for run in fitted if run is not None)
         return list(found)
 
-    def known(self, run: Run) -> dict[ir.Value, NDArray[Any]]:
-        """Make up the inputs of a run that are known well enough to see what follows."""
-        feeds = self.feeds(run)
-        return {value: feeds[value] for value, one in self._roles.items() if one.known}
-
-    def names(self, run: Run) -> DeclaredNames:
-        """Return what the names of the inputs' dimensions stand for in a run."""
-        sizes = {
-            dim.value: size
-            for value, role in self._roles.items()
-            for dim, size in zip(value.shape or (), self._sizes(value, role, run), strict=True)
-            if isinstance(dim, ir.SymbolicDim) and dim.value is not None
-        }
-        return DeclaredNames(sizes, _OTHER)
-
     def feeds(self, run: Run, seed: int = 0) -> dict[ir.Value, NDArray[Any]]:
         """Make up the inputs of a run."""
         rng, kept = np.random.default_rng(seed), run.kept()
@@ -199,21 +168,22 @@ class DecoderInputs:
             feeds[value] = np.array(array, value.dtype.numpy(), order="C")
         return feeds
 
-    def trials(self, bound: float, timed: bool, row_by_row: bool = False) -> list[Trial]:
+    def trials(self, bound: float, timed: bool, shared_cache: bool = False) -> list[Trial]:
         """Return the runs as trials, within ``bound``; what padding computes does not count.
 
-        ``timed``: it has to be faster. ``row_by_row``: no chunks after a cache in batches.
+        ``timed``: it has to be faster. ``shared_cache``: a cache in buffers is required, which
+        takes no chunks in batches.
         """
         found, aligned = [], self._aligned()
         roles = self._roles.values()
         beside = any(r.kind is Kind.POSITIONS or "source" in r.axes for r in roles)
         tried = [*(run for run in TRIED if beside or not run.one_row), *self._long_runs()]
-        if row_by_row:  # nor in none
+        if shared_cache:  # nor in none
             tried = [run for run in tried if run.batch and run.length]
         short = self.runs(tried)
         long = self.runs(_TIMED_WITH_CACHE if self.has_cache else _TIMED)
         for index, run in enumerate(short + long * timed):
-            if row_by_row and run.batch > 1 and run.length > 1 and run.past > 0:
+            if shared_cache and run.batch > 1 and run.length > 1 and run.past > 0:
                 continue
             made = self.feeds(run, _FIRST_SEED + index)
             feeds = {str(v.name): array for v, array in made.items()}
@@ -228,7 +198,12 @@ class DecoderInputs:
                 compared[str(output.name)] = of_tokens
             is_long = index >= len(short)
             tokens = kept[:, run.past :] if run.padding else None
-            found.append(Trial(str(run), feeds, compared, bound, True, is_long, tokens))
+            found.append(
+                Trial(
+                    str(run), feeds, compared, bound, optional=True, timed=is_long,
+                    tokens=tokens, required=shared_cache,
+                )
+            )  # fmt: skip
         return found
 
     def _aligned(self) -> set[ir.Value]:
@@ -423,7 +398,7 @@ def _numbers_in(model: ir.Model) -> set[int]:
             # The last axis holds no tokens but in masks, which are compared.
             if axes is not None and {*axes} <= {0, 1, 2} - {rank and rank - 1}:
                 found |= {*(constant_ints(node.inputs[2]) or ())}
-    return {number for number in found if RUNS[0].length < number <= _MAX_NUMBER}
+    return {number for number in found if 1 < number <= _MAX_NUMBER}
 
 
 def _constants_of(node: ir.Node) -> Iterator[int]:

@@ -42,7 +42,6 @@ from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.attention_forms import Attention
 from rewrite_rules.transformer_fusion.conditions import Build, Conditions, check_shared, either
 from rewrite_rules.transformer_fusion.head_layout import SPLIT_HEADS, ints, tokens_of
-from rewrite_rules.transformer_fusion.masks import GroupedLayout, Mask, Observed
 from rewrite_rules.transformer_fusion.read_attention import (
     INFERRED,
     Match,
@@ -89,7 +88,6 @@ class FuseAttention(RewriteRuleClassBase):
     def __init__(
         self,
         facts: ProvedShapes,
-        observe: Callable[[Mask, GroupedLayout], Observed | None],
         remarks: Remarks,
         standard: bool,
         written: Written,
@@ -97,7 +95,6 @@ class FuseAttention(RewriteRuleClassBase):
     ) -> None:
         super().__init__(remove_nodes=False)
         self._facts = facts
-        self._observe = observe
         self._remarks = remarks
         self._standard = standard
         self._written = written
@@ -150,14 +147,6 @@ class FuseAttention(RewriteRuleClassBase):
                 raise Refusal(reason)
         return found
 
-    def _is_prompt(self, found: Attention) -> bool:
-        """Whether GroupQueryAttention may take the new tokens of some runs."""
-        causal = any(one is not None and one.causal for one in self._observed(found))
-        return found.cached and causal and found.size % 8 == 0
-
-    def _observed(self, found: Attention) -> list[Observed | None]:
-        return [self._observe(mask, found.layout) for mask in found.masks]
-
     def rewrite(
         self,
         op: Any,
@@ -176,11 +165,7 @@ class FuseAttention(RewriteRuleClassBase):
             form, (rows, *cache) = "GroupQueryAttention", self._in_buffers(op, found)
         else:
             form, (rows, *cache) = self._cached(op, found, name)
-        kinds = ", ".join(
-            "a mask that can't be computed" if one is None else f"mask: {one.kind}"
-            for one in self._observed(found)
-        )
-        self._remarks.fired(label(producer(mixed)), f"attention: {form}; {kinds or 'no mask'}")
+        self._remarks.fired(label(producer(mixed)), f"attention: {form}")
         split = op.Reshape(rows, ints(op, 0, 0, found.heads, found.size))
         self._facts.replace(out, split)
         for node in out.consumers():
@@ -224,7 +209,7 @@ class FuseAttention(RewriteRuleClassBase):
         found = dataclasses.replace(found, joins=not self._depends(found))
         answers = self._conditions.of_cached(op, found)
         forms, build = "grouped queries", cast(Build, found.any_tokens)
-        if self._is_prompt(found):
+        if found.fits_kernel:
             forms, past = f"{forms}, GroupQueryAttention", producer(found.keys).inputs[0]
 
             def build(op: Any) -> Sequence[ir.Value]:
@@ -233,8 +218,6 @@ class FuseAttention(RewriteRuleClassBase):
                 return either(op, is_prompt, kernel, found.any_tokens)
 
             def kernel(op: Any) -> Sequence[ir.Value]:
-                if [one and one.kind for one in self._observed(found)] != ["causal"]:
-                    return found.by_prompt(op)
                 plain = dataclasses.replace(found, mask=None)
                 return either(op, answers.plain, plain.by_prompt, found.by_prompt)
 
@@ -329,9 +312,7 @@ _REFUSALS: tuple[tuple[Callable[[FuseAttention, Attention], bool], str], ...] = 
     ),
     (
         lambda rule, found: bool(
-            found.cached
-            and rule._cache
-            and not (rule._is_prompt(found) and found.appends_tokens)
+            found.cached and rule._cache and not (found.fits_kernel and found.appends_tokens)
         ),
         "GroupQueryAttention, which kv_cache=shared needs, can't compute it",
     ),

@@ -25,6 +25,8 @@ from rewrite_rules.transformer_fusion.masks import GroupedLayout, Mask
 from rewrite_rules.transformer_fusion.repeated_heads import RepeatedHeads
 
 _MICROSOFT = "com.microsoft"
+# GroupQueryAttention takes heads of a multiple of this size.
+_KERNEL_SIZES = 8
 # Where nodes of opset 23 wait until the rest of the model has been converted.
 OPSET_23 = "ortplugins.opset23"
 
@@ -100,6 +102,11 @@ class Attention:
     def appends_tokens(self) -> bool:
         """Whether a cache is proved to get a key and a value for each query."""
         return all(self.same_tokens(heads) == (True, True) for heads in self.both)
+
+    @property
+    def fits_kernel(self) -> bool:
+        """Whether GroupQueryAttention takes the heads; a run asks what the mask hides."""
+        return bool(self.masks) and self.size % _KERNEL_SIZES == 0
 
     @property
     def both(self) -> tuple[RepeatedHeads, RepeatedHeads]:

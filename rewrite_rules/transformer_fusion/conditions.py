@@ -76,13 +76,14 @@ class Conditions:
         """Emit which form takes the tokens of attention with a cache."""
         unproved = [each for each in found.both if found.same_tokens(each) != (True, True)]
         compared = [(found.tokens[0], each.source) for each in unproved]
-        key = found.mask, found.tokens[1], *compared
+        key = found.mask, found.tokens, *compared
         if key not in self._answers:
             batch, length = found.sizes(op)
             some = op.Less(ints(op, 0), batch)
             for heads in unproved:
                 pairs = zip(found.new_sizes(op, heads), (batch, length), strict=True)
                 some = functools.reduce(op.And, itertools.starmap(op.Equal, pairs), some)
+            some = functools.reduce(op.And, _of_more_texts(op, found, batch), some)
             if found.mask is None:
                 one = op.And(op.Equal(length, ints(op, 1)), some)
                 no = _false(op)
@@ -173,14 +174,21 @@ def _unproved(op: Any, found: Attention) -> list[ir.Value]:
             asked.append(op.Equal(batch, found.new_sizes(op, heads)[0]))
     dims = None if mask is None else facts.dims(mask, 4)
     if mask is not None and dims is not None:
-        if dims[0] not in ((1, ()), found.tokens[0]):
-            asked.append(op.LessOrEqual(_size(op, mask, 0), batch))
+        asked += _of_more_texts(op, found, batch)
         if dims[2] != found.tokens[1]:
             asked.append(op.Equal(_size(op, mask, 2), length))
         if dims[3] != found.key_count:
             count = _size(op, keys.source, keys.length_axis)
             asked.append(op.Equal(_size(op, mask, 3), count))
     return asked
+
+
+def _of_more_texts(op: Any, found: Attention, batch: ir.Value) -> list[ir.Value]:
+    """Emit the question whether a mask has no more texts than there are queries."""
+    dims = found.facts.dims(found.mask, 4)
+    if found.mask is None or (dims is not None and dims[0] in ((1, ()), found.tokens[0])):
+        return []
+    return [op.LessOrEqual(_size(op, found.mask, 0), batch)]
 
 
 def _size(op: Any, value: ir.Value, axis: int) -> Any:

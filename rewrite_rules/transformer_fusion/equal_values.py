@@ -72,10 +72,10 @@ def _computes(node: ir.Node) -> Hashable:
     return node.op_type, tuple(node.inputs), len(node.outputs), tuple(attributes)
 
 
-def fold_scalars(model: ir.Model, nodes: NodeEvaluator) -> None:
+def fold_scalars(model: ir.Model) -> None:
     """Make numbers that scale others constants: the root of a head's size, of a Shape."""
     facts, names = ProvedShapes(model, on_demand=True), FreshNames(model)
-    evaluator = GraphEvaluator(facts, {}, nodes)
+    evaluator = GraphEvaluator(facts, {}, NodeEvaluator())
     for node in model.graph:
         if node.op_type not in ("Mul", "Div") or node.domain:
             continue

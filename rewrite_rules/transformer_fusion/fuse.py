@@ -5,18 +5,16 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 from onnxscript.rewriter import RewriteRule
 
-from rewrite_rules.facts.made_up_batches import RUNS, DecoderInputs, trials_of
+from rewrite_rules.facts.made_up_batches import DecoderInputs, trials_of
 from rewrite_rules.graph.nodes import drop_copies, remove_unused
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.remarks import Outcome, PassContext, Refusal, Remarks
 from rewrite_rules.shapes.dimensions import known
-from rewrite_rules.shapes.evaluator import GraphEvaluator, NodeEvaluator
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.attention import (
     FuseAttention,
@@ -33,7 +31,6 @@ from rewrite_rules.transformer_fusion.equal_values import (
     share_nodes,
 )
 from rewrite_rules.transformer_fusion.grouped_queries import GroupQueries
-from rewrite_rules.transformer_fusion.masks import observe
 from rewrite_rules.transformer_fusion.norms_and_activations import (
     GELU_ENDS,
     MAX_NORM_STEPS,
@@ -53,8 +50,6 @@ _ATTENTION_VERSION = (1, 24)
 _SHARED = "shared"
 # Greatest difference of a trial; kernels add up in another order.
 _BOUND = 1e-4
-# Enough to see what a mask does, and what a rotation.
-_MASK_RUNS = (RUNS[1], *RUNS[5:9])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,14 +143,8 @@ def _fuse_attention(
             raise ValueError(f"kv_cache=shared: {refusal}") from refusal
         remarks.refused("model", f"rotary and attention: {refusal}")
         return []
-    computed, written = NodeEvaluator(), Written()
-    fold_scalars(model, computed)
-    runs = {
-        run: GraphEvaluator(
-            ProvedShapes(model, inputs.names(run), on_demand=True), inputs.known(run), computed
-        )
-        for run in inputs.runs(_MASK_RUNS)
-    }
+    written = Written()
+    fold_scalars(model)
     rules = list[RewriteRule]()
     if options.rotary:
         for each in (Rotary, SplitRotary):
@@ -164,8 +153,7 @@ def _fuse_attention(
     shared = SharedCache(model, inputs) if is_shared else None
     if options.attention:
         standard = context.onnxruntime is None or context.onnxruntime >= _ATTENTION_VERSION
-        masks = functools.cache(functools.partial(observe, runs))
-        rules += [FuseAttention.rule(shapes, masks, remarks, standard, written, shared)]
+        rules += [FuseAttention.rule(shapes, remarks, standard, written, shared)]
     weighted = multiplied_weights(nodes["Softmax"])
     ends = {*nodes["Transpose"], *filter(may_be_rotation, nodes["Add"] + nodes["Concat"])}
     _apply(model, rules, lambda node: node in ends and node.graph is model.graph, remarks)
@@ -189,7 +177,7 @@ def _fuse_attention(
     _raise_opset(model)
     if any(remark.outcome is Outcome.FIRED for remark in remarks):
         # Of the forms with a cache it is known which runs they are faster in.
-        trials = inputs.trials(_BOUND, written.uncached, row_by_row=shared is not None)
+        trials = inputs.trials(_BOUND, written.uncached, shared_cache=shared is not None)
         context.trials.extend(trials)
     return written.results
 

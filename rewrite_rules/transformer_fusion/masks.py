@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""How scores of query heads are laid out; what a mask hides in made-up runs.
+"""Masks of scores, and how scores of query heads are laid out.
 
 Query heads may be grouped in the graph, so that no key is repeated:
 
@@ -12,22 +12,15 @@ Masks have the same layouts: an axis of 1 for r, or the rows of one query head r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
-from rewrite_rules.facts.made_up_batches import Run
 from rewrite_rules.graph.nodes import made_by
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import Dim, Dims, number
-from rewrite_rules.shapes.evaluator import Array, CannotEvaluate, GraphEvaluator
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.head_layout import ints
-
-# What is added to a score that must not count; float16's lowest is -65504.
-_LOW = -1e4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +54,6 @@ class GroupedLayout:
         if number(shape[2]) != 1:
             raise Refusal(f"mask {name!r} may differ from head to head")
         return (*shape[:2], *shape[3:])
-
-    def array(self, mask: Array) -> Array:
-        """Return the mask for ``[B, H, S, T]``, of the first query head of each group."""
-        if self.own_axis:
-            return mask[:, :, 0]
-        return mask if self.repeats == 1 else mask[:, :, : mask.shape[2] // self.repeats]
 
     def emit(self, op: Any, mask: ir.Value) -> ir.Value:
         """Emit the mask for ``[B, H, S, T]``."""
@@ -121,68 +108,3 @@ class Mask:
         shown = op.Constant(value_float=0.0) if total is None else total
         numbers = [op.Constant(value_float=self.lowest), shown]
         return op.Where(value, *numbers[:: 1 if self.hides else -1])
-
-    def computed(self, array: Array, rank: int) -> Array:
-        """Return what is added, given the tensor."""
-        array = array.reshape((1,) * (rank - array.ndim) + array.shape)
-        return (
-            array if self.lowest is None else np.where(array == self.hides, self.lowest, 0.0)
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Observed:
-    """What a mask did in made-up runs, which suggests a form and decides nothing.
-
-    Attributes:
-        kind: For remarks: "padding", "causal", "sliding window of 6", or what it is instead.
-        causal: Whether no token saw a later one.
-    """
-
-    kind: str
-    causal: bool
-
-
-def observe(
-    runs: Mapping[Run, GraphEvaluator], mask: Mask, layout: GroupedLayout
-) -> Observed | None:
-    """Return what a mask of scores does in made-up runs; None where it can't be computed."""
-    try:
-        arrays = {
-            run: layout.array(mask.computed(each.array(mask.value), layout.rank))
-            for run, each in runs.items()
-        }
-    except CannotEvaluate:
-        return None
-    return _observed(arrays)
-
-
-def _observed(arrays: Mapping[Run, Array]) -> Observed:
-    causal = plain = padding = True
-    windows = set()
-    for run, array in arrays.items():
-        total = run.past + run.length
-        try:
-            added = np.broadcast_to(array, (run.batch, array.shape[1], run.length, total))
-        except (IndexError, ValueError):
-            return Observed("other keys", False)
-        kept = run.kept()
-        # What padding sees is whatever the exporter found handy.
-        sees = np.asarray(np.all(added > _LOW, axis=1))[kept[:, run.past :]]
-        key = np.arange(total)[None]
-        query = np.broadcast_to(np.arange(run.past, total), (run.batch, run.length))
-        query = query[kept[:, run.past :]][:, None]
-        causal &= not (sees & (key > query)).any()
-        visible = np.repeat(kept, kept[:, run.past :].sum(axis=1), axis=0)
-        padding &= np.array_equal(sees, visible)
-        reach = int(np.max(np.where(sees, query - key, 0), initial=0)) + 1
-        plain &= bool(np.isin(added, (0.0, added.min())).all())
-        plain &= np.array_equal(sees, visible & (key <= query) & (key > query - reach))
-        windows.add((reach, total))
-    longest, most = (max(sizes) for sizes in zip(*windows, strict=True))
-    windowed = longest < most and all(reach == min(longest, size) for reach, size in windows)
-    if not causal:
-        return Observed("padding" if padding else "not causal", False)
-    if not plain:
-        return Observed("causal, with a bias", True)
-    return Observed(f"sliding window of {longest}" if windowed else "causal", True)

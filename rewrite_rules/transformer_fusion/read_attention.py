@@ -159,7 +159,9 @@ def _check_masks(parts: _Parts, cached: bool) -> None:
         if shape is None:
             raise Refusal(f"the axes of mask {name!r} are not known")
         dims = parts.layout.dims(shape, name)
-        if cached and parts.heads != parts.keys.groups and number(dims[1]) != 1:
+        shared = cached and parts.heads != parts.keys.groups
+        # One query head would be repeated for the heads of a mask.
+        if (shared or parts.heads == 1) and number(dims[1]) != 1:
             raise Refusal(f"mask {name!r} may differ from head to head")
 
 

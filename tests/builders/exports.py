@@ -16,6 +16,19 @@ from rewrite_rules.facts.made_up_batches import DecoderInputs, Run
 from rewrite_rules.remarks import PassContext, Remarks
 from rewrite_rules.transformer_fusion.fuse import TransformerOptions, fuse_transformer
 
+# Sizes of a decoder's runs: prompts, tokens and chunks, padded or not.
+RUNS = (
+    Run(1, 1, 0),
+    Run(1, 11, 0),
+    Run(1, 1, 9),
+    Run(2, 1, 14),
+    Run(1, 6, 7),
+    Run(2, 5, 7),
+    Run(3, 6, 0, "left"),
+    Run(3, 9, 0, "right"),
+    Run(3, 6, 7, "left"),
+    Run(3, 1, 7, "left"),
+)
 _DATA = Path(os.environ.get("ORTPLUGINS_EXPORTS", Path(__file__).parents[1] / "data"))
 
 

@@ -18,6 +18,7 @@ from builders.dequantized_models import assert_same_outputs, run
 from builders.exports import (
     DECODERS,
     ENCODERS,
+    RUNS,
     decoder_feeds,
     exported,
     fused,
@@ -32,7 +33,7 @@ from numpy.typing import NDArray
 
 import ortplugins
 from ortplugins.optimization.trials import find_failure
-from rewrite_rules.facts.made_up_batches import RUNS, TRIED, DecoderInputs, Run
+from rewrite_rules.facts.made_up_batches import TRIED, DecoderInputs, Run
 from rewrite_rules.remarks import PassContext, Remarks, Trial
 from rewrite_rules.transformer_fusion.fuse import TransformerOptions, fuse_transformer
 
@@ -85,13 +86,10 @@ def test_exports_are_fused_and_right(name: str):
     result, remarks, context = fused(model)
     tried = {trial.name for trial in context.trials}
     assert {str(sizes) for sizes in TRIED if not sizes.one_row} <= tried
-    kinds = [text.partition("; mask: ")[2] for text in remarks["fired"] if "mask: " in text]
-    windowed = ["sliding window of 6", "causal"] if "gemma3" in name else ["causal"] * LAYERS
-    assert kinds == windowed
     assert not remarks["refused"]
     found = counts(result)
-    # Causal masks are left out where no padding is.
-    assert found["GroupQueryAttention"] == LAYERS + kinds.count("causal")
+    # Of a prompt without padding the mask is left out.
+    assert found["GroupQueryAttention"] == 2 * LAYERS
     # TorchScript's are of opset 17.
     assert found["Attention"] == (LAYERS if "dynamo" in name else 0)
     assert found["RotaryEmbedding"] == (0 if "gpt2" in name else 2 * LAYERS)
@@ -102,7 +100,7 @@ def test_exports_are_fused_and_right(name: str):
 def test_queries_grouped_in_the_graph_are_read():
     model = decoder("grouped on an axis")
     result, remarks, _ = fused(model)
-    assert "attention: grouped queries, GroupQueryAttention; mask: causal" in remarks["fired"]
+    assert "attention: grouped queries, GroupQueryAttention" in remarks["fired"]
     assert not remarks["refused"]
     agrees(model, result, *(one for one in ALL_RUNS if not one.padding))
 
@@ -117,7 +115,7 @@ def test_query_heads_that_are_rows_of_one_head_share_a_cache_or_stay(kv_cache: s
     if kv_cache == "exported":
         assert "without copies: no form is faster" in "".join(remarks["refused"])
         return
-    assert remarks["fired"] == ["attention: GroupQueryAttention; mask: causal, with a bias"]
+    assert remarks["fired"] == ["attention: GroupQueryAttention"]
     assert counts(result)["GroupQueryAttention"] == 1 and not remarks["refused"]
 
 
@@ -206,7 +204,7 @@ HIDDEN = """unseen = Not(seen)
     masked = Where(unseen, lowest, scaled)"""
 
 
-# Which keys a token sees, and whether GroupQueryAttention may know it.
+# Which keys a token sees, and whether a cache in buffers takes it.
 SEEN = {
     "earlier ones": (True, ()),
     "some earlier ones": (
@@ -251,17 +249,17 @@ MERGED = (
 )
 def test_any_decoder(mask, lowest, rotary, seen, merged, fixed, kv_cache):
     """Hiding a score by the lowest number is the same as adding that, for instance."""
-    has_kernel, changes = SEEN[seen]
+    hides_later, changes = SEEN[seen]
     sizes = () if fixed is None else declared(fixed)
     model = small_decoder(merged, *changes, *sizes, mask=mask, rotary=rotary, lowest=lowest)
-    kv_cache = kv_cache if has_kernel else "exported"
+    kv_cache = kv_cache if hides_later else "exported"
     result, remarks, context = fused(model, kv_cache=kv_cache)
     assert not remarks["refused"]
     assert context.trials
     found = counts(result)
     assert found["RotaryEmbedding"] == (0 if rotary == UNTURNED else 2)
-    # A single token that sees all sees earlier ones.
-    assert bool(found["GroupQueryAttention"]) == (has_kernel or fixed == Run(2, 1, 0))
+    # Whether a prompt hides later tokens is asked at each run.
+    assert found["GroupQueryAttention"]
     runs = ALL_RUNS if fixed is None else (fixed,)
     if kv_cache == "shared":
         # The kernel wants rows, tokens, and chunks after a cache one by one.
@@ -293,7 +291,7 @@ def test_a_mask_of_two_axes_and_no_cache():
         ("And(real_columns, before)", "Identity(before)"),
     )
     result, remarks, _ = fused(model)
-    assert remarks["fired"] == ["attention: Attention; mask: causal"]
+    assert remarks["fired"] == ["attention: Attention"]
     agrees(model, result, Run(1, 1, 0), Run(2, 9, 0))
 
 
@@ -369,7 +367,6 @@ def test_a_mask_of_the_caller_may_hide_anything(kind: str, axes: str, laid_out: 
     )
     result, remarks, context = fused(model)
     assert not remarks["refused"]
-    assert not counts(result)["GroupQueryAttention"]
     assert find_failure(ir.from_proto(model), result, context.trials, CPU) is None
     assert len(context.trials) > 3
 
@@ -481,7 +478,7 @@ def test_what_stays_is_named(case: str):
 def test_heads_that_no_kernel_takes_are_grouped():
     model = small_decoder(size=6)
     result, remarks, _ = fused(model)
-    assert remarks["fired"] == ["attention: grouped queries; mask: causal"]
+    assert remarks["fired"] == ["attention: grouped queries"]
     assert not counts(result)["GroupQueryAttention"]
     agrees(model, result, Run(2, 5, 7), Run(1, 4, 0), Run(2, 1, 3))
 
@@ -636,7 +633,7 @@ def test_a_cache_in_buffers_of_the_caller(name: str):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ((("LessOrEqual", "GreaterOrEqual"),), "GroupQueryAttention, which kv_cache=shared"),
+        ((("(past_key, k_turned)", "(k_turned, past_key)"),), "reads 'past_key' as well"),
         ((("Transpose<perm = [0, 2, 1, 3]>(mixed)", "Relu(mixed)"),), "goes to Relu"),
         ((("y = MatMul(y_rows", "read = Relu(key)\n y = MatMul(y_rows"),), "reads 'key'"),
         (
@@ -656,6 +653,19 @@ def test_a_cache_that_cannot_be_shared_is_an_error(change, reason: str):
         model.graph.output.add().name = "read"
     with pytest.raises(ValueError, match=f"kv_cache=shared.*{reason}"):
         fused(model, kv_cache="shared")
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (small_decoder(size=6), "GroupQueryAttention, which kv_cache=shared"),
+        # Every trial shows that a token sees a later one.
+        (small_decoder(("LessOrEqual", "GreaterOrEqual")), "a trial.*mask_hides_later_tokens"),
+    ],
+)
+def test_a_cache_is_shared_as_a_whole_or_not_at_all(model: onnx.ModelProto, reason: str):
+    with pytest.raises(ortplugins.PassError, match=reason):
+        ortplugins.optimize(model, passes=[ortplugins.TransformerFusion(kv_cache="shared")])
 
 
 def started(model: onnx.ModelProto) -> tuple[ortplugins.InferenceSession, list[str]]:
@@ -703,11 +713,11 @@ def test_a_session_runs_a_decoder_with_cross_attention():
     model = small_decoder(CROSS, ENCODER_INPUTS)
     result, remarks, _ = fused(model)
     assert remarks["fired"] == [
-        "attention: grouped queries, GroupQueryAttention; mask: causal",
-        "attention: Attention; mask: other keys",
+        "attention: grouped queries, GroupQueryAttention",
+        "attention: Attention",
     ]
     session, reasons = started(model)
-    assert any("mask: other keys" in text or "times as long" in text for text in reasons)
+    assert any(text == "attention: Attention" or "times as long" in text for text in reasons)
     for sizes, session_run in itertools.product(ALL_RUNS, (session.run, opened(result).run)):
         feeds = decoder_feeds(model, sizes, 3)
         feeds["encoder_attention_mask"][1:, 3:] = 0
