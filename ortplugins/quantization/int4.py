@@ -4,10 +4,26 @@
     import modelopt.onnx.quantization.int4 as int4
     import ortplugins.quantization.int4 as int4
 
-A script changes that one line. Names and defaults are those of nvidia-modelopt 0.47.0;
-``docs/moving-from-modelopt.md`` says what is the same, what differs, and what was broken.
-Below :func:`quantize` and :func:`quantize_rtn` lies :func:`.quantize`,
-which has more to offer: formats, GPTQ, bounded memory, a report.
+A script changes that one line. Names, defaults and values are those of nvidia-modelopt 0.47.0;
+``docs/moving-from-modelopt.md`` says what differs, and what was broken. Below :func:`quantize`
+lies :func:`.quantize`, which has more to offer: formats, GPTQ, bounded memory, a report.
+
+The primitives compute in the type of their arrays, float16, float32 or float64. With amax the
+greatest magnitude of a block, b bits,
+
+    symmetric     s = max(alpha * amax / (2**(b - 1) - 1), 1e-5)
+                  codes = clip(rint(w / s), -2**(b - 1), 2**(b - 1) - 1)
+    zero points   s = max(hi - lo, 1e-5) / (2**b - 1)    z = clip(-rint(lo / s), 0, 2**b - 1)
+                  codes = clip(rint(w / s) + z, 0, 2**b - 1)
+    awq           s = clip(x^a / w^(1 - a), 1e-4, 1e4) / sqrt(max * min)
+
+The searches are for scripts that drive them: a session that computes activations, samples, and
+
+    wa_pack = [(activation with .name, weight TensorProto, is weight [N, K], type, node name)]
+
+as :func:`find_quantizable_weights` makes it. ``augmented_onnx_path`` is a file that the
+weights' external data lies beside, ``inputs`` are samples, name to array, and ``session`` has
+``run([activation], feed)``.
 """
 
 from __future__ import annotations
@@ -35,80 +51,48 @@ __all__ = [
 
 import logging
 import os
-import re
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import onnx
 import onnx_ir as ir
-import onnxruntime
 
-from ortplugins.errors import OrtpluginsWarning, QuantizationError
+from ortplugins.errors import QuantizationError
 from ortplugins.model_io.loading import load_model
-from ortplugins.quantization.modelopt_searches import (
-    AWQClipHelper,
-    AWQLiteHelper,
-    clip_search,
-    dq_tensor,
+from ortplugins.quantization.methods.awq import search_scales
+from ortplugins.quantization.methods.nearest import BlockFormat, in_blocks
+from ortplugins.quantization.modelopt_arguments import (
+    ALPHA_STEP,
+    LEAST_RATIO,
+    RATIO_STEP,
     exponents,
-    find_quantizable_weights,
-    find_scales,
-    get_act_scale,
-    get_act_to_weight_map_and_act_to_wa_pack_map,
-    get_parent_child_nodes_map,
-    get_scale,
-    get_weight_scale,
-    get_x_w_mean_for_subgraph,
-    quant_tensor,
+    name_as_modelopt,
+    providers_of,
     ratios,
-    rtn,
-    run_awq_scale_search_per_node,
-    run_awq_scale_search_per_subgraph,
+    rules_of,
+    settings_of,
 )
 from ortplugins.quantization.weights.quantize import quantize as quantize_weights
-from ortplugins.quantization.weights.recipe import Rule
 from ortplugins.quantization.weights.uses import WeightUse, find_uses
-from rewrite_rules.closest_name import did_you_mean
+
+Array = npt.NDArray[Any]
+WaPack = Sequence[tuple[Any, onnx.TensorProto, bool, int, str]]
 
 _LOG = logging.getLogger(__name__)
-
-_METHODS = ("rtn", "rtn_dq", "awq_lite", "awq_clip", "awq_full")
-# Those that write operators which only TensorRT has, and what gives the same in standard ones.
-_TENSORRT_METHODS = {"rtn_trt": "rtn", "rtn_trt_dq": "rtn_dq", "awq_clip_trt": "awq_clip"}
-_PROVIDERS = {
-    "cpu": "CPUExecutionProvider",
-    "cuda": "CUDAExecutionProvider",
-    "dml": "DmlExecutionProvider",
-    "trt": "TensorrtExecutionProvider",
-    "NvTensorRtRtx": "NvTensorRTRTXExecutionProvider",
+# ModelOpt's methods by ours. Error feedback does more than clips, in less time; rtn_trt,
+# rtn_trt_dq and awq_clip_trt write operators that only TensorRT has.
+_METHODS = {
+    "rtn": "rtn",
+    "rtn_dq": "rtn",
+    "awq_lite": "awq_lite",
+    "awq_clip": "awq_clip",
+    "awq_full": "awq_gptq",
 }
-_KEYWORDS = (
-    *("awqlite_alpha_step", "awqlite_fuse_nodes", "awqlite_run_per_subgraph"),
-    *("awqclip_alpha_step", "awqclip_alpha_min", "awqclip_bsz_col"),
-    *("gather_quantize_axis", "gather_block_size", "enable_mixed_quant", "layers_8bit"),
-    *("use_column_major", "enable_fast_path_using_high_sysram"),
-    *("force_fp16", "trt_rtx_backend"),
-)
-# What changes nothing, and for which value it need not be said.
-_WITHOUT_EFFECT = {
-    "awqclip_bsz_col": (None, "clips are searched in strips that fit into the cache"),
-    "enable_fast_path_using_high_sysram": (
-        False,
-        "samples run once where statistics fit into max_calibration_memory of quantize()",
-    ),
-    "trt_rtx_backend": (None, "providers are registered before quantize is called"),
-    "awqlite_run_per_subgraph": (
-        True,
-        "all weights that read an activation get the same scales",
-    ),
-}
-# The nodes of a decoder that enable_mixed_quant gives 8 bits, by kind and layer.
-_SENSITIVE = re.compile(
-    r"/model/layers\.(\d+)/((?:self_)?attn/(?:qkv|v)_proj|mlp/down_proj)/MatMul"
-)
-_LAYER_LIST = re.compile(r"\s*[/\w.\-]+(\s*,\s*[/\w.\-]+)*\s*")
-_OUR_CODES = re.compile(r"(?P<weight>.+)\.u?int[48]_block-?\d+(_transposed)?(_\d+)?")
+# Scales, or ranges where there are zero points, are raised to this: AutoAWQ's bound.
+_LEAST = 1e-5
+_PRODUCTS = ("Gemm", "MatMul")
 
 
 def quantize(
@@ -143,7 +127,7 @@ def quantize(
         block_size: Elements along K that share a scale, 128 by default; -1 for K.
         nodes_to_exclude: Regular expressions for ``re.match`` with names of nodes, or of first
             outputs where nodes have none, that stay in float.
-        log_level: Least level of what goes to the logger of this module.
+        log_level: ``"INFO"`` or ``"DEBUG"``: the report goes to the logger of this module.
         input_shapes_profile: Options of each provider of ``calibration_eps``, a dict each.
         kwargs: ModelOpt's; others are a TypeError that names the closest one.
 
@@ -157,54 +141,34 @@ def quantize(
             or a weight holds NaN or infinite values.
         TypeError: If a keyword is not ModelOpt's.
     """
-    if calibration_method in _TENSORRT_METHODS:
+    method = _METHODS.get(calibration_method)
+    if method is None:
         raise QuantizationError(
-            f"calibration_method {calibration_method!r} writes TRT_INT4QuantizeLinear and "
-            "TRT_INT4DequantizeLinear, which only TensorRT has; "
-            f"{_TENSORRT_METHODS[calibration_method]!r} has the same weights in standard ONNX"
-        )
-    if calibration_method not in _METHODS:
-        raise QuantizationError(
-            f"calibration_method is {calibration_method!r}: one of {_METHODS} is "
+            f"calibration_method is {calibration_method!r}: one of {', '.join(_METHODS)} is "
             "expected; ortplugins.quantization.quantize has GPTQ as well"
         )
-    method = calibration_method.removesuffix("_dq")
-    level = logging.getLevelNamesMapping().get(str(log_level).upper())
-    if level is None:
-        raise QuantizationError(f"log_level is {log_level!r}: INFO or the like is expected")
-    options = _options(kwargs)
-    if method == "awq_full":  # error feedback does more than clips, in less time
-        method = "awq_gptq"
-        if clips := options.pop("clip_ratios", None):
-            options["gptq"] = {"ratios": clips}
+    settings = settings_of(kwargs)
+    if method == "awq_gptq" and (clips := settings.pop("clip_ratios", None)):
+        settings["gptq"] = {"ratios": clips}
     if method != "rtn":
-        options["calibration_data_reader"] = calibration_data_reader
-        options["calibration_providers"] = _providers(calibration_eps, input_shapes_profile)
+        settings["calibration_data_reader"] = calibration_data_reader
+        settings["calibration_providers"] = providers_of(calibration_eps, input_shapes_profile)
     source = load_model(onnx_path).model
-    found = (use for _, use in find_uses(source, options["op_types"]))
+    found = (use for _, use in find_uses(source, settings["op_types"]))
     uses = [use for use in found if isinstance(use, WeightUse)]
-    products = [use.label for use in uses if use.activation is not None]
-    rules = [
-        Rule(":table", block_size=kwargs.get("gather_block_size", 32), optional=True),
-        # ModelOpt's 8 bits are per column.
-        *(Rule(_exactly(name), bits=8, block_size=-1) for name in _wider(products, kwargs)),
-        *_excluded(nodes_to_exclude, [use.label for use in uses]),
-    ]
     result = quantize_weights(
         source,
         method=method,
         block_size=128 if block_size is None else block_size,
         is_symmetric=not use_zero_point,
         grid="amax" if method == "rtn" else "positive",  # TensorRT reads the result
-        rules=rules,
-        **options,
+        rules=rules_of(uses, nodes_to_exclude, kwargs),
+        **settings,
     )
-    if level <= logging.INFO:
-        _LOG.info("%s", result.report)
-        for note in result.report.notes:
-            _LOG.info("%s", note)
+    if log_level in ("DEBUG", "INFO"):
+        _LOG.info("%s", "\n".join([str(result.report), *result.report.notes]))
     model: ir.Model = result.model
-    _name_as_modelopt(model)
+    name_as_modelopt(model)
     ir.external_data.load_to_model(model)
     return ir.to_proto(model)
 
@@ -221,165 +185,440 @@ def quantize_rtn(
     return quantize(onnx_model, "rtn_dq", **kwargs)
 
 
-def _options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate keywords into arguments of our quantizer."""
-    for name in kwargs:
-        if name not in _KEYWORDS:
-            hint = did_you_mean(name, _KEYWORDS) or f"; there are {', '.join(_KEYWORDS)}"
-            raise TypeError(f"quantize() got an unexpected keyword argument {name!r}{hint}")
-    if kwargs.get("force_fp16"):
-        raise QuantizationError(
-            "force_fp16 is not done here: convert the model to float16 before, with "
-            "onnxruntime's or onnxconverter_common's converter, and quantise the result"
-        )
-    for name, (usual, reason) in _WITHOUT_EFFECT.items():
-        if kwargs.get(name, usual) not in (usual, None):
-            _warn(f"{name} has no effect: {reason}")
-    op_types = ["MatMul", "Gemm"]
-    axis = kwargs.get("gather_quantize_axis")
-    if axis is not None:
-        if axis not in (1, -1):
-            raise QuantizationError(
-                f"gather_quantize_axis is {axis!r}: blocks of Gather's tables run along their "
-                "rows here (1 or -1), so that a row is dequantised by itself"
-            )
-        op_types.append("Gather")
-    options: dict[str, Any] = {
-        "op_types": op_types,
-        "quant_format": "QDQ_transposed" if kwargs.get("use_column_major") else "QDQ",
-        "fold_scales": kwargs.get("awqlite_fuse_nodes", True),
-    }
-    if "awqlite_alpha_step" in kwargs:
-        options["alphas"] = exponents(kwargs["awqlite_alpha_step"])
-    if "awqclip_alpha_step" in kwargs or "awqclip_alpha_min" in kwargs:
-        least = kwargs.get("awqclip_alpha_min", AWQClipHelper.min_alpha)
-        step = kwargs.get("awqclip_alpha_step", AWQClipHelper.alpha_step)
-        options["clip_ratios"] = ratios(least, step)[::-1]
-    return options
+def find_scales(
+    w: Array,
+    block_size: int,
+    quantize_axis: int = 0,
+    alpha: float | Array = 1.0,
+    use_zero_point: bool = False,
+    num_bits: int = 4,
+) -> tuple[Array, Array | None]:
+    """Return scales, and zero points where they are asked for, of blocks along an axis.
+
+    Args:
+        w: Float ``[K, N]``, or of more axes.
+        block_size: Neighbours that share a scale; -1 for all of them. The last block is filled
+            up with zeros.
+        quantize_axis: The axis that blocks run along.
+        alpha: What the range of symmetric blocks shrinks by: a number, or one for each block
+            in the order ``[N, blocks]``, flat or not, such as ``AWQClipHelper.best_alpha``.
+        use_zero_point: Whether to make zero points; ``alpha`` is ignored then.
+        num_bits: 2, 4 or 8.
+
+    Returns:
+        Scales and zero points (or None) in ``w``'s type and shape, but for the axis's blocks.
+    """
+    form = BlockFormat(num_bits, block_size, not use_zero_point)
+    rows = _rows(w, quantize_axis)
+    blocks = in_blocks(rows, form.size_along(len(rows)))
+    if use_zero_point:
+        low, high = blocks.min(axis=1).clip(max=0), blocks.max(axis=1).clip(min=0)
+        scales = (high - low).clip(min=_LEAST) / form.highest_code
+        zeros = (-np.rint(low / scales)).clip(0, form.highest_code)
+        return _like(scales, w, quantize_axis), _like(zeros, w, quantize_axis)
+    if isinstance(alpha, np.ndarray) and alpha.ndim:
+        alpha = alpha.reshape(rows.shape[1], len(blocks)).T
+    scales = (np.abs(blocks).max(axis=1) * alpha / form.highest_code).clip(min=_LEAST)
+    return _like(scales, w, quantize_axis), None
 
 
-def _providers(
-    names: Iterable[str], profile: Sequence[Mapping[str, str]] | None
-) -> list[str | tuple[str, dict[str, Any]]]:
-    """Return onnxruntime's providers for ModelOpt's names, those that there are."""
-    names = list(names)
-    if profile is not None and len(profile) != len(names):
+def rtn(
+    w: Array,
+    s: Array,
+    block_size: int,
+    quantize_axis: int = 0,
+    zp: Array | None = None,
+    num_bits: int = 4,
+) -> npt.NDArray[np.int8 | np.uint8]:
+    """Return the codes nearest to a weight on given scales, ties to even, of ``w``'s shape.
+
+    They are int8, but for 8 bits with zero points uint8. ``s`` may have fewer blocks than
+    ``block_size`` gives, if these divide the axis evenly; else a QuantizationError.
+    """
+    form = BlockFormat(num_bits, block_size, zp is None)
+    blocks, scales, zeros = _on_grid(w, s, block_size, quantize_axis, zp)
+    codes = (np.rint(blocks / scales) + zeros).clip(form.lowest_code, form.highest_code)
+    dtype = np.uint8 if num_bits == 8 and zp is not None else np.int8
+    return _from_blocks(codes.astype(dtype), w, quantize_axis)
+
+
+def dq_tensor(
+    w: Array, s: Array, block_size: int, quantize_axis: int = 0, zp: Array | None = None
+) -> Array:
+    """Return ``(w - zp) * s`` for codes ``w``, in the type that numpy gives the product."""
+    codes = w.astype(np.result_type(w, s))
+    blocks, scales, zeros = _on_grid(codes, s, block_size, quantize_axis, zp)
+    return _from_blocks((blocks - zeros) * scales, w, quantize_axis)
+
+
+def _rows(array: Array, axis: int) -> Array:
+    """Return ``[axis, others]``."""
+    return np.moveaxis(array, axis, 0).reshape(array.shape[axis], -1)
+
+
+def _like(rows: Array, array: Array, axis: int) -> Array:
+    """Undo :func:`_rows`; the axis may have another size."""
+    return np.moveaxis(rows.reshape(-1, *np.delete(array.shape, axis)), 0, axis)
+
+
+def _from_blocks(blocks: Array, array: Array, axis: int) -> Array:
+    """Undo :func:`.in_blocks`, and then :func:`_rows`."""
+    rows = blocks.reshape(-1, blocks.shape[-1])
+    return _like(rows[: array.shape[axis]], array, axis)
+
+
+def _on_grid(
+    array: Array, s: Array, block_size: int, axis: int, zp: Array | None
+) -> tuple[Array, Array, Array | int]:
+    """Return ``[blocks, size, N]``, and scales and zero points ``[blocks, 1, N]``."""
+    rows, scales = _rows(array, axis), _rows(s, axis)
+    form = BlockFormat(block_size=block_size)
+    size = form.size_along(len(rows))
+    padded = form.blocks(len(rows)) * size
+    if not len(scales) or padded % len(scales):
         raise QuantizationError(
-            f"input_shapes_profile has {len(profile)} entries for {len(names)} calibration_eps"
+            f"scales have shape {list(s.shape)}: {padded // size} blocks of {size} along axis "
+            f"{axis} are expected"
         )
-    available = onnxruntime.get_available_providers()
-    found: list[str | tuple[str, dict[str, Any]]] = []
-    for index, name in enumerate(names):
-        kind, _, device = name.partition(":")
-        if kind not in _PROVIDERS or (device and not device.isdigit()):
+    zeros = 0 if zp is None else _rows(zp, axis)[:, None]
+    return in_blocks(rows, padded // len(scales)), scales[:, None], zeros
+
+
+def quant_tensor(
+    w: Array,
+    block_size: int,
+    quantize_axis: int = 0,
+    alpha: float | Array = 1.0,
+    use_zero_point: bool = False,
+    num_bits: int = 4,
+) -> tuple[npt.NDArray[np.int8 | np.uint8], Array, Array | None]:
+    """Return codes, scales and zero points: :func:`find_scales`, then :func:`rtn`."""
+    grid = find_scales(w, block_size, quantize_axis, alpha, use_zero_point, num_bits)
+    return rtn(w, grid[0], block_size, quantize_axis, grid[1], num_bits), *grid
+
+
+def get_act_scale(x: Array) -> Array:
+    """Return the mean of abs(x) over tokens, ``[T, K]`` to ``[K]``."""
+    mean: Array = np.abs(x).mean(0)
+    return mean
+
+
+def get_weight_scale(weight: Array, block_size: int | None = None) -> Array:
+    """Return abs(w) over its block's greatest, its mean over columns: ``[K, N]`` to ``[K]``.
+
+    Blocks are of ``block_size`` adjacent rows; None and -1 stand for K.
+    """
+    tiny = np.finfo(weight.dtype).tiny
+    return _relative_magnitude(weight, -1 if block_size is None else block_size, tiny)
+
+
+def get_scale(x_max: Array, w_max: Array, alpha: float) -> Array:
+    """Return AWQ's scales ``[K]``: ``x^alpha / w^(1 - alpha)``, normalised."""
+    tiny = np.finfo(w_max.dtype).tiny
+    scales = (x_max**alpha / (w_max ** (1 - alpha) + tiny)).clip(1e-4, 1e4)
+    normalised: Array = scales / np.sqrt(scales.max() * scales.min())
+    return normalised
+
+
+class AWQLiteHelper:
+    """The search for the exponent of one weight ``[K, N]``.
+
+    ``loss`` has a place for each exponent; whoever searches fills it in. ``best_scale``
+    ``[K]`` and ``best_alpha`` are None before :meth:`update_best_params`.
+    """
+
+    alpha_step: float = ALPHA_STEP
+
+    def __init__(
+        self, x: Array | None, w: Array | None, block_size: int, **kwargs: Any
+    ) -> None:
+        self.alpha_step = kwargs.get("awqlite_alpha_step", type(self).alpha_step)
+        self.block_size = len(w) if block_size == -1 and w is not None else block_size
+        self.weight_scale = None if w is None else get_weight_scale(w, self.block_size)
+        self.act_scale = None if x is None else get_act_scale(x)
+        self.loss = dict.fromkeys(exponents(self.alpha_step), 0.0)
+        self.best_scale: Array | None = None
+        self.best_alpha: float | None = None
+
+    def update_best_params(self) -> None:
+        """Set ``best_alpha`` to the exponent of least loss, and ``best_scale``."""
+        if self.act_scale is None or self.weight_scale is None:
             raise QuantizationError(
-                f"calibration_eps has {name!r}: {', '.join(_PROVIDERS)} are expected, with a "
-                "device's number after a colon"
+                "the helper was made without activations or without a weight"
             )
-        provider = _PROVIDERS[kind]
-        if provider not in available:
+        self.best_alpha = min(self.loss, key=self.loss.__getitem__)
+        self.best_scale = get_scale(self.act_scale, self.weight_scale, self.best_alpha)
+
+
+class AWQClipHelper:
+    """The search for what each block of one weight is clipped to.
+
+    ``alphas`` are the ratios, 1.0 last; ``loss`` has float32 ``[N, blocks]`` for each.
+    ``w_amax``, ``best_loss`` and ``best_alpha`` are ``[N * blocks]``, column by column.
+    """
+
+    min_alpha: float = LEAST_RATIO
+    alpha_step: float = RATIO_STEP
+
+    def __init__(self, w: Array, block_size: int, **kwargs: Any) -> None:
+        self.alpha_step = kwargs.get("awqclip_alpha_step", type(self).alpha_step)
+        self.min_alpha = kwargs.get("awqclip_alpha_min", type(self).min_alpha)
+        self.alphas = ratios(self.min_alpha, self.alpha_step)[::-1]
+        self.block_size = BlockFormat(block_size=block_size).size_along(len(w))
+        blocks = np.abs(in_blocks(w, self.block_size))
+        self.w_amax: Array = blocks.max(axis=1).T.reshape(-1)
+        shape = (w.shape[1], len(blocks))
+        self.loss = {alpha: np.zeros(shape, np.float32) for alpha in self.alphas}
+        self.best_loss: Array = np.full_like(self.w_amax, np.inf)
+        self.best_alpha: Array = np.ones_like(self.w_amax)
+
+    def update_best_params(self) -> None:
+        """Set ``best_alpha`` of each block to the ratio of least loss."""
+        losses = np.stack([loss.reshape(-1) for loss in self.loss.values()])
+        self.best_loss = losses.min(axis=0)
+        self.best_alpha = np.array(list(self.loss), self.w_amax.dtype)[losses.argmin(axis=0)]
+
+
+def clip_search(
+    x: Array,
+    w: Array,
+    awq_clip: AWQClipHelper,
+    max_tokens: int = 64,
+    num_bits: int = 4,
+    **kwargs: Any,
+) -> None:
+    """Fill in a clip helper: for each block, the squared error of what it adds to products.
+
+    Of an activation ``[..., K]`` that is longer, ``max_tokens`` and up to twice as many tokens
+    are taken, evenly spread. ``awqclip_bsz_col`` columns of ``w`` are worked on at a time.
+    """
+    size = awq_clip.block_size
+    tokens = x.reshape(-1, x.shape[-1])
+    tokens = tokens[:: max(1, len(tokens) // max_tokens)]
+    by_block = np.ascontiguousarray(in_blocks(tokens.T, size).transpose(0, 2, 1))
+    width = kwargs.get("awqclip_bsz_col", 1024)
+    for alpha, losses in awq_clip.loss.items():
+        codes, scales, _ = quant_tensor(w, size, alpha=alpha, num_bits=num_bits)
+        error = in_blocks(dq_tensor(codes, scales, size) - w, size)
+        for start in range(0, w.shape[1], width):
+            columns = slice(start, start + width)
+            product = by_block @ error[:, :, columns]
+            losses[columns] += np.square(product).mean(axis=1).T
+    awq_clip.update_best_params()
+
+
+def run_awq_scale_search_per_node(
+    wa_pack: WaPack,
+    augmented_onnx_path: str,
+    block_size: int,
+    use_zero_point: bool,
+    session: Any,
+    awq_lite: list[Any],
+    inputs: Sequence[Mapping[str, Any]],
+    tqdm_msg_append_str: str,
+    enable_weight_clipping: bool,
+    enable_fast_path_using_high_sysram: bool,
+    output_data: list[list[Any]],
+    clip_alphas: dict[str, Array],
+    layer_info: Mapping[str, Mapping[str, Any]] | None = None,
+    **kwargs: Any,
+) -> tuple[list[Any], dict[str, Array]]:
+    """Search the scales of each weight by itself; return ``awq_lite`` and ``clip_alphas``.
+
+    ``awq_lite`` has a place for each weight and gets an :class:`AWQLiteHelper` there;
+    ``clip_alphas`` gets each :attr:`AWQClipHelper.best_alpha` if clips are searched, too. The
+    fast path takes activations from ``output_data``, by sample, then by weight, and sets them
+    to None. ``layer_info`` has ``"precision"`` and ``"block_size"`` by weight where they are
+    others; keywords are those of the helpers. QuantizationError where these do not fit.
+    """
+    if len(awq_lite) != len(wa_pack):
+        raise QuantizationError(
+            f"awq_lite has {len(awq_lite)} places for {len(wa_pack)} weights"
+        )
+    if enable_fast_path_using_high_sysram and not output_data:
+        raise QuantizationError(
+            "the fast path is asked for, but output_data holds no activations"
+        )
+    for index, (activation, weight, transposed, _, _) in enumerate(wa_pack):
+        w = _matrix(weight, transposed, augmented_onnx_path)
+        if enable_fast_path_using_high_sysram:
+            x = _tokens([sample[index] for sample in output_data], len(w))
+            for sample in output_data:
+                sample[index] = None  # memory is what this path has little of
+        else:
+            x = _tokens(_run(session, activation.name, inputs), len(w))
+        layer = (layer_info or {}).get(weight.name, {})
+        bits, size = layer.get("precision", 4), layer.get("block_size", block_size)
+        helper = awq_lite[index] = AWQLiteHelper(x, w, size, **kwargs)
+        form = BlockFormat(bits, size, not use_zero_point, "amax")
+        helper.loss = _losses(x, [w], form, list(helper.loss))
+        helper.update_best_params()
+        if enable_weight_clipping:
+            assert helper.best_scale is not None
+            scaled = w * helper.best_scale[:, None]
+            clip = AWQClipHelper(scaled, size, **kwargs)
+            clip_search(x / helper.best_scale, scaled, clip, num_bits=bits, **kwargs)
+            clip_alphas[weight.name] = clip.best_alpha
+    return awq_lite, clip_alphas
+
+
+def run_awq_scale_search_per_subgraph(
+    wa_pack: WaPack,
+    act_to_wa_pack_map: Mapping[str, Sequence[int]],
+    act_to_quant_nodes_weight_shape_map: Mapping[str, Sequence[Sequence[int]]],
+    augmented_onnx_path: str,
+    block_size: int,
+    use_zero_point: bool,
+    session: Any,
+    awq_lite: list[Any],
+    inputs: Sequence[Mapping[str, Any]],
+    tqdm_msg_append_str: str,
+    **kwargs: Any,
+) -> list[Any]:
+    """Search one vector of scales for all weights of an activation; return ``awq_lite``.
+
+    The maps are those of :func:`get_act_to_weight_map_and_act_to_wa_pack_map`; the second, and
+    the text for a progress bar, are not used.
+    """
+    alphas = exponents(kwargs.get("awqlite_alpha_step", AWQLiteHelper.alpha_step))
+    form = BlockFormat(4, block_size, not use_zero_point, "amax")
+    for activation, indices in act_to_wa_pack_map.items():
+        weights = [_matrix(*wa_pack[index][1:3], augmented_onnx_path) for index in indices]
+        x = _tokens(_run(session, activation, inputs), len(weights[0]))
+        x_mean, w_mean = get_x_w_mean_for_subgraph(
+            wa_pack, indices, augmented_onnx_path, x, block_size
+        )
+        losses = _losses(x, weights, form, alphas)
+        # In float64, as ModelOpt's: numpy's scalars, unlike Python's, widen what they meet.
+        best = np.float64(min(losses, key=losses.__getitem__))
+        # The constants are AutoAWQ's.
+        scale = (x_mean**best / (w_mean ** (1 - best) + 1e-4)).clip(min=1e-4)
+        with np.errstate(invalid="ignore"):
+            scale = scale / np.sqrt(scale.max() * scale.min())
+        scale[~np.isfinite(scale)] = 1
+        for index in indices:
+            helper = awq_lite[index] = AWQLiteHelper(None, None, block_size, **kwargs)
+            helper.best_alpha, helper.best_scale = best, scale
+    return awq_lite
+
+
+def get_x_w_mean_for_subgraph(
+    wa_pack: WaPack,
+    wa_pack_idx_list: Iterable[int],
+    augmented_onnx_path: str,
+    x: Array,
+    block_size: int,
+) -> tuple[Array, Array]:
+    """Return the means of abs(x) ``[T, K]``, and of abs(w) over its block's greatest."""
+    sums = np.sum(np.abs(x), axis=0, dtype=np.float32)
+    weights = [_matrix(*wa_pack[i][1:3], augmented_onnx_path) for i in wa_pack_idx_list]
+    relative = _relative_magnitude(np.concatenate(weights, axis=1), block_size, 1e-6)
+    return (sums / len(x)).astype(x.dtype), relative
+
+
+def get_act_to_weight_map_and_act_to_wa_pack_map(
+    wa_pack: WaPack,
+) -> tuple[dict[str, list[int]], dict[str, list[Sequence[int]]]]:
+    """Return the places in ``wa_pack`` and the shapes of the weights of each activation."""
+    places: dict[str, list[int]] = {}
+    shapes: dict[str, list[Sequence[int]]] = {}
+    sizes: dict[str, int] = {}
+    for index, (activation, weight, transposed, _, _) in enumerate(wa_pack):
+        name, k = activation.name, weight.dims[1 if transposed else 0]
+        if sizes.setdefault(name, k) != k:
+            raise QuantizationError(
+                f"weight {weight.name!r} has K = {k}, and others that read {name!r} have "
+                f"{sizes[name]}"
+            )
+        places.setdefault(name, []).append(index)
+        shapes.setdefault(name, []).append(weight.dims)
+    return places, shapes
+
+
+def get_parent_child_nodes_map(
+    graph: onnx.GraphProto, wa_pack: WaPack, nodes_to_exclude: Collection[str]
+) -> tuple[dict[str, list[onnx.NodeProto]], dict[str, list[onnx.NodeProto]]]:
+    """Return the quantised MatMul and Gemm nodes behind each node that makes an activation.
+
+    By the parent's name, ``"root_0"`` for graph inputs; and, by the name of a tensor, all the
+    nodes that read it.
+    """
+    producers = {name: node.name for node in graph.node for name in node.output}
+    consumers: dict[str, list[onnx.NodeProto]] = {}
+    for node in graph.node:
+        for name in node.input:
+            consumers.setdefault(name, []).append(node)
+    weights = {weight.name for _, weight, _, _, _ in wa_pack}
+    children: dict[str, list[onnx.NodeProto]] = {}
+    for name in dict.fromkeys(activation.name for activation, _, _, _, _ in wa_pack):
+        children.setdefault(producers.get(name, "root_0"), []).extend(
+            node
+            for node in consumers.get(name, ())
+            if node.op_type in _PRODUCTS
+            and node.name not in nodes_to_exclude
+            and node.input[0] == name
+            and node.input[1] in weights
+        )
+    return children, consumers
+
+
+def find_quantizable_weights(
+    graph: onnx.GraphProto, nodes_to_exclude: Collection[str]
+) -> list[tuple[onnx.ValueInfoProto, onnx.TensorProto, bool, int, str]]:
+    """Return the ``wa_pack`` of a graph without its subgraphs, and without nodes by name."""
+    initializers = {tensor.name: tensor for tensor in graph.initializer}
+    found = []
+    for node in graph.node:
+        if node.op_type not in _PRODUCTS or node.name in nodes_to_exclude:
             continue
-        options: dict[str, Any] = {}
-        if kind in ("cuda", "dml"):
-            options["device_id"] = int(device or 0)
-        if profile is not None:
-            options |= profile[index]
-        found.append((provider, options) if options else provider)
-    if not found:
-        _warn(f"this onnxruntime has none of calibration_eps {names}: samples run on the CPU")
-        found.append("CPUExecutionProvider")
+        weight = initializers.get(node.input[1])
+        if weight is None or len(weight.dims) < 2 or node.input[0] in initializers:
+            continue
+        transposed = any(item.name == "transB" and item.i > 0 for item in node.attribute)
+        activation = onnx.ValueInfoProto(name=node.input[0])
+        found.append((activation, weight, transposed, weight.data_type, node.name))
     return found
 
 
-def _excluded(patterns: Sequence[str] | None, labels: Sequence[str]) -> list[Rule]:
-    """Return rules that leave nodes in float, for expressions at the start of names."""
-    if isinstance(patterns, str):
-        raise QuantizationError("nodes_to_exclude is a string: a list of patterns is expected")
-    try:
-        compiled = [re.compile(pattern) for pattern in patterns or ()]
-    except re.error as error:
-        raise QuantizationError(
-            f"nodes_to_exclude: {error.pattern!r} is not a regular expression: {error}"
-        ) from error
-    excluded = [label for label in labels if any(each.match(label) for each in compiled)]
-    return [Rule(_exactly(label), keep_float=True) for label in excluded]
+def _losses(
+    x: Array, weights: Sequence[Array], form: BlockFormat, alphas: Sequence[float]
+) -> dict[float, float]:
+    """Return the squared error of products for each exponent, on all columns."""
+    choice = search_scales(
+        weights,
+        np.abs(x).mean(axis=0, dtype=np.float32),
+        x.astype(np.float32, copy=False),
+        None,
+        [form] * len(weights),
+        alphas=alphas,
+        all_columns=True,
+    )
+    return dict(choice.losses)
 
 
-def _wider(labels: Sequence[str], kwargs: Mapping[str, Any]) -> list[str]:
-    """Return the nodes whose weights get 8 bits."""
-    if layers := kwargs.get("layers_8bit"):
-        return _listed(layers, labels)
-    wider = _sensitive(labels) if kwargs.get("enable_mixed_quant") else []
-    if not wider and kwargs.get("enable_mixed_quant"):
-        _warn(
-            "enable_mixed_quant has no effect: no node is named as in "
-            "/model/layers.0/attn/v_proj/MatMul; name them with layers_8bit"
-        )
-    return wider
+def _relative_magnitude(weight: Array, block_size: int, least: Any) -> Array:
+    """Return the mean over columns of abs(w) / (its block's greatest + least), ``[K]``."""
+    size = BlockFormat(block_size=block_size).size_along(len(weight))
+    blocks = np.abs(in_blocks(weight, size))
+    relative = blocks / (blocks.max(axis=1, keepdims=True) + least)
+    mean: Array = relative.reshape(-1, weight.shape[1])[: len(weight)].mean(1)
+    return mean
 
 
-def _listed(layers: str | Sequence[str], labels: Sequence[str]) -> list[str]:
-    """Return the nodes whose names hold one of a list of names, part by part."""
-    text = layers if isinstance(layers, str) else ",".join(layers)
-    if not _LAYER_LIST.fullmatch(text):
-        raise QuantizationError(
-            f"layers_8bit is {layers!r}: names of nodes, or parts of them, divided by commas "
-            "are expected"
-        )
-
-    def parts(name: str) -> str:
-        return f".{name.lstrip('/').replace('/', '.')}."
-
-    found: list[str] = []
-    for pattern in filter(None, map(str.strip, text.split(","))):
-        matching = [label for label in labels if parts(pattern) in parts(label)]
-        if not matching:
-            _warn(f"layers_8bit: {pattern!r} matches no node")
-        found += matching
-    return list(dict.fromkeys(found))
+def _matrix(weight: onnx.TensorProto, transposed: bool, model_path: str) -> Array:
+    array: npt.NDArray[Any] = onnx.numpy_helper.to_array(
+        weight, base_dir=os.path.dirname(model_path)
+    )
+    return array.T if transposed else array
 
 
-def _sensitive(labels: Sequence[str]) -> list[str]:
-    """Return ModelOpt's choice: of a kind the first and last eighth, each third between."""
-    kinds: dict[str, list[tuple[int, str]]] = {}
-    for label in labels:
-        if match := _SENSITIVE.fullmatch(label):
-            kinds.setdefault(match[2], []).append((int(match[1]), label))
-    chosen = []
-    for nodes in kinds.values():
-        names = [name for _, name in sorted(nodes)]
-        eighth = len(names) // 8
-        last = len(names) - eighth
-        chosen += names[:eighth] + names[eighth:last:3] + names[last:]
-    return chosen
+def _run(session: Any, name: str, inputs: Sequence[Mapping[str, Any]]) -> list[Array]:
+    return [
+        session.run([name], {key: np.asarray(value) for key, value in feed.items()})[0]
+        for feed in inputs
+    ]
 
 
-def _exactly(label: str) -> re.Pattern[str]:
-    # A name may hold brackets, which a glob would take for its own.
-    return re.compile(rf"\A{re.escape(label)}\Z")
-
-
-def _name_as_modelopt(model: ir.Model) -> None:
-    """Give codes, scales, zero points and DequantizeLinear the names that ModelOpt gives."""
-    for graph in model.graphs():
-        taken = {value.name for value in graph.initializers.values()}
-        for node in graph:
-            codes = node.inputs[0] if node.op_type == "DequantizeLinear" else None
-            match = None if codes is None else _OUR_CODES.fullmatch(codes.name or "")
-            if match is None or node.name != f"{match[0]}.dequantized":
-                continue
-            base = name = match["weight"]
-            count = 0
-            while f"{name}_i4" in taken:  # one weight in two forms
-                count += 1
-                name = f"{base}_{count}"
-            for value, suffix in zip(node.inputs, ("_i4", "_scale", "_zp"), strict=False):
-                if value is not None and f"{name}{suffix}" not in taken:
-                    value.name = f"{name}{suffix}"
-                    taken.add(value.name)
-            node.name = f"{name}_DequantizeLinear"
-            node.outputs[0].name = f"{name}_DequantizeLinear_Output"
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, OrtpluginsWarning, stacklevel=4)
+def _tokens(arrays: Sequence[Any], k: int) -> Array:
+    # By token before they are put together: samples may differ in length.
+    return np.concatenate([np.asarray(array).reshape(-1, k) for array in arrays])

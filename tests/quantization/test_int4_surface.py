@@ -19,7 +19,7 @@ from onnx import TensorProto, numpy_helper
 
 import ortplugins
 from ortplugins.errors import CalibrationError, ModelFileError, QuantizationError
-from ortplugins.quantization import int4
+from ortplugins.quantization import int4, modelopt_arguments
 
 METHODS = ("rtn", "rtn_dq", "awq_lite", "awq_clip", "awq_full")
 
@@ -117,10 +117,8 @@ def test_ranges_of_zero_points_include_0_and_do_not_wrap():
 @pytest.mark.parametrize("axis", [0, 1, -1])
 def test_block_minus_1_is_the_whole_axis(axis):
     w = numbers(2, 12, 7)
-    k = w.shape[axis]
-    for left, right in zip(
-        int4.quant_tensor(w, -1, axis), int4.quant_tensor(w, k, abs(axis)), strict=True
-    ):
+    found = int4.quant_tensor(w, -1, axis), int4.quant_tensor(w, w.shape[axis], abs(axis))
+    for left, right in zip(*found, strict=True):
         np.testing.assert_array_equal(left, right)
 
 
@@ -136,19 +134,23 @@ def test_weight_statistics_are_of_neighbours():
     np.testing.assert_array_equal(int4.get_weight_scale(w, 16)[stride], relative.mean(axis=1))
 
 
-def test_arrays_of_several_axes_have_blocks_along_the_first():
-    w = numbers(4, 24, 3, 2)
-    codes, scales, _ = int4.quant_tensor(w, 8)
-    flat = int4.quant_tensor(w.reshape(24, 6), 8)
-    np.testing.assert_array_equal(codes, flat[0].reshape(w.shape))
-    np.testing.assert_array_equal(scales, flat[1].reshape(3, 3, 2))
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_arrays_of_several_axes_have_blocks_along_one(axis):
+    w = np.moveaxis(numbers(4, 24, 3, 2), 0, axis)
+    found = int4.quant_tensor(w, 8, axis)
+    flat = int4.quant_tensor(np.moveaxis(w, axis, 0).reshape(24, 6), 8)
+    for array, expected in zip(found[:2], flat, strict=False):
+        expected = np.moveaxis(expected.reshape(-1, 3, 2), 0, axis)
+        np.testing.assert_array_equal(array, expected)
+    np.testing.assert_array_equal(
+        int4.dq_tensor(*found[:2], 8, axis),
+        np.moveaxis(int4.dq_tensor(*flat[:2], 8).reshape(24, 3, 2), 0, axis),
+    )
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda w: int4.find_scales(w, 8, 2), "axis 2 of an array of shape [24, 6]"),
-        (lambda w: int4.find_scales(w[None], 8, 1), "axis 1 of an array of shape [1, 24, 6]"),
         (lambda w: int4.find_scales(w, 8, num_bits=3), "bits is 3"),
         (lambda w: int4.find_scales(w, 0), "block_size is 0"),
         (lambda w: int4.rtn(w, w[:5], 8), "3 blocks of 8 along axis 0 are expected"),
@@ -406,7 +408,7 @@ def test_mixed_precision_picks_modelopts_nodes():
     names += [f"/model/layers.{i}/self_attn/qkv_proj/MatMul" for i in range(3)]
     names += ["/model/layers.0/mlp/up_proj/MatMul", "/lm_head/MatMul"]
     shuffled = sorted(names)  # layer 10 before layer 2
-    chosen = set(int4._sensitive(shuffled))
+    chosen = set(modelopt_arguments.sensitive(shuffled))
     layers = sorted(int(name.split(".")[1].split("/")[0]) for name in chosen if "mlp" in name)
     # 20 // 8 = 2 at each end; between, of layers 2 to 17, each third
     assert layers == [0, 1, 2, 5, 8, 11, 14, 17, 18, 19]
@@ -422,8 +424,6 @@ def test_8_bits_where_nothing_is_named_so():
     with pytest.warns(ortplugins.OrtpluginsWarning, match="'v_proj' matches no node"):
         bits = products(int4.quantize(proto, "rtn", layers_8bit="v_proj,attn.value"))
     assert bits["/model/layers.0/attn/value/MatMul"] == 8
-    with pytest.raises(QuantizationError, match="layers_8bit is 'a;b'"):
-        int4.quantize(proto, "rtn", layers_8bit="a;b")
 
 
 @pytest.mark.parametrize(
@@ -432,13 +432,10 @@ def test_8_bits_where_nothing_is_named_so():
         ({"awqlite_alpha_steps": 0.1}, TypeError, "did you mean 'awqlite_alpha_step'"),
         ({"bits": 8}, TypeError, "there are awqlite_alpha_step, "),
         ({"calibration_method": "gptq"}, QuantizationError, "quantize has GPTQ as well"),
-        ({"calibration_method": "rtn_trt"}, QuantizationError, "only TensorRT has; 'rtn'"),
-        ({"calibration_method": "rtn_trt_dq"}, QuantizationError, "'rtn_dq' has the same"),
-        ({"calibration_method": "awq_clip_trt"}, QuantizationError, "'awq_clip' has the same"),
+        ({"calibration_method": "rtn_trt"}, QuantizationError, "one of rtn, rtn_dq"),
         ({"gather_quantize_axis": 0}, QuantizationError, "gather_quantize_axis is 0"),
         ({"force_fp16": True}, QuantizationError, "convert the model to float16 before"),
         ({"block_size": 0}, QuantizationError, "block_size is 0"),
-        ({"log_level": "LOUD"}, QuantizationError, "log_level is 'LOUD'"),
         ({"nodes_to_exclude": "/lm_head"}, QuantizationError, "nodes_to_exclude is a string"),
         ({"nodes_to_exclude": ["("]}, QuantizationError, "'(' is not a regular expression"),
         ({"nodes_to_exclude": [".*"]}, ModelFileError, "nothing to quantise"),
@@ -469,7 +466,7 @@ def test_what_is_refused(kwargs, error, message):
 )
 def test_what_has_no_effect_says_so(kwargs):
     (name,) = kwargs
-    with pytest.warns(ortplugins.OrtpluginsWarning, match=f"{name}.* has no effect: ") as seen:
+    with pytest.warns(ortplugins.OrtpluginsWarning, match=f"{name} has no effect") as seen:
         int4.quantize(int4_golden.model(), "rtn", **kwargs)
     assert seen[0].filename == __file__
 
@@ -477,13 +474,15 @@ def test_what_has_no_effect_says_so(kwargs):
 def test_providers_that_are_missing_are_left_out(monkeypatch):
     available = ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: available)
-    assert int4._providers(["cuda:1", "dml:0", "cpu"], None) == [
+    assert modelopt_arguments.providers_of(["cuda:1", "dml:0", "cpu"], None) == [
         ("CUDAExecutionProvider", {"device_id": 1}),
         "CPUExecutionProvider",
     ]
-    assert int4._providers(["trt", "cpu"], [{"trt_profile_min_shapes": "x:1"}, {}]) == [
+    assert modelopt_arguments.providers_of(
+        ["trt", "cpu"], [{"trt_profile_min_shapes": "x:1"}, {}]
+    ) == [
         ("TensorrtExecutionProvider", {"trt_profile_min_shapes": "x:1"}),
         "CPUExecutionProvider",
     ]
     with pytest.warns(ortplugins.OrtpluginsWarning, match="samples run on the CPU"):
-        assert int4._providers(["dml:0"], None) == ["CPUExecutionProvider"]
+        assert modelopt_arguments.providers_of(["dml:0"], None) == ["CPUExecutionProvider"]
