@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: MIT
 """onnxruntime's calibrators and quantiser: ranges of samples, and the all-8-bit QDQ graph.
 
-onnxruntime removes a Relu or Clip that the 8-bit range does itself: here not where one side of
-it will be of another type, and the removed name is kept. Tensors that would share the
-parameters of a dequantised weight stay as they are; there, they are waited for without end. A
-Softmax in float16 gets a float16 scale.
+Tensors that would share the parameters of a dequantised weight stay as they are; onnxruntime
+waits for them without end. A Softmax in float16 gets a float16 scale.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import logging
 import os
 import re
 import types
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +35,6 @@ from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 
 from ortplugins.errors import CalibrationError, QuantizationError
 from ortplugins.samples.sources import Feed, KeptSamples
-from rewrite_rules.graph.nodes import label
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
     OverrideError,
     Overrides,
@@ -142,17 +139,18 @@ def quantize_to_eight_bits(
     path: Path,
     ranges: Mapping[str, tuple[float, float] | tuple[np.generic, np.generic]],
     overrides: Overrides,
-    converted: Collection[str],
     activation_type: ir.DataType,
     weight_type: ir.DataType,
+    *,
+    all_eight: bool,
     **settings: Any,
-) -> tuple[ir.Model, dict[str, tuple[float, float]], dict[str, str]]:
+) -> tuple[ir.Model, dict[str, tuple[float, float]]]:
     """Quantise the model of a temporary folder, where shape inference writes.
 
-    Overrides of initializers are passed on; of activations, all but other types. ``converted``
-    are the activations that will have two types. Return the QDQ graph; the ranges of float
-    tensors as they were used: the input of a Relu has its output's, Softmax 0 to 1; and inputs
-    of Relu and Clip nodes that are gone, each with the output that took its place.
+    Overrides of initializers are passed on; of activations, all but other types. A Relu or
+    Clip whose range the 8 bits have goes, as in onnxruntime, if ``all_eight`` activations keep
+    these. Return the QDQ graph, and the ranges of float tensors as they were used: the input
+    of a Relu has its output's, Softmax 0 to 1.
     """
     proto = load_model_with_shape_infer(path)
     dtypes = _float_types(proto.graph)
@@ -181,14 +179,16 @@ def quantize_to_eight_bits(
         tensors_range[name] = TensorData(**ends)
     try:
         quantizer = _EightBitQuantizer(
-            converted,
             dtypes,
             model=proto,
             reduce_range=False,
             weight_qType=_quant_type(weight_type),
             activation_qType=_quant_type(activation_type),
             tensors_range=tensors_range,
-            extra_options={"TensorQuantOverrides": given},
+            extra_options={
+                "TensorQuantOverrides": given,
+                "QDQKeepRemovableActivations": not all_eight,
+            },
             **settings,
         )
         quantizer.quantize_model()
@@ -213,36 +213,16 @@ def quantize_to_eight_bits(
             low if entry.rmin is None else entry.rmin,
             high if entry.rmax is None else entry.rmax,
         )
-    return ir.from_proto(quantizer.model.model), used, quantizer.renamed
+    return ir.from_proto(quantizer.model.model), used
 
 
 class _EightBitQuantizer(QDQQuantizer):  # type: ignore[misc]  # onnxruntime has no types
-    """Makes an 8-bit QDQ graph.
+    """Makes an 8-bit QDQ graph."""
 
-    Attributes:
-        renamed: Inputs of the Relu and Clip nodes that are gone, each with the output that
-            took its place.
-    """
-
-    def __init__(
-        self,
-        converted: Collection[str],
-        dtypes: Mapping[str, type[np.floating[Any]]],
-        **arguments: Any,
-    ) -> None:
-        """Take the activations that will have two types, and the types of all tensors."""
-        self._converted, self._dtypes = converted, dtypes
-        self.renamed: dict[str, str] = {}
+    def __init__(self, dtypes: Mapping[str, type[np.floating[Any]]], **arguments: Any) -> None:
+        """Take the types of all tensors."""
+        self._dtypes = dtypes
         super().__init__(**arguments)
-
-    def try_replacing_upstream_output(self, upstream: str, output: str) -> bool:
-        """Remove a Relu or Clip between two tensors, if both will have one type."""
-        if upstream in self._converted or output in self._converted:
-            return False
-        replaced = bool(super().try_replacing_upstream_output(upstream, output))
-        if replaced:
-            self.renamed[upstream] = output
-        return replaced
 
     def adjust_tensor_ranges(self) -> None:
         """Adjust ranges; those of Softmax, which become float32, get their type back."""
@@ -312,39 +292,3 @@ def _fixed_range(
 
 def _quant_type(dtype: ir.DataType) -> Any:
     return next(kind for kind in QuantType if kind.tensor_type == dtype)
-
-
-def converted_tensors(
-    graph: ir.Graph,
-    overrides: Overrides,
-    promote: Collection[str],
-    activation_type: ir.DataType,
-) -> frozenset[str]:
-    """Return the activations that some node will write, or read, in another type than others.
-
-    Only what the nearest nodes of each named tensor bring about; groups of operators that
-    share a type may reach further.
-    """
-    first = {name: entries[0] for name, entries in overrides.items()}
-    named = {*promote} | {
-        name
-        for name, entry in first.items()
-        if entry.quant_type not in (None, activation_type)
-    }
-    result = {name for name, entry in first.items() if entry.convert is not None}
-    activations = [value for value in graph.inputs if value.name not in graph.initializers]
-    activations += [value for node in graph for value in node.outputs]
-    nodes = {node for node in graph if label(node) in named}
-    for value in activations:
-        if value.name in named:
-            nodes.update(value.consumers())
-            if (producer := value.producer()) is not None:
-                nodes.add(producer)
-    for value in activations:
-        writer = value.producer()
-        written = value.name in named or writer in nodes
-        if writer is not None and any(
-            (reader in nodes) != written for reader in value.consumers()
-        ):
-            result.add(value.name or "")
-    return frozenset(result)

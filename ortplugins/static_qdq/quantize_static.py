@@ -103,7 +103,8 @@ def quantize_static_mixed(
     """Quantise weights and activations of a float model, some activations to 16 bits.
 
     Without ``overrides`` and ``promote`` the graph is the one that onnxruntime's
-    ``quantize_static`` makes.
+    ``quantize_static`` makes; with them, Relu and Clip nodes stay, whose work it leaves to the
+    range of 8 bits.
 
     Args:
         model_input: Path of an .onnx file, ``onnx.ModelProto`` or ``onnx_ir.Model``; not
@@ -182,20 +183,23 @@ def quantize_static_mixed(
         "nodes_to_exclude": _selected_nodes("nodes_to_exclude", nodes_to_exclude, graph),
         "op_types_to_quantize": op_types,
     }
-    named = wanted.overrides, wanted.promote
-    converted = quantizer.converted_tensors(graph, *named, activation)
     folder_of_output = None if output is None else output.absolute().parent
     with scratch_within(folder_of_output) as scratch:
         path = stage(model_input, loaded, Path(scratch))
         with quantizer.quiet_quantizer() as warned:
             how = method, op_types, calibration_providers
             found, note = _ranges(path, loaded, data, ranges or {}, *how)
-            model, used, renamed = quantizer.quantize_to_eight_bits(
-                path, found, wanted.overrides, converted, activation, weights, **settings
+            left = _left_over(wanted.overrides, graph.initializers, activation)
+            model, used = quantizer.quantize_to_eight_bits(
+                path,
+                found,
+                wanted.overrides,
+                activation,
+                weights,
+                all_eight=not (left or wanted.promote),
+                **settings,
             )
-        wanted = _for_graph(
-            dataclasses.replace(wanted, ranges=used), renamed, graph.initializers, activation
-        )
+        wanted = dataclasses.replace(wanted, ranges=used, overrides=left)
         passes = _rewrite(model, wanted, calibration_providers)
         notes = (note, *_counted(warned))
         if output is not None:
@@ -330,18 +334,14 @@ def _counted(warnings: Sequence[str]) -> list[str]:
     ]
 
 
-def _for_graph(
-    wanted: BoundaryOptions,
-    renamed: Mapping[str, str],
-    initializers: Mapping[str, Any],
-    activation_type: ir.DataType,
-) -> BoundaryOptions:
-    """What is left to do in the 8-bit graph, by the names that it has."""
-    overrides: dict[str, tuple[TensorOverride, ...]] = {}
-    for name, entries in wanted.overrides.items():
+def _left_over(
+    overrides: Overrides, initializers: Mapping[str, Any], activation_type: ir.DataType
+) -> Overrides:
+    """Return what is left to do in the 8-bit graph."""
+    left: dict[str, tuple[TensorOverride, ...]] = {}
+    for name, (entry, *_) in overrides.items():
         if name in initializers:
             continue
-        entry = entries[0]
         if entry.quant_type in (None, activation_type):
             # The rest of it is in the graph.
             entry = TensorOverride(quant_type=entry.quant_type, convert=entry.convert)
@@ -349,13 +349,9 @@ def _for_graph(
             # So are its bounds; as bounds of 16 bits, they would be of another grid than the
             # 8 bits beyond a boundary.
             entry = dataclasses.replace(entry, rmin=None, rmax=None)
-        if entry != TensorOverride():
-            overrides.setdefault(renamed.get(name, name), (entry,))
-    return dataclasses.replace(
-        wanted,
-        overrides=overrides,
-        promote=frozenset(renamed.get(name, name) for name in wanted.promote),
-    )
+        if entry not in (TensorOverride(), TensorOverride(quant_type=activation_type)):
+            left[name] = (entry,)
+    return left
 
 
 def _rewrite(
