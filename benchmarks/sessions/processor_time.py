@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
+import ortplugins
 from benchmarks.figures.bounds import Figure
 from benchmarks.models.int4_chain import write_chain
 from ortplugins.known_starts import SETTLED_SECONDS
@@ -15,6 +18,9 @@ from ortplugins.runtime.child_process import child_environment
 
 _PAIRS, _WIDTH = 6, 64
 _PROCESSES = 20
+# Of models in an image: pairs of 1024 by 4096, about 5 and 300 MB.
+_IMAGES = (1, 64)
+_IMAGE_BOUND = 5.0  # milliseconds that 100 MB may add
 # Milliseconds that the first session of a process may add, and a later one.
 _BOUNDS = {"hit": (3.0, 1.0), "packed weights": (3.0, 1.0), "nothing fires": (2.0, 0.5)}
 # A process of a user, who has imported onnxruntime and nothing else. What the constructor of
@@ -62,15 +68,57 @@ def measure_processor_time(folder: Path, rounds: int) -> list[Figure]:
         ):
             text = f"{what}, {name} session of a process"
             figures.append(Figure(text, 1e3 * least, unit="ms", bound=bound))
-    return figures
+    return [*figures, *_in_images(folder)]
 
 
-def _starts(model: Path, cache: Path, name: str, source: str) -> tuple[float, float]:
-    """Return the seconds of the first session of a process, and of a later one."""
+def _in_images(folder: Path) -> list[Figure]:
+    """Measure warmed caches in layers of an image, which no process can write to."""
+    sizes, times = [], []
+    for pairs in _IMAGES:
+        image = folder / f"image-{pairs}"
+        image.mkdir()
+        write_chain(model := image / "chain.onnx", pairs, 1024, 4096, "axis0")
+        sizes.append(model.with_name("chain.onnx.data").stat().st_size / 1e8)
+        cache = image / "cache"
+        (result,) = ortplugins.warm([model], ["dq_matmulnbits_fusion"], cache_dir=cache)
+        assert not result.error, result.error
+        _copy_as_layer(image)
+        arguments = model, cache, "dq_matmulnbits_fusion", "cache"
+        found = [_starts(*arguments, reads_only=True) for _ in range(_PROCESSES // 2)]
+        times.append(1e3 * min(first for first, _ in found))
+    (small, large), (less, more) = sizes, times
+    each = (more - less) / (large - small)
+    return [
+        Figure("image, first session of a process", more, unit="ms"),
+        Figure("image, for each 100 MB of data", each, unit="ms", bound=_IMAGE_BOUND),
+    ]
+
+
+def _copy_as_layer(image: Path) -> None:
+    """Replace a folder by a copy: other inodes, times of whole seconds, nothing writable."""
+    layer = image.with_suffix(".tar")
+    with tarfile.open(layer, "w", format=tarfile.GNU_FORMAT) as archive:
+        archive.add(image, image.name)
+    image.rename(image.with_name(f"{image.name}-built"))
+    with tarfile.open(layer) as archive:
+        archive.extractall(image.parent, filter="tar")
+    for path in (image, *image.rglob("*")):
+        path.chmod(path.stat().st_mode & ~0o222)
+
+
+def _starts(
+    model: Path, cache: Path, name: str, source: str, *, reads_only: bool = False
+) -> tuple[float, float]:
+    """Return the seconds of the first session of a process, and of a later one.
+
+    Modes do not bind root: a process that only reads has no capabilities.
+    """
+    is_root = reads_only and os.geteuid() == 0
+    alone = ("setpriv", "--bounding-set=-all", "--inh-caps=-all") if is_root else ()
     environment = child_environment("benchmark")
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     done = subprocess.run(
-        [sys.executable, "-c", _STARTS, str(model), str(cache), name, source],
+        [*alone, sys.executable, "-c", _STARTS, str(model), str(cache), name, source],
         env=environment,
         capture_output=True,
         text=True,

@@ -13,7 +13,6 @@ import json
 import mmap
 import os
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -105,6 +104,8 @@ def _built(
     request: BuildRequest, build: Build, cache: ArtifactCache
 ) -> tuple[Entry, Artifact]:
     """Have an entry built and published; in a temporary folder where there is no cache."""
+    import tempfile  # with what it needs some milliseconds, which a hit has no use for
+
     if missing := missing_packages():
         raise PassError(
             f"{request.name}: not in the cache {str(cache.root)!r}, and nothing can be built "
