@@ -20,11 +20,7 @@ from session_options import DqMatMulNBitsFusion
 if TYPE_CHECKING:
     from ortplugins.comparison.compare import Comparison
     from ortplugins.comparison.difference import Difference, Violation
-    from ortplugins.comparison.layers import LayerComparison
     from ortplugins.measurement.measure import Cost, Spread
-
-# Nodes of one model only that are named; --format json has all.
-_SHOWN = 20
 
 
 def compare(
@@ -34,7 +30,6 @@ def compare(
     other: Annotated[Path | None, typer.Argument()] = None,
     passes: opt.Passes = [],  # noqa: B006  typer copies it
     settings: opt.Settings = None,
-    layers: bool = False,
     runs: Annotated[int, typer.Option(min=0)] = 10,
     rounds: Annotated[int, typer.Option(min=1)] = 5,
     providers: opt.Providers = opt.CPU,
@@ -45,7 +40,6 @@ def compare(
     Args:
         model (A): An .onnx file: the reference.
         other ([B]): Another; else A after --pass.
-        layers: Compare what each node computes, too.
         runs (N): Timed runs of each process; 0 for none.
         rounds (N): Processes of each, which run in turn.
     """
@@ -64,7 +58,6 @@ def compare(
         other,
         passes=passes,
         options=opt.parse_settings(settings),
-        layers=layers,
         runs=runs,
         rounds=rounds,
         providers=providers,
@@ -88,48 +81,12 @@ def _print(found: Comparison) -> None:
     )
     for name, why in found.not_compared.items():
         out.print(f"output {name!r} not compared: {why}", soft_wrap=True)
-    if found.layers is not None:
-        _print_layers(found, found.layers)
     if found.costs:
         rows = [
             (cost.what, _spread(cost.a, cost.unit), _spread(cost.b, cost.unit), _verdict(cost))
             for cost in found.costs
         ]
         print_table(("median (range)", "a", "b", "a / b"), rows)
-
-
-def _print_layers(found: Comparison, layers: LayerComparison) -> None:
-    out = console()
-    print_table(
-        ("Node", "Operator", "Value", "Max abs", "Relative RMS", "Cosine", ""),
-        [
-            (
-                layer.node,
-                layer.op_type
-                if layer.op_type == layer.other_op_type
-                else f"{layer.op_type} -> {layer.other_op_type}",
-                (d := layer.difference).name,
-                *_figures(d),
-            )
-            for layer in layers.layers
-        ],
-    )
-    for which, nodes in (("a", layers.only_a), ("b", layers.only_b)):
-        if nodes:
-            named = ", ".join(f"{name} ({op_type})" for name, op_type in nodes[:_SHOWN])
-            more = f", and {len(nodes) - _SHOWN} more" if len(nodes) > _SHOWN else ""
-            out.print(f"{len(nodes)} nodes in {which} only: {named}{more}", soft_wrap=True)
-    if layers.not_compared:
-        names = ", ".join(layers.not_compared)
-        out.print(f"no tensors of numbers, not compared: {names}", soft_wrap=True)
-    first = found.first_divergence
-    if first is None:
-        typer.echo("all compared values are equal, but for rounding")
-        return
-    d = first.difference
-    why = d.mismatch or f"relative RMS error {d.relative_rms:.3g}"
-    node = f"{first.node} ({first.op_type}), value {d.name!r}"
-    out.print(f"first node that differs: {node}: {why}", soft_wrap=True)
 
 
 def _spread(spread: Spread, unit: str) -> str:

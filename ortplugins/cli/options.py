@@ -39,7 +39,6 @@ _SHARED = """
     providers (NAME): Execution provider to run on; repeatable.
     work_dir (DIR): For intermediate files; default: the system's temporary folder.
     tokenizer (FILE): tokenizer.json; default: the one beside the model.
-    svg (FILE): Draw the curves as SVG, too.
 """
 
 

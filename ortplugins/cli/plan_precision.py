@@ -43,7 +43,6 @@ def plan_precision(
     budget: Annotated[float | None, typer.Option(parser=_share)] = None,
     max_16bit: Annotated[float | None, typer.Option("--max-16bit", parser=_count)] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o")] = None,
-    svg: Path | None = None,
     mode: Literal["int16", "float"] = "int16",
     target: Literal["cpu", "qnn"] = "cpu",
     reference: Path | None = None,
@@ -70,7 +69,7 @@ def plan_precision(
         raise typer.BadParameter("give inputs to measure with", param_hint="--samples")
     if budget is None and max_16bit is None:
         raise typer.BadParameter("give --budget, --max-16bit or both", param_hint="--budget")
-    opt.check_absent(output, svg, force=force)
+    opt.check_absent(output, force=force)
     from ortplugins.static_qdq import plan
 
     with progress_bar() as bar:
@@ -100,11 +99,6 @@ def plan_precision(
     else:
         output.write_text(found.to_json() + "\n", encoding="utf-8")
         typer.echo(f"wrote {output}")
-    if svg is not None:
-        from ortplugins.html_report.charts import promotion_chart
-
-        svg.write_text(promotion_chart(found.curve, what, str(model)), encoding="utf-8")
-        typer.echo(f"wrote {svg}")
 
 
 def _print(

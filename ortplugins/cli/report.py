@@ -23,7 +23,6 @@ def report(
     inputs: opt.Inputs,
     facts: Annotated[Path | None, typer.Option("--json")] = None,
     measure: bool = True,
-    layers: bool = False,
     rounds: Annotated[int, typer.Option(min=1)] = 5,
     force: bool = False,
 ) -> None:
@@ -33,12 +32,11 @@ def report(
         output: The .html file to write.
         facts (FILE): Write everything as JSON, too.
         measure: Start and run sessions, with the passes and without.
-        layers: Compare what each node computes.
         rounds (N): Processes of each kind to measure.
     """
     if not measure:
         opt.refuse_without_effect(context, "with --no-measure", "rounds")
-    measured = {"measure": measure, "layers": layers, "rounds": rounds}
+    measured = {"measure": measure, "rounds": rounds}
     for path in write_report(
         model, output, facts, force=force, **inputs, **chosen, **measured
     ):
@@ -65,7 +63,7 @@ def write_report(
         json_output.write_text(text + "\n", encoding="utf-8")
         written.append(json_output)
     write_page(facts, output, json_output.name if json_output is not None else "")
-    for part in ("sessions", "memory", "layers"):
+    for part in ("sessions", "memory"):
         if facts[part] and "failed" in facts[part]:
             console(stderr=True).print(
                 f"note: {part}: {facts[part]['failed']}", soft_wrap=True
@@ -76,15 +74,11 @@ def write_report(
 def memory(
     model: opt.Model,
     dims: str = "",
-    svg: Path | None = None,
-    force: bool = False,
     format: opt.Format = "text",
 ) -> None:
     """Show what a run holds in memory, step by step, in each execution order."""
-    from ortplugins.html_report.charts import memory_bars, memory_chart
-    from ortplugins.html_report.facts import order_of
+    from ortplugins.html_report.live_memory import memory_bars, order_of
 
-    opt.check_absent(svg, force=force)
     curves, notes = order_of(model, opt.parse_dims(dims))
     if format == "json":
         content = {"model": str(model), "curves": [curve.to_dict() for curve in curves]}
@@ -92,6 +86,3 @@ def memory(
     else:
         for line in (*memory_bars(curves), *notes):
             typer.echo(line)
-    if svg is not None:
-        svg.write_text(memory_chart(curves, str(model)), encoding="utf-8")
-        typer.echo(f"wrote {svg}", err=format == "json")

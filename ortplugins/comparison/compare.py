@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Compares two models: outputs, values of their nodes, speed and memory."""
+"""Compares two models: outputs, speed and memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ortplugins.comparison.difference import Difference, differences_of
-from ortplugins.comparison.layers import Layer, LayerComparison, compare_layers
 from ortplugins.comparison.models import (
     GivenModel,
     Inputs,
@@ -23,9 +22,6 @@ from ortplugins.measurement.measure import Candidate, Cost, Measurement, measure
 from ortplugins.report import Report
 from session_options import Pass
 
-# Relative RMS error above which values differ by more than rounding.
-TOLERANCE = 1e-4
-
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
@@ -37,7 +33,6 @@ class Comparison:
         samples: How many inputs both were run on.
         outputs: The outputs' differences, over all samples.
         not_compared: Outputs that are not, and why not.
-        layers: The nodes' values, where they were asked for.
         timings: Of a and b, where runs were asked for.
         report: What the passes did, where b is a after them.
     """
@@ -47,7 +42,6 @@ class Comparison:
     samples: int
     outputs: tuple[Difference, ...]
     not_compared: Mapping[str, str]
-    layers: LayerComparison | None = None
     timings: tuple[Measurement, Measurement] | None = None
     report: Report | None = None
 
@@ -55,17 +49,6 @@ class Comparison:
     def costs(self) -> list[Cost]:
         """Time and memory of both, side by side, and whether they differ."""
         return [] if self.timings is None else side_by_side(*self.timings)
-
-    @property
-    def first_divergence(self) -> Layer | None:
-        """The first value, in the order in which a runs, that is off by more than 1e-4.
-
-        In relative RMS.
-        """
-        layers = () if self.layers is None else self.layers.layers
-        return next(
-            (layer for layer in layers if layer.difference.relative_rms > TOLERANCE), None
-        )
 
     def __str__(self) -> str:
         """Return a line for each output."""
@@ -84,8 +67,6 @@ class Comparison:
             for cost in self.costs
         ]
         content["report"] = None if self.report is None else self.report.to_dict()
-        first = self.first_divergence
-        content["first_divergence"] = None if first is None else dataclasses.asdict(first)
         result: dict[str, Any] = plain(content)
         return result
 
@@ -104,7 +85,6 @@ def compare(
     dims: Mapping[str, int] | None = None,
     samples: int = 1,
     seed: int = 0,
-    layers: bool = False,
     runs: int = 0,
     rounds: int = 5,
     providers: Sequence[Any] = ("CPUExecutionProvider",),
@@ -126,8 +106,6 @@ def compare(
             axis of input x if it has none; others are guessed.
         samples: How many random samples.
         seed: Of the random samples.
-        layers: Whether to compare the nodes' values, too. They are matched by name, without
-            onnxruntime's optimisers.
         runs: Timed runs of each process; 0 to time nothing.
         rounds: Processes of each model, one of each at a time, which run in turn.
         providers: Execution providers.
@@ -162,10 +140,7 @@ def compare(
         feeds = pair.feeds
         not_compared = pair.not_compared
         del pair  # its sessions hold what the next ones need
-        compared = timings = None
-        if layers:
-            files = first.file(scratch), second.file(scratch)
-            compared = compare_layers(*files, feeds, scratch=scratch, providers=providers)
+        timings = None
         if runs:
             candidates = [
                 Candidate(model.file(scratch), settings=model.settings, providers=providers)
@@ -184,7 +159,6 @@ def compare(
             feeds.read_all(),
             outputs,
             not_compared,
-            compared,
             timings,
             report,
         )

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import os
 import tempfile
@@ -15,44 +14,22 @@ from typing import Any
 import numpy.typing as npt
 import onnx_ir as ir
 
-from ortplugins.comparison.compare import compare, plain
 from ortplugins.comparison.models import Inputs, comparison_feeds, operator_counts
 from ortplugins.errors import ModelFileError
-from ortplugins.html_report.charts import Curve
+from ortplugins.html_report.live_memory import Curve, order_of
 from ortplugins.measurement.measure import Candidate, measure, side_by_side
 from ortplugins.model_io.loading import initializer_tensors, load_model, stored_bytes
 from ortplugins.model_io.saving import identity_of
 from ortplugins.optimization.optimize import OptimizeResult, optimize
-from ortplugins.optimization.shape_inference import infer_shapes
 from ortplugins.runtime.machine import machine, versions
 from ortplugins.runtime.stock_session import open_model
 from ortplugins.samples.made_up import MadeUpInputs, sizes_of
-from ortplugins.samples.sources import KeptSamples
 from rewrite_rules.graph.nodes import all_nodes
-from rewrite_rules.shape_size_reorder.search import SimulatedOrder, memory_order
-from rewrite_rules.shapes.proved_shapes import DEFAULT_DIM, concrete_shapes
+from rewrite_rules.shape_size_reorder.search import memory_order
+from rewrite_rules.shapes.proved_shapes import concrete_shapes
 from session_options import DqMatMulNBitsFusion, ShapeSizeReorder
 from session_options.keys import format_value, options_of
 from session_options.plan import entries_of, plan_from_settings
-
-_KINDS = "quantised codes", "scales and zero points", "float constants", "other constants"
-_CODES, _SCALES, _FLOATS, _OTHERS = _KINDS
-
-# Inputs that are codes, and those that are scales and zero points.
-_ROLES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    "DequantizeLinear": ((0,), (1, 2)),
-    "QuantizeLinear": ((), (1, 2)),
-    "MatMulNBits": ((1,), (2, 3)),
-    "GatherBlockQuantized": ((0,), (2, 3)),
-    "QLinearMatMul": ((0, 3), (1, 2, 4, 5, 6, 7)),
-    "QLinearConv": ((0, 3, 8), (1, 2, 4, 5, 6, 7)),
-    "MatMulInteger": ((0, 1), (2, 3)),
-    "ConvInteger": ((0, 1), (2, 3)),
-}
-_SMALL_INTEGERS = frozenset({
-    ir.DataType.INT2, ir.DataType.UINT2, ir.DataType.INT4, ir.DataType.UINT4,
-    ir.DataType.INT8, ir.DataType.UINT8,
-})  # fmt: skip
 
 
 def gather_facts(
@@ -65,7 +42,6 @@ def gather_facts(
     samples: int = 1,
     seed: int = 0,
     measure: bool = True,
-    layers: bool = False,
     rounds: int = 5,
     result: OptimizeResult | None = None,
     command: str = "",
@@ -76,9 +52,8 @@ def gather_facts(
     place as ``{"failed": reason}``. ``docs/report.md`` describes the facts.
 
     ``measure`` says whether to start and run sessions on the largest sample, in ``rounds``
-    processes of each kind; ``layers``, whether to compare the values of both models on all
-    samples. ``result`` is what :func:`.optimize` made with these passes, if it did already;
-    ``command`` what the user typed. Other arguments, and errors, are those of
+    processes of each kind. ``result`` is what :func:`.optimize` made with these passes, if it
+    did already; ``command`` what the user typed. Other arguments, and errors, are those of
     :func:`.compare`.
     """
     path = Path(model)
@@ -88,8 +63,8 @@ def gather_facts(
     sizes = MadeUpInputs(graph.inputs, dims).sizes
     if result is None:
         result = optimize(path, passes=passes, options=options)
-    sessions = compared = None
-    if measure or layers:
+    sessions = None
+    if measure:
         with tempfile.TemporaryDirectory(prefix="ortplugins-") as folder:
             try:
                 feeds = comparison_feeds(
@@ -102,14 +77,10 @@ def gather_facts(
                 )
                 feed = feeds.largest()
             except ModelFileError as error:
-                failed = {"failed": str(error)}
-                sessions, compared = failed if measure else None, failed if layers else None
+                sessions = {"failed": str(error)}
             else:
                 sizes = sizes_of(graph.inputs, {name: feed[name].shape for name in feed})
-                if measure:
-                    sessions = _sessions(path, passes, options or {}, feed, rounds)
-                if layers:
-                    compared = _layers(path, result, feeds)
+                sessions = _sessions(path, passes, options or {}, feed, rounds)
     report = _with_passes_on_files(result.report.to_dict(), sessions)
     operators = _operators(before.model, result.model)
     files = [path, *before.data_files.values()]
@@ -140,7 +111,6 @@ def gather_facts(
         "sizes": sizes,
         "memory": _memory(path, result, sizes, passes),
         "sessions": sessions,
-        "layers": compared,
     }
 
 
@@ -234,42 +204,36 @@ def _weights(
     before: ir.Model, after: ir.Model, sessions: Mapping[str, Any] | None
 ) -> list[dict[str, Any]]:
     counts = [weight_bytes(model) for model in (before, after)]
-    rows = [
-        {
-            "kind": kind,
-            "tensors_before": counts[0][kind][0],
-            "tensors_after": counts[1][kind][0],
-            "before": counts[0][kind][1],
-            "after": counts[1][kind][1],
-        }
-        for kind in _KINDS
-    ]
     packed = (sessions or {}).get("packed")
     if packed and packed["tensors"]:
-        counted = {"tensors_before": 0, "tensors_after": packed["tensors"]}
-        sizes = {"before": 0, "after": packed["bytes"]}
-        rows.append({"kind": "packed for kernels", **counted, **sizes})
+        counts[1]["packed for kernels"] = packed["tensors"], packed["bytes"]
+    rows = []
+    for kind in counts[0] | counts[1]:
+        (number, size), (number_after, size_after) = (x.get(kind, (0, 0)) for x in counts)
+        tensors = {"tensors_before": number, "tensors_after": number_after}
+        rows.append({"kind": kind, **tensors, "before": size, "after": size_after})
     return rows
 
 
 def weight_bytes(model: ir.Model) -> dict[str, tuple[int, int]]:
-    """Return number and bytes of constants by what they are for; no tensor is read.
+    """Return number and bytes of constants by their type; no tensor is read.
 
     Bytes that two initializers share are counted once, for the first.
     """
-    counts = dict.fromkeys(_KINDS, (0, 0))
+    counts: dict[str, tuple[int, int]] = {}
     seen: set[object] = set()
-    held = [
-        (node.outputs[0], node.attributes["value"].as_tensor())
+    tensors = [tensor for _, tensor in initializer_tensors(model)]
+    tensors += [
+        node.attributes["value"].as_tensor()
         for node in all_nodes(model)
         if node.op_type == "Constant" and "value" in node.attributes
     ]
-    for value, tensor in (*initializer_tensors(model), *held):
+    for tensor in tensors:
         place = identity_of(tensor)
         size = 0 if place in seen else stored_bytes(tensor)
         seen.add(place)
-        kind = _kind(value, tensor)
-        counts[kind] = counts[kind][0] + 1, counts[kind][1] + size
+        number, total = counts.get(kind := tensor.dtype.name.lower(), (0, 0))
+        counts[kind] = number + 1, total + size
     return counts
 
 
@@ -289,18 +253,6 @@ def _packed_bytes(model_path: str | os.PathLike[str]) -> tuple[int, int]:
     return len(found), sum(length for _, length in blobs)
 
 
-def _kind(value: ir.Value, tensor: ir.TensorProtocol) -> str:
-    for node, index in value.uses():
-        codes, scales = _ROLES.get(node.op_type, ((), ()))
-        if index in codes:
-            return _CODES
-        if index in scales:
-            return _SCALES
-    if tensor.dtype.is_floating_point():
-        return _FLOATS
-    return _CODES if tensor.dtype in _SMALL_INTEGERS else _OTHERS
-
-
 def _memory(
     path: Path, result: OptimizeResult, sizes: Mapping[str, int], passes: Sequence[str]
 ) -> dict[str, Any]:
@@ -314,59 +266,3 @@ def _memory(
     live = (after.priority if reordered else after.default).live
     curves.insert(0, Curve(f"rewritten, {name}", live.tolist()))
     return {"curves": [curve.to_dict() for curve in curves], "notes": notes}
-
-
-def order_of(
-    model: str | os.PathLike[str], dims: Mapping[str, int]
-) -> tuple[list[Curve], list[str]]:
-    """Simulate the orders of a model as it is: onnxruntime's fusions change it first.
-
-    Return the curves of the computed order, onnxruntime's default and its PRIORITY_BASED; and
-    notes, on what was guessed for one.
-    """
-    loaded = load_model(model).model
-    infer_shapes(loaded)
-    assumed = MadeUpInputs(loaded.graph.inputs, dims, length=DEFAULT_DIM).sizes
-    shapes = concrete_shapes(loaded, {**assumed, **dims})
-    order = memory_order(loaded.graph, shapes)
-    orders = {
-        "computed": order.ours,
-        "onnxruntime's default": order.default,
-        "PRIORITY_BASED": order.priority,
-    }
-    curves = [Curve(name, item.live.tolist()) for name, item in orders.items()]
-    notes = [f"{name}: {_distance(item)}" for name, item in orders.items()]
-    counted = {k: v for k, v in assumed.items() if k not in dims}
-    counted |= dict.fromkeys(shapes.unknown_dims, DEFAULT_DIM)
-    if counted:
-        listed = ", ".join(f"{name}={size}" for name, size in counted.items())
-        notes.append(f"dimensions without a number, counted as {listed}")
-    return curves, notes
-
-
-def _distance(order: SimulatedOrder) -> str:
-    if not order.distances:
-        return "no Shape or Size reads a computed tensor"
-    return (
-        f"Shape and Size run {order.mean_distance:.1f} steps behind their producer, "
-        f"{order.max_distance} at most"
-    )
-
-
-def _layers(path: Path, result: OptimizeResult, feeds: KeptSamples) -> dict[str, Any]:
-    try:
-        found = compare(path, result, inputs=feeds, layers=True).layers
-    except ModelFileError as error:
-        return {"failed": str(error)}
-    assert found is not None
-    rows = [
-        {"step": step, **dataclasses.asdict(layer)}
-        for step, layer in enumerate(found.layers, 1)
-    ]
-    rows.sort(key=lambda row: -row["difference"]["relative_rms"])
-    return {
-        "values": plain(rows),  # an infinite error is not a number in JSON
-        "only_before": len(found.only_a),
-        "only_after": len(found.only_b),
-        "not_compared": len(found.not_compared),
-    }

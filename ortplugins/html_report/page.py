@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ortplugins.errors import UsageError
-from ortplugins.html_report.charts import Curve, memory_chart
+from ortplugins.html_report.live_memory import Curve, memory_bars
 from ortplugins.reasons import reasons
 
 try:
@@ -27,12 +27,7 @@ except ModuleNotFoundError:
 
 # Rows of a table that a page shows; the JSON has all.
 _ROWS = 1000
-_FORMATS = {
-    "count": "{:,}",
-    "ratio": "{:.3g} \N{MULTIPLICATION SIGN}",
-    "error": "{:.2e}",
-    "cosine": "{:.6f}",
-}
+_FORMATS = {"count": "{:,}", "ratio": "{:.3g} \N{MULTIPLICATION SIGN}"}
 
 
 def write_page(
@@ -61,13 +56,13 @@ def render_page(facts: Mapping[str, Any], json_name: str = "") -> str:
         environment.loader.get_source(environment, name)[0]
         for name in ("report.js", "report.css")
     )
-    curves = [Curve("", curve["live"]) for curve in facts["memory"].get("curves", ())]
+    curves = [Curve(x["name"], x["live"]) for x in facts["memory"].get("curves", ())]
     return environment.get_template("report.html").render(
         facts=facts,
         rows=_ROWS,
         json_name=json_name or "the JSON that --json FILE writes",
         advice={reason.code: reason.advice for reason in reasons()},
-        chart=Markup(memory_chart(curves)),
+        bars=memory_bars(curves),
         script=Markup(script),
         style=Markup(style),
         script_hash=_digest(script),
@@ -88,8 +83,6 @@ def _fact(facts: Any, path: str) -> Any:
 
 def _shown(value: Any, unit: str) -> str:
     """Write a number for readers: three digits and a unit; counts in full."""
-    if isinstance(value, str):  # what is not a number in JSON
-        return value
     if unit == "s":
         return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
     if unit == "B":

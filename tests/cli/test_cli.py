@@ -149,7 +149,6 @@ def test_an_option_without_effect_is_refused(main, arguments, option):
         "quantize f.onnx -o there",
         "report m.onnx -o there --no-measure",
         "report m.onnx -o page.html --json there --no-measure",
-        "memory m.onnx --svg there",
     ],
 )
 def test_nothing_is_overwritten_without_force(main, tmp_path, arguments):

@@ -20,7 +20,6 @@ from builders.text_models import proto_of
 from ortplugins.errors import UsageError
 from ortplugins.html_report import facts as report_facts
 from ortplugins.html_report import page as report_page
-from ortplugins.html_report.charts import Curve, memory_chart, thinned
 from ortplugins.html_report.facts import gather_facts, weight_bytes
 from ortplugins.html_report.page import render_page
 from ortplugins.measurement.measure import Measurement
@@ -49,9 +48,7 @@ def facts(folder: Path) -> dict[str, Any]:
     """Everything there is, of a model that everything works on."""
     model = save_named(folder / "model.onnx")
     exact = {"dq_matmulnbits_fusion.accuracy_level": "0"}
-    return gather_facts(
-        model, options=exact, rounds=1, layers=True, dims={"rows": 5}, command="a < b"
-    )
+    return gather_facts(model, options=exact, rounds=1, dims={"rows": 5}, command="a < b")
 
 
 @pytest.fixture(scope="module")
@@ -105,9 +102,8 @@ def test_every_number_of_the_page_is_the_json_s(facts):
     assert len(page.figures) > 40
     for path, (value, _) in page.figures.items():
         assert json.loads(value) == look_up(written, path), path
-    for part in ("sessions.figures.0.ratio", "layers.values.0.difference.cosine",
-                 "weights.0.after", "operators.0.before", "memory.curves.0.peak",
-                 "report.fired"):  # fmt: skip
+    for part in ("sessions.figures.0.ratio", "weights.0.after", "operators.0.before",
+                 "memory.curves.0.peak", "report.fired"):  # fmt: skip
         assert part in page.figures
 
 
@@ -116,8 +112,8 @@ def test_the_numbers_are_the_model_s(facts):
     assert operators == {"DequantizeLinear": (1, 0), "MatMul": (1, 0), "MatMulNBits": (0, 1)}
     assert facts["nodes"] == {"before": 2, "after": 1}
     kinds = {row["kind"]: (row["before"], row["after"]) for row in facts["weights"]}
-    assert kinds["quantised codes"] == (64 * 32 // 2, 64 * 32 // 2)
-    assert kinds["scales and zero points"] == (2 * 32 * 4, 2 * 32 * 4)
+    assert (kinds["int4"], kinds["uint8"]) == ((64 * 32 // 2, 0), (0, 64 * 32 // 2))
+    assert kinds["float"] == (2 * 32 * 4, 2 * 32 * 4)
     assert (facts["report"]["fired"], facts["report"]["refused"]) == (1, 0)
     assert facts["sizes"] == {"rows": 5}
     assert facts["sessions"]["inputs"] == [{"name": "x", "type": "float32", "shape": [5, 64]}]
@@ -128,8 +124,6 @@ def test_the_numbers_are_the_model_s(facts):
     for figure in facts["sessions"]["figures"]:
         assert figure["distinct"] is None  # one round tells no range
         assert figure["ratio"] == figure["ours"] / figure["plain"] > 0
-    assert [row["op_type"] for row in facts["layers"]["values"]] == ["MatMul"]
-    assert facts["layers"]["values"][0]["difference"]["relative_rms"] < 1e-5
     # x, and what MatMulNBits makes
     curve = facts["memory"]["curves"][0]
     assert curve["name"].startswith("rewritten")
@@ -145,8 +139,6 @@ def test_the_numbers_are_the_model_s(facts):
         (0.0506, "s", "50.6 ms"),
         (2.084, "s", "2.08 s"),
         (7_839_744, "B", "7.8 MB"),
-        (3.2e-7, "error", "3.20e-07"),
-        ("inf", "error", "inf"),
     ],
 )
 def test_numbers_have_three_digits_and_a_unit(value, unit, text):
@@ -169,12 +161,12 @@ def test_an_unknown_dimension_is_named(facts, folder):
         gather_facts(folder / "model.onnx", dims={"row": 5}, measure=False)
 
 
-def test_given_samples_are_measured_and_compared(folder):
+def test_given_samples_are_measured(folder):
     """The page says so, and sizes are those of the samples."""
     np.savez(folder / "samples.npz", x=np.ones((7, 64), np.float32))
     model = save_named(folder / "given.onnx")
     page, data = folder / "given.html", folder / "given.json"
-    arguments = ["report", model, "-o", page, "--json", data, "--layers", "--rounds", "1"]
+    arguments = ["report", model, "-o", page, "--json", data, "--rounds", "1"]
     arguments += ["--samples", folder / "samples.npz"]
     printed(*arguments)
     written = json.loads(data.read_text("utf-8"))
@@ -190,7 +182,7 @@ def test_shared_bytes_count_once():
     (codes,) = (v for v in model.graph.initializers.values() if v.name == "w")
     twin = ir.Value(name="twin", const_value=codes.const_value, type=codes.type)
     model.graph.initializers["twin"] = twin
-    assert weight_bytes(model)["quantised codes"] == (2, 64 * 32 // 2)
+    assert weight_bytes(model)["int4"] == (2, 64 * 32 // 2)
 
 
 def poisoned(value: Any) -> Any:
@@ -234,17 +226,6 @@ def test_large_models_stay_readable(hostile):
     assert len(text.encode()) < 1_000_000
     assert "19,000 more remarks: in facts.json" in text
     assert "2 more operators: in the JSON that --json FILE writes" in words(large)
-
-
-def test_thinning_keeps_peaks():
-    live = [0] * 10_000
-    live[777] = 5
-    assert len(thinned(live)) == 400 and max(thinned(live)) == 5
-    assert thinned([1, 2]) == [1, 2] and thinned([]) == []
-
-
-def test_charts_stand_on_any_numbers():
-    assert "0 B" in memory_chart([]) and "0 B" in memory_chart([Curve("", [0])])
 
 
 def test_report_writes_page_and_json(folder, facts):

@@ -71,7 +71,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     onnx.save(model, folder / "float.onnx")
     for arguments in (
         ("quantize", "float.onnx", "-o", "int8.onnx", "--bits", "8"),
-        ("report", "int8.onnx", "-o", "report.html", "--layers", "--rounds", "1", *REFUSED),
+        ("report", "int8.onnx", "-o", "report.html", "--rounds", "1", *REFUSED),
     ):
         subprocess.run(
             [sys.executable, "-m", "ortplugins", *arguments], cwd=folder, check=True
