@@ -25,6 +25,7 @@ import onnx_ir as ir
 from ortplugins.model_io.tensor_reference import TensorReference
 from ortplugins.quantization.methods.nearest import Floats
 from ortplugins.quantization.weights.folds import described, find_folds, insert_mul
+from ortplugins.quantization.weights.layer_forms import LayerWriter
 from ortplugins.quantization.weights.plan import WeightPlan
 from ortplugins.quantization.weights.recipe import Recipe
 from ortplugins.quantization.weights.uses import WeightUse
@@ -43,12 +44,15 @@ def write_codes(plan: WeightPlan, recipe: Recipe) -> None:
     for weight in weights:
         by_value.setdefault(weight.uses[0].weight, []).append(weight)
     divisors = _divide_activations(plan, recipe, by_value, names)
+    layers = LayerWriter(plan.model, names)
     for weight in weights:
         for divisor in divisors[weight.uses[0].weight]:
             # The codes stay.
             scales = weight.scales.map("r+")
             scales /= divisor[:, None] if weight.k_last else divisor
         _read_through_dequantize(weight, names)
+        for use in weight.uses:
+            layers.write(weight, use)
     for value in by_value:
         _drop_unused(value)
 

@@ -12,8 +12,9 @@ import onnx_ir as ir
 
 from ortplugins.errors import ModelFileError, QuantizationError
 from ortplugins.model_io.loading import lift_constants
-from ortplugins.quantization.checkpoints.gptq import Checkpoint
+from ortplugins.quantization.checkpoints.layers import Checkpoint, Layer
 from ortplugins.quantization.coverage import Coverage, coverage, float_weights
+from ortplugins.quantization.weights.layer_forms import check_layers
 from ortplugins.quantization.weights.recipe import METHODS, Recipe
 from ortplugins.quantization.weights.report import NodeReport, QuantizeReport
 from ortplugins.quantization.weights.uses import (
@@ -62,12 +63,15 @@ def plan_weights(
     except ValueError as error:
         raise ModelFileError(str(error)) from None
     lift_constants(model)
+    if checkpoint is not None:
+        checkpoint.put_floats(model)
     found = list(find_uses(model, recipe.op_types))
     uses = [use for _, use in found if isinstance(use, WeightUse)]
     labels = [label(node) for node, _ in found]
     names = list(dict.fromkeys([*labels, *(name for use in uses for name in use.names)]))
     notes = recipe.check_against(uses, names)
     nodes, weights = _chosen(found, recipe, checkpoint)
+    check_layers(model, weights)
     functions = [NodeReport(name, "function", reason=reason) for name, reason in left.items()]
     nodes = [*functions, *nodes, *_other_readers(weights, set(labels))]
     others = _other_operators(model, nodes)
@@ -78,6 +82,7 @@ def plan_weights(
     covered = coverage(model, planned, {row.node: row.reason for row in rows})
     methods = dict.fromkeys(weight.method for weight in weights)
     groups = [group for method in methods for group in _grouped(weights, method)]
+    notes += [] if checkpoint is None else checkpoint.notes()
     return WeightPlan(model, groups, nodes, others, covered, notes)
 
 
@@ -99,10 +104,11 @@ def _chosen(
         form, method, reason = recipe.choose(use, table=use.weight in tables)
         layer = None
         if checkpoint is not None and not reason:
-            if layer := checkpoint.layer_of(use):
-                form = layer.form(form.scale_type)
+            taken = checkpoint.layer_of(use)
+            if isinstance(taken, Layer):
+                layer, form = taken, taken.form(form.scale_type)
             else:
-                reason = "not in the checkpoint"
+                reason = taken
         by_rows = use.activation is None and recipe.fuses(table=True)
         if not reason and by_rows and use.K * form.bits % 8:
             size = f"{use.K} x {form.bits} bits"
@@ -225,7 +231,7 @@ def reported(plan: WeightPlan, recipe: Recipe) -> QuantizeReport:
         else:
             group, weight = weights[node]
             before = once(node.tensor.nbytes, "float", node.weight.name)
-            after = once(_stored_bytes(recipe, weight), weight)
+            after = once(_stored_bytes(recipe, weight) + _offset_bytes(weight), weight)
             node = report_of(
                 node,
                 bits=weight.form.bits,
@@ -266,6 +272,14 @@ def _stored_bytes(recipe: Recipe, weight: Weight) -> int:
     filled = codes if k % size else 0
     repeated = grid if size != form.size_along(k) else 0
     return table + weight.N * (filled + repeated)
+
+
+def _offset_bytes(weight: Weight) -> int:
+    """Return the bytes that offsets of blocks take, in the activation's type."""
+    if weight.layer is None or not weight.layer.has_offsets:
+        return 0
+    numbers = weight.form.blocks(weight.K) * weight.N
+    return int(numbers * weight.uses[0].tensor.dtype.itemsize)
 
 
 def report_of(use: WeightUse, **more: Any) -> NodeReport:

@@ -33,7 +33,7 @@ from ortplugins.model_io.saving import (
     save_with_data,
     scratch_within,
 )
-from ortplugins.quantization.checkpoints.gptq import Checkpoint
+from ortplugins.quantization.checkpoints.read import read_checkpoint
 from ortplugins.quantization.statistics.collect import Calibration
 from ortplugins.quantization.weights.plan import (
     WeightPlan,
@@ -155,7 +155,7 @@ def quantize(
     elif target is not None:
         check_output(model, target, overwrite)
     loaded = load_model(model, map_inline=True)
-    given = None if checkpoint is None else Checkpoint.read(checkpoint, loaded.model)
+    given = None if checkpoint is None else read_checkpoint(checkpoint)
     plan = plan_weights(loaded.model, chosen, given)
     check_not_empty(plan, chosen)
     if dry_run:
@@ -166,7 +166,7 @@ def quantize(
     with contextlib.ExitStack() as stack:
         kept = NOTHING_KEPT
         if run_folder is not None:
-            files = _files_of(model, loaded)
+            files = [*_files_of(model, loaded), *(given.files if given else ())]
             kept = stack.enter_context(RunFolder.opened(run_folder))
         # The system's own folder may be memory, or too small; the output has to fit anyway.
         beside = None if target is None else target.absolute().parent

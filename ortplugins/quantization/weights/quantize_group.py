@@ -25,13 +25,13 @@ import numpy.typing as npt
 import threadpoolctl
 
 from ortplugins.errors import QuantizationError
+from ortplugins.quantization.checkpoints.layers import Layer, LayerCodes
 from ortplugins.quantization.methods.awq import search_clip, search_scales
 from ortplugins.quantization.methods.gptq import Gptq
 from ortplugins.quantization.methods.nearest import (
     Codes,
     Floats,
     ZeroPoints,
-    dequantize_blocks,
     quantize_blocks,
     search_blocks,
 )
@@ -201,17 +201,16 @@ def _quantized(weight: Weight, group: Group, inputs: _Inputs, recipe: Recipe) ->
     if inputs.feedback is not None:
         inputs.feedback.factor(weight.form)
     matrix, writer = _matrix(weight), _CodesWriter(weight)
-    given = None if weight.layer is None else weight.layer.load(weight.form.is_symmetric)
 
     def strip(columns: slice) -> list[float]:
         floats = checked_matrix(matrix[:, columns], weight.name)
         scaled = floats if inputs.scales is None else floats * inputs.scales[:, None]
-        if given is not None:
-            quantized = _columns(given, columns)
+        if weight.layer is not None:
+            found = _of_layer(weight, weight.layer, columns)
         else:
-            quantized = _codes(floats, scaled, weight, group.steps, inputs, recipe)
-        writer.write(columns, *quantized)
-        difference = dequantize_blocks(*quantized, weight.form)
+            found = LayerCodes(*_codes(floats, scaled, weight, group.steps, inputs, recipe))
+        writer.write(columns, found)
+        difference = found.dequantized(weight.form)
         difference -= scaled
         # A choice between forms rests on the error, so on all tokens.
         return _squares(floats, scaled, difference, inputs, group.undecided)
@@ -275,9 +274,24 @@ def _squares(
     return [*squares, added * inputs.unit**2]
 
 
-def _columns(given: Quantized, columns: slice) -> Quantized:
-    codes, scales, zeros = given
-    return codes[:, columns], scales[:, columns], None if zeros is None else zeros[:, columns]
+def _of_layer(weight: Weight, layer: Layer, columns: slice) -> LayerCodes:
+    """Read columns of a checkpoint, their scales in the type that they are stored in."""
+    found = layer.load(columns, weight.form.is_symmetric)
+    with np.errstate(over="ignore"):
+        scales = found.scales.astype(weight.form.scale_type).astype(np.float32)
+    offsets = 0 if found.offsets is None else found.offsets
+    if not (np.isfinite(scales).all() and np.isfinite(offsets).all()):
+        raise QuantizationError(
+            f"layer {layer.name!r} of the checkpoint has scales that "
+            f"{weight.form.scale_type} does not hold"
+        )
+    codes, size = found.codes, weight.form.size_along(weight.K)
+    if not scales.all():
+        # Kernels want codes of zero where they are multiplied by zero.
+        zeros = np.zeros(1, codes.dtype) if found.zero_points is None else found.zero_points
+        zeros = np.broadcast_to(zeros, scales.shape).repeat(size, axis=0)[: weight.K]
+        codes = np.where((scales == 0).repeat(size, axis=0)[: weight.K], zeros, codes)
+    return dataclasses.replace(found, codes=codes, scales=scales)
 
 
 def _matrix(weight: Weight) -> npt.NDArray[Any]:
@@ -334,12 +348,10 @@ class _CodesWriter:
         zeros = weight.zero_points
         self._zero_points = None if zeros is None else zeros.map("r+")
 
-    def write(
-        self, columns: slice, codes: Codes, scales: Floats, zero_points: ZeroPoints | None
-    ) -> None:
-        """Store the codes ``[K, columns]``, scales and zero points ``[blocks, columns]``."""
+    def write(self, columns: slice, found: LayerCodes) -> None:
+        """Store the codes of some columns."""
         k, bits = self.weight.K, self.weight.form.bits
-        unsigned = codes.view(np.uint8) & np.uint8((1 << bits) - 1)
+        unsigned = found.codes.view(np.uint8) & np.uint8((1 << bits) - 1)
         if self._kept is not None:
             self._kept[:, columns] = unsigned
         elif self.weight.k_last:
@@ -350,7 +362,10 @@ class _CodesWriter:
         else:
             first, last = columns.start * bits // 8, columns.stop * bits // 8
             self._codes.reshape(k, -1)[:, first:last] = pack_rows(unsigned, bits)
-        for target, numbers in ((self._scales, scales), (self._zero_points, zero_points)):
+        if self.weight.offsets is not None:
+            self.weight.offsets.map("r+")[:, columns] = found.offsets
+        grids = ((self._scales, found.scales), (self._zero_points, found.zero_points))
+        for target, numbers in grids:
             if target is not None and numbers is not None:
                 (target.T if self.weight.k_last else target)[:, columns] = numbers
 

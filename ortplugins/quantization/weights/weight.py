@@ -20,7 +20,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortplugins.model_io.tensor_reference import ScratchWriter, TensorReference
-from ortplugins.quantization.checkpoints.gptq import Layer
+from ortplugins.quantization.checkpoints.layers import Layer
 from ortplugins.quantization.methods.nearest import (
     BlockFormat,
     Codes,
@@ -52,6 +52,7 @@ class Weight:
     codes: TensorReference = _NOWHERE  # packed, uint8
     scales: TensorReference = _NOWHERE  # float32 or float16, [blocks, N] or [N, blocks]
     zero_points: TensorReference | None = None  # a byte each, alike; None when symmetric
+    offsets: TensorReference | None = None  # float32 [blocks, N], of the layer; None without
     # Frobenius norm of the difference from the floats over theirs, channel scales taken out
     # again; and the same of products with sampled tokens. NaN where it was not measured.
     weight_error: float = math.nan
@@ -83,6 +84,9 @@ class Weight:
             codes=writer.reserve((-(-self.elements * form.bits // 8),), np.uint8),
             scales=writer.reserve(grid, np.dtype(form.scale_type)),
             zero_points=None if form.is_symmetric else writer.reserve(grid, np.uint8),
+            offsets=writer.reserve((blocks, self.N), np.float32)
+            if self.layer is not None and self.layer.has_offsets
+            else None,
         )
 
     def files(self) -> Iterator[tuple[str, TensorReference]]:
@@ -90,6 +94,8 @@ class Weight:
         yield from (("codes", self.codes), ("scales", self.scales))
         if self.zero_points is not None:
             yield "zero_points", self.zero_points
+        if self.offsets is not None:
+            yield "offsets", self.offsets
 
     def dequantized(self) -> Floats:
         """Return the matrix that the codes stand for, float32 ``[K, N]``."""

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: MIT
+"""Reads the header of a GGUF file: what it says of the model, and where tensors lie.
+
+The gguf package's own reader takes seconds and hundreds of megabytes for the words of a
+tokenizer, and follows counts that lie. This one skips words, and believes no size before it is
+compared with the file's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import mmap
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+from ortplugins.errors import MissingFileError, ModelFileError
+from ortplugins.model_io.tensor_reference import TensorReference
+
+MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+# By the number of a metadata value's type: struct's letter.
+_SCALARS = dict(enumerate("BbHhIif?")) | dict(enumerate("Qqd", 10))
+_STRING, _ARRAY = 8, 9
+_LONGEST_KEPT = 1 << 16  # bytes of a text or an array: of words only their lengths are read
+_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufTensor:
+    """A tensor in its file."""
+
+    name: str
+    type: str  # llama.cpp's name, or "type 99"
+    shape: tuple[int, ...]  # K last
+    path: str
+    offset: int
+    nbytes: int
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it has no codes."""
+        return self.type in _FLOATS
+
+    def map(self) -> npt.NDArray[Any]:
+        """Return its floats, or rows of bytes ``[..., bytes]``, mapped."""
+        shape, dtype = self.shape, _FLOATS.get(self.type, "uint8")
+        if not self.is_float:
+            shape = (*shape[:-1], self.nbytes // max(1, math.prod(shape[:-1])))
+        return TensorReference(self.path, self.offset, shape, dtype).map()
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufFile:
+    """What a file holds."""
+
+    fields: dict[str, Any]  # numbers, texts and arrays of numbers by key
+    tensors: dict[str, GgufTensor]
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Read a header.
+
+    Raises:
+        MissingFileError, ModelFileError: If there is no such file, or it is damaged.
+    """
+    try:
+        with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size < len(MAGIC):
+                raise ModelFileError(f"{path} is no GGUF file: it is empty")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _Header(path, data).read()
+    except FileNotFoundError as error:
+        raise MissingFileError(f"{path}: no such file") from error
+    except (struct.error, UnicodeDecodeError) as error:
+        raise ModelFileError(f"{path} is damaged: its header ends early ({error})") from error
+
+
+class _Header:
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self._path, self._data, self._at = path, data, 0
+
+    def read(self) -> GgufFile:
+        if self._bytes(4) != MAGIC:
+            raise ModelFileError(f"{self._path} is no GGUF file")
+        if (version := self._number("I")) not in _VERSIONS:
+            raise ModelFileError(
+                f"{self._path} is of GGUF version {version}: little-endian files of "
+                f"{_VERSIONS} are read"
+            )
+        tensors, fields = self._number("Q"), self._number("Q")
+        # Counts that lie end where the file does.
+        known = {}
+        for _ in range(fields):
+            key = self._text()
+            known[key] = self._value(self._number("I"))
+        described = [self._tensor() for _ in range(tensors)]
+        alignment = known.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ModelFileError(f"{self._path} is damaged: an alignment of {alignment}")
+        start = -(-self._at // alignment) * alignment
+        found = {}
+        for name, shape, kind, offset in described:
+            if name in found:
+                raise ModelFileError(f"{self._path}: tensor {name!r} comes twice")
+            found[name] = self._placed(name, shape, kind, start + offset)
+        return GgufFile(known, found)
+
+    def _placed(self, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GgufTensor:
+        import gguf
+
+        try:
+            known = gguf.GGMLQuantizationType(kind)
+        except ValueError:  # of a newer llama.cpp; an error where it is asked for
+            return GgufTensor(name, f"type {kind}", shape, str(self._path), offset, 0)
+        size, nbytes = gguf.GGML_QUANT_SIZES[known]
+        if shape[-1] % size:
+            raise ModelFileError(
+                f"{self._path} is damaged: tensor {name!r} has rows of {shape[-1]} in blocks "
+                f"of {size}"
+            )
+        nbytes = math.prod(shape) // size * nbytes
+        if offset + nbytes > len(self._data):
+            raise ModelFileError(
+                f"{self._path} is cut short: tensor {name!r} ends at byte {offset + nbytes} "
+                f"of {len(self._data)}"
+            )
+        return GgufTensor(name, known.name, shape, str(self._path), offset, nbytes)
+
+    def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._text()
+        rank = self._number("I")
+        if not 1 <= rank <= 4:
+            raise ModelFileError(f"{self._path} is damaged: tensor {name!r} of rank {rank}")
+        shape = tuple(self._number("Q") for _ in range(rank))[::-1]
+        return name, shape, self._number("I"), self._number("Q")
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._text()
+        if kind != _ARRAY:
+            return self._number(self._scalar(kind))
+        kind, count = self._number("I"), self._number("Q")
+        if kind == _STRING:
+            for _ in range(count):
+                self._skip(self._number("Q"))
+            return None
+        letter = self._scalar(kind)
+        data = self._bytes(count * struct.calcsize(f"<{letter}"))
+        return list(struct.unpack(f"<{len(data) // struct.calcsize(letter)}{letter}", data))
+
+    def _scalar(self, kind: int) -> str:
+        if kind not in _SCALARS:
+            raise ModelFileError(f"{self._path} is damaged: metadata of type {kind}")
+        return _SCALARS[kind]
+
+    def _number(self, letter: str) -> Any:
+        (number,) = struct.unpack_from(f"<{letter}", self._data, self._at)
+        self._at += struct.calcsize(f"<{letter}")
+        return number
+
+    def _text(self) -> str:
+        return self._bytes(self._number("Q")).decode()
+
+    def _bytes(self, count: int) -> bytes:
+        """Return the next bytes; none where they are too many to be of use."""
+        start = self._at
+        self._skip(count)
+        return self._data[start : self._at] if count <= _LONGEST_KEPT else b""
+
+    def _skip(self, count: int) -> None:
+        if count > len(self._data) - self._at:
+            raise struct.error(f"{count} bytes at {self._at} of {len(self._data)}")
+        self._at += count

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: MIT
+"""What a checkpoint has for the weights of a graph, whatever its format.
+
+    Checkpoint    finds by name what it has of a weight, and compares it with the float weight
+    Layer         codes in their file; small enough to send to another process
+    FloatMatrix   a matrix that the checkpoint has in float
+    Unreadable    one whose format ONNX cannot hold as it is
+
+A checkpoint of another model, or one whose rows are in another order, has weights that do not
+resemble the graph's: that is an error before anything is written.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from ortplugins.errors import ModelFileError
+from ortplugins.quantization.methods.nearest import (
+    BlockFormat,
+    Codes,
+    Floats,
+    ZeroPoints,
+    dequantize_blocks,
+)
+from ortplugins.quantization.weights.uses import OP_TYPES, WeightUse, find_uses
+
+_OPERATORS = (".MatMul", ".FusedMatMul", ".Gemm", ".Gather")
+# Columns of a weight that are compared, and the least mean cosine of their rows to the float
+# ones: codes of 2 bits have .8 and more, other weights 0.
+_COMPARED = 64
+_LEAST_COSINE = 0.5
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerCodes:
+    """Codes of some columns.
+
+    Attributes:
+        codes: ``[K, n]``, a byte each: int8 where the form is symmetric, else uint8.
+        scales: float32 ``[blocks, n]``.
+        zero_points: uint8 ``[blocks, n]``; None where the form is symmetric.
+        offsets: float32 ``[blocks, n]``, added to all weights of a block; None for 0.
+        order: Which row of the weight each row of codes is; None where all are in place.
+    """
+
+    codes: Codes
+    scales: Floats
+    zero_points: ZeroPoints | None = None
+    offsets: Floats | None = None
+    order: npt.NDArray[np.int64] | None = None
+
+    def dequantized(self, form: BlockFormat) -> Floats:
+        """Return what they stand for, float32 ``[K, n]``, rows in the weight's order."""
+        found = dequantize_blocks(self.codes, self.scales, self.zero_points, form)
+        if self.offsets is not None:
+            k = len(found)
+            found += np.repeat(self.offsets, form.size_along(k), axis=0)[:k]
+        if self.order is not None:
+            in_place = np.empty_like(found)
+            in_place[self.order] = found
+            return in_place
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer(abc.ABC):
+    """Codes of one weight in a checkpoint."""
+
+    name: str
+
+    @property
+    @abc.abstractmethod
+    def method(self) -> str:
+        """What made them, or their type."""
+
+    @property
+    def has_offsets(self) -> bool:
+        """Whether blocks have offsets."""
+        return False
+
+    @abc.abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """Return K and N."""
+
+    @abc.abstractmethod
+    def form(self, scale_type: str) -> BlockFormat:
+        """Return the form of the codes."""
+
+    @abc.abstractmethod
+    def load(self, columns: slice, is_symmetric: bool) -> LayerCodes:
+        """Read some columns; the first is a multiple of 8."""
+
+    def order(self) -> npt.NDArray[np.int64] | None:
+        """Return the order of :class:`LayerCodes`."""
+        return None
+
+    def columns(self, columns: slice) -> Floats:
+        """Return the weight's columns, float32 ``[K, n]``."""
+        form = self.form("float32")
+        return self.load(columns, form.is_symmetric).dequantized(form)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FloatMatrix:
+    """A float matrix, in its file."""
+
+    name: str
+    read: Callable[[], npt.NDArray[Any]]  # of any float type, mapped at best
+    k_last: bool = True  # it is [N, K]
+
+    def matrix(self) -> npt.NDArray[Any]:
+        """Return it as ``[K, N]``."""
+        return self.read().T if self.k_last else self.read()
+
+    def shape(self) -> tuple[int, int]:
+        """Return K and N."""
+        k, n = self.matrix().shape
+        return k, n
+
+    def columns(self, columns: slice) -> Floats:
+        """Return some columns, float32 ``[K, n]``."""
+        return np.asarray(self.matrix()[:, columns], np.float32)
+
+    def put(self, use: WeightUse) -> None:
+        """Give a weight of the graph these numbers; they are read when the model is saved."""
+        old, value = use.tensor, use.weight
+
+        def stored() -> ir.TensorProtocol:
+            matrix = self.matrix()
+            numbers = matrix.T if use.stored_k_last else matrix
+            return as_tensor(self.name, numbers, old)
+
+        value.const_value = ir.LazyTensor(
+            stored, old.dtype, ir.Shape(old.shape.numpy()), name=value.name
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Unreadable:
+    """A layer that has no codes as ONNX has them."""
+
+    name: str
+    reason: str  # why, and what to do
+
+
+Found = Layer | FloatMatrix | Unreadable
+
+
+class Checkpoint(abc.ABC):
+    """Layers of a file or a folder."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.files = tuple(files)
+        self.taken: set[str] = set()  # names of layers
+
+    @abc.abstractmethod
+    def candidates(self, name: str) -> Sequence[Found]:
+        """Return what there is for a module of the graph, as often as it can be read."""
+
+    @abc.abstractmethod
+    def put_vectors(self, model: ir.Model) -> None:
+        """Give a model its norms and biases."""
+
+    @abc.abstractmethod
+    def matrices(self) -> Sequence[str]:
+        """Return the names of all that may be taken."""
+
+    def put_floats(self, model: ir.Model) -> None:
+        """Give a model what the checkpoint has in float."""
+        self.put_vectors(model)
+        for _, use in find_uses(model, OP_TYPES):
+            if isinstance(use, WeightUse) and use.weight.is_initializer():
+                found = self._found(use)
+                if isinstance(found, FloatMatrix):
+                    self.taken.add(found.name)
+                    found.put(use)
+
+    def layer_of(self, use: WeightUse) -> Layer | str:
+        """Return the layer of a node, by the name of its weight, its own or its module's.
+
+        Or why it has none.
+
+        Raises:
+            ModelFileError: If it has one that can't be taken, or that is another weight.
+        """
+        found = self._found(use)
+        if isinstance(found, Unreadable):
+            raise ModelFileError(
+                f"tensor {found.name!r} of the checkpoint is {found.reason}; or leave node "
+                f"{use.label!r} in float: --rule '{use.label}=float'"
+            )
+        if isinstance(found, FloatMatrix):
+            return "float in the checkpoint, too"
+        if found is None:
+            return "not in the checkpoint"
+        self.taken.add(found.name)
+        return found
+
+    def notes(self) -> list[str]:
+        """Say what was left out."""
+        left = [name for name in self.matrices() if name not in self.taken]
+        if not left:
+            return []
+        return [
+            f"{len(left)} matrices of the checkpoint are not in the result, as {left[0]!r}"
+        ]
+
+    def _found(self, use: WeightUse) -> Found | None:
+        for name in _module_names(use):
+            if found := self.candidates(name):
+                return _most_alike(found, use)
+        return None
+
+
+def _most_alike(found: Sequence[Found], use: WeightUse) -> Found:
+    """Return the one of several readings of a tensor that is the float weight."""
+    shapes = [one.shape() for one in found if not isinstance(one, Unreadable)]
+    known = [
+        (one, _cosine(one.columns(slice(0, _COMPARED)), use))
+        for one in found
+        if not isinstance(one, Unreadable) and one.shape() == (use.K, use.N)
+    ]
+    if not shapes:
+        return found[0]
+    name = found[0].name
+    if not known:
+        raise ModelFileError(
+            f"layer {name!r} of the checkpoint is {list(shapes[0])}, node {use.label!r} "
+            f"multiplies by [{use.K}, {use.N}]: give a checkpoint of this model"
+        )
+    best, cosine = max(known, key=lambda one: np.nan_to_num(one[1], nan=-1))
+    if not cosine >= _LEAST_COSINE:
+        raise ModelFileError(
+            f"layer {name!r} of the checkpoint is not the weight of node {use.label!r}: their "
+            f"cosine is {cosine:.2f}; give a checkpoint of this model, its rows in this order"
+        )
+    return best
+
+
+def _cosine(columns: Floats, use: WeightUse) -> float:
+    """Return the mean cosine of rows: AWQ's are scaled, each by another number."""
+    floats = use.tensor.numpy()
+    own = np.asarray((floats.T if use.stored_k_last else floats)[:, :_COMPARED], np.float32)
+    norms = np.linalg.norm(own, axis=1) * np.linalg.norm(columns, axis=1)
+    some = norms > 0
+    if not norms.any():
+        return float(not (own.any() or columns.any()))
+    products = np.einsum("kn,kn->k", own[some], columns[some])
+    return float(np.mean(products / norms[some]))
+
+
+def _module_names(use: WeightUse) -> Iterator[str]:
+    """Yield what checkpoints may call the module of a node."""
+    seen = set()
+    for name in ((use.weight.name or "").removesuffix(".weight"), *use.names):
+        name = name.replace("/", ".").removeprefix(".")
+        for operator in _OPERATORS:
+            name = name.removesuffix(operator)
+        # onnxruntime-genai's builder says attn where transformers says self_attn.
+        for spelled in (name, name.replace(".attn.", ".self_attn.")):
+            if spelled and spelled not in seen:
+                seen.add(spelled)
+                yield spelled
+
+
+def as_tensor(
+    name: str, numbers: npt.NDArray[Any], old: ir.TensorProtocol
+) -> ir.TensorProtocol:
+    """Return numbers of a checkpoint in the type of a tensor of the graph."""
+    with np.errstate(over="ignore"):
+        converted = np.ascontiguousarray(numbers).astype(old.dtype.numpy())
+    if not np.isfinite(converted).all():
+        raise ModelFileError(
+            f"tensor {name!r} of the checkpoint has numbers beyond {old.dtype.name.lower()}"
+        )
+    return ir.Tensor(converted, dtype=old.dtype, name=old.name)
