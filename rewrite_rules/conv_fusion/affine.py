@@ -27,46 +27,35 @@ from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """One spelling.
+    """One spelling; both orders of a sum or product.
 
     Attributes:
         op_type: The operator.
-        pattern: Makes the pattern of the node, of the operand and the constant.
         scale: Of x, from the constant in float64.
         offset: Of x, from the constant in float64.
+        is_first: Whether the constant comes first.
     """
 
     op_type: str
-    pattern: Callable[..., Any]
     scale: Callable[[Float64], Float64] = np.ones_like
     offset: Callable[[Float64], Float64] = np.zeros_like
+    is_first: bool = False
 
-
-def _normalization(op: Any, x: Any, c: Any, out: str) -> Any:
-    others = {"_allow_other_inputs": True, "_allow_other_attributes": True}
-    return op.BatchNormalization(x, c, **others, _outputs=[out])
+    def pattern(self, op: Any, x: Any, c: Any, out: str) -> Any:
+        """Return the pattern of the node, of the operand and the constant."""
+        operands = (c, x) if self.is_first else (x, c)
+        # Of a norm, c is the first of four constants.
+        others = {"_allow_other_inputs": True, "_allow_other_attributes": True}
+        return getattr(op, self.op_type)(*operands, **others, _outputs=[out])
 
 
 KINDS: Mapping[str, Kind] = {
-    "x * c": Kind("Mul", lambda op, x, c, out: op.Mul(x, c, _outputs=[out]), lambda c: c),
-    "c * x": Kind("Mul", lambda op, x, c, out: op.Mul(c, x, _outputs=[out]), lambda c: c),
-    "x / c": Kind("Div", lambda op, x, c, out: op.Div(x, c, _outputs=[out]), np.reciprocal),
-    "x + c": Kind(
-        "Add", lambda op, x, c, out: op.Add(x, c, _outputs=[out]), offset=lambda c: c
-    ),
-    "c + x": Kind(
-        "Add", lambda op, x, c, out: op.Add(c, x, _outputs=[out]), offset=lambda c: c
-    ),
-    "x - c": Kind(
-        "Sub", lambda op, x, c, out: op.Sub(x, c, _outputs=[out]), offset=np.negative
-    ),
-    "c - x": Kind(
-        "Sub",
-        lambda op, x, c, out: op.Sub(c, x, _outputs=[out]),
-        lambda c: -np.ones_like(c),
-        lambda c: c,
-    ),
-    "norm": Kind("BatchNormalization", _normalization),
+    "x * c": Kind("Mul", scale=lambda c: c),
+    "x / c": Kind("Div", scale=np.reciprocal),
+    "x + c": Kind("Add", offset=lambda c: c),
+    "x - c": Kind("Sub", offset=np.negative),
+    "c - x": Kind("Sub", lambda c: -np.ones_like(c), lambda c: c, is_first=True),
+    "norm": Kind("BatchNormalization"),
 }
 
 

@@ -57,6 +57,12 @@ def emit_constant(op: Any, array: Float64) -> ir.Value:
     return op.Constant(value=ir.tensor(np.asarray(array, np.float32)))  # type: ignore[no-any-return]
 
 
+def like(value: ir.Value, made: ir.Value) -> ir.Value:
+    """Return what was emitted, of the type and shape of a value."""
+    made.type, made.shape = value.type, value.shape
+    return made
+
+
 class Differs(Exception):
     """What matched is not what a rule looks for: nothing that is worth a remark."""
 
@@ -123,10 +129,8 @@ class FoldBehind(FoldingRule):
         value = getattr(op, self._op_type)(x, w, **others, _outputs=["linear"])
         if self._form == "turned":
             value = op.Transpose(value, **_ANY, _outputs=["turned"])
-        elif self._form == "x + b":
+        elif self._form == "biased":
             value = op.Add(value, b)
-        elif self._form == "b + x":
-            value = op.Add(b, value)
         return self._kind.pattern(op, value, c, "out")
 
     def find(self, out: ir.Value, **values: ir.Value) -> Linear:
@@ -151,8 +155,8 @@ class FoldBehind(FoldingRule):
         result = self._folding.linears.write(op, linear)
         if (turned := values.get("turned")) is not None:
             made = producer(turned)
-            result = op.Transpose(result, **made.attributes, _name=made.name)
-            result.type, result.shape = turned.type, turned.shape
+            made_again = op.Transpose(result, **made.attributes, _name=made.name)
+            result = like(turned, made_again)
         self._folding.fired(linear.node, f"{node.op_type} {label(node)!r} is in its weights")
         return result
 
@@ -246,13 +250,8 @@ class MergePair(FoldingRule):
 class Gate(FoldingRule):
     """``x + x * gate`` -> ``x * (gate + 1)``, the gate having one element for each channel."""
 
-    def __init__(self, folding: Folding, order: int, inner: int) -> None:
-        super().__init__(folding)
-        self._order, self._inner = order, inner
-
     def pattern(self, op, x, gate):  # type: ignore[no-untyped-def]
-        product = op.Mul(*(x, gate)[:: self._inner])
-        return op.Add(*(x, product)[:: self._order], _outputs=["out"])
+        return op.Add(x, op.Mul(x, gate), _outputs=["out"])
 
     def find(self, out: ir.Value, **values: ir.Value) -> None:
         """Check the type, and that the gate is the smaller one."""
@@ -271,8 +270,7 @@ class Gate(FoldingRule):
         node = producer(out)
         self._folding.fired(node, "1 is added to the gate, and not the product to x")
         one = emit_constant(op, np.array(1.0))
-        more = op.Add(gate, one)
-        more.type, more.shape = gate.type, gate.shape
+        more = like(gate, op.Add(gate, one))
         return op.Mul(x, more, _name=node.name)  # type: ignore[no-any-return]
 
 
@@ -366,24 +364,23 @@ def _is_between(value: ir.Value) -> bool:
 def folding_rules(folding: Folding) -> Iterator[RewriteRule]:
     """Make the rules, in order of precedence."""
     forms = [(name, form) for name in ("Conv", "ConvTranspose") for form in ("", "turned")]
-    forms += [("Gemm", ""), ("MatMul", "x + b"), ("MatMul", "b + x")]
+    forms += [("Gemm", ""), ("MatMul", "biased")]
     for kind, (op_type, form) in itertools.product(KINDS.values(), forms):
-        yield FoldBehind.rule(folding, kind, op_type, form)
-    for name in ("x * c", "c * x", "x / c"):
-        yield FoldBehind.rule(folding, KINDS[name], "MatMul", "")
+        yield from FoldBehind.rule(folding, kind, op_type, form).commute()
+    for name in ("x * c", "x / c"):
+        yield from FoldBehind.rule(folding, KINDS[name], "MatMul", "").commute()
     for kind, op_type in itertools.product(KINDS.values(), ("Conv", "ConvTranspose")):
-        yield FoldInFront.rule(folding, kind, op_type)
-    for names in (("x * c", "c * x", "x / c"), ("x + c", "c + x", "x - c")):
+        yield from FoldInFront.rule(folding, kind, op_type).commute()
+    for names in (("x * c", "x / c"), ("x + c", "x - c")):
         for inner, outer in itertools.product(names, names):
-            yield MergePair.rule(folding, KINDS[inner], KINDS[outer])
-    for turns in itertools.product((1, -1), (1, -1)):
-        yield Gate.rule(folding, *turns)
+            yield from MergePair.rule(folding, KINDS[inner], KINDS[outer]).commute()
+    yield from Gate.rule(folding).commute()
 
 
 def normalizing_rules(folding: Folding) -> Iterator[RewriteRule]:
     """Make the rules for what is left once nothing folds any more."""
     kinds = [kind for name, kind in KINDS.items() if name != "norm"]
     for pair in itertools.product(kinds, kinds):
-        yield Normalize.rule(folding, pair)
+        yield from Normalize.rule(folding, pair).commute()
     for kind in kinds:
-        yield Normalize.rule(folding, (kind,))
+        yield from Normalize.rule(folding, (kind,)).commute()

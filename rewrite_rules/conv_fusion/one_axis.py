@@ -35,9 +35,6 @@ _LISTS = {"dilations": [1], "kernel_shape": [1], "strides": [1]}
 class DepthwiseLine(FoldingRule):
     """A depthwise convolution along one axis -> along the second of two."""
 
-    def __init__(self, folding: Folding) -> None:
-        super().__init__(folding)
-
     def pattern(self, op, x, w):  # type: ignore[no-untyped-def]
         others = {"_allow_other_inputs": True, "_allow_other_attributes": True}
         return op.Conv(x, w, **others, _outputs=["out"])
@@ -90,9 +87,6 @@ def _with_axis(folding: Folding, node: ir.Node, make: Any, op: Any, x: ir.Value)
 
 class FourierFrames(FoldingRule):
     """An STFT of real frames of constant length -> a convolution."""
-
-    def __init__(self, folding: Folding) -> None:
-        super().__init__(folding)
 
     def pattern(self, op, x, c):  # type: ignore[no-untyped-def]
         others = {"_allow_other_inputs": True, "_allow_other_attributes": True}
