@@ -70,7 +70,9 @@ _NO_ARENA = Change(
 # What onnxruntime's fusion of a sum and its norm starts from, and its approximation of Gelu.
 _NORMS = ("LayerNormalization", "SimplifiedLayerNormalization", "ReduceMean")
 _GELUS = ("Erf", "Gelu", "BiasGelu")
-_CONVOLUTIONS = _pass("conv_fusion")._replace(operators=("Conv", "ConvTranspose"))
+_CONVOLUTIONS = _pass("conv_fusion")._replace(
+    operators=("Conv", "ConvInteger", "ConvTranspose")
+)
 _SPEED = (
     _FUSION,
     _pass("transformer_fusion"),

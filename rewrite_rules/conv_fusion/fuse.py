@@ -16,22 +16,28 @@ from rewrite_rules.conv_fusion.fold_rules import (
     normalizing_rules,
 )
 from rewrite_rules.conv_fusion.hard_swish import hard_swish_rules
+from rewrite_rules.conv_fusion.integers import FloatConvolution, UnsignedWeight
 from rewrite_rules.conv_fusion.one_axis import DepthwiseLine, FourierFrames
 from rewrite_rules.graph.nodes import drop_copies, label, made_by, remove_unused
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.remarks import PassContext
 
 # What the rules end in, and what has to be there for any of them to gain.
-_ANCHORS = frozenset({"Clip", "Conv", "ConvTranspose", "Gemm", "MatMul", "Min", "STFT"})
+_ANCHORS = frozenset(
+    {"Clip", "Conv", "ConvInteger", "ConvTranspose", "Gemm", "MatMul", "Min", "STFT"}
+)
 _SUMS_AND_PRODUCTS = frozenset({"Add", "Div", "Mul", "Sub"})
-_CLIPS = frozenset({"Clip", "Min"})
+# Of what a rule looks for behind a sum or product, whatever its other operand is.
+_MAKERS = frozenset({"Cast", "Clip", "Max", "Min"})
 # Folds make room for others; chains are shorter.
 _MAX_ROUNDS = 50
 _MIN_OPSET = 7  # constants broadcast as they do in numpy
 
 
-def fuse_convolutions(model: ir.Model, context: PassContext) -> None:
-    """Rewrite a model with inferred shapes in place."""
+def fuse_convolutions(
+    model: ir.Model, context: PassContext, *, slow_kernels: str = "keep"
+) -> None:
+    """Rewrite a model with inferred shapes in place; ``slow_kernels`` as the pass has it."""
     graphs = {node.graph for node in model.graph.all_nodes()}
     nodes = [*model.graph.all_nodes()]
     if _ANCHORS.isdisjoint(node.op_type for node in nodes):
@@ -44,12 +50,15 @@ def fuse_convolutions(model: ir.Model, context: PassContext) -> None:
     drop_copies(node for node in nodes if node.op_type in ("Cast", "Identity"))
     folding = Folding(model, context.remarks)
     rules = [*hard_swish_rules(folding), *folding_rules(folding)]
+    rules.append(UnsignedWeight.rule(folding, slow_kernels))
+    if slow_kernels == "float":
+        rules += FloatConvolution.rule(folding).commute()
     for _ in range(_MAX_ROUNDS):
         if not _apply(model, rules, graphs):
             break
         drop_copies(node for node in model.graph.all_nodes() if node.op_type == "Identity")
     if context.cpu_only:
-        forms = (DepthwiseLine.rule(folding), FourierFrames.rule(folding))
+        forms = [each.rule(folding) for each in (DepthwiseLine, FourierFrames)]
         _apply(model, [*normalizing_rules(folding), *forms], graphs)
     remove_unused(model)
     present = {*model.graph.all_nodes()}
@@ -63,7 +72,7 @@ def _may_match(node: ir.Node) -> bool:
     if node.op_type not in _SUMS_AND_PRODUCTS:
         return True
     makers = {maker.op_type for v in node.inputs if v and (maker := v.producer())}
-    if not makers.isdisjoint(_CLIPS) or any(map(is_given, node.inputs)):
+    if not makers.isdisjoint(_MAKERS) or any(map(is_given, node.inputs)):
         return True
     products = (made_by(value, "Mul") for value in node.inputs)
     return any(

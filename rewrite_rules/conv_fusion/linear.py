@@ -30,6 +30,7 @@ from rewrite_rules.remarks import Refusal
 Float64 = NDArray[np.float64]
 _FLOAT32 = np.finfo(np.float32)
 _CHUNK = 1 << 20
+_CONVOLUTIONS = frozenset({"Conv", "ConvInteger", "ConvTranspose"})
 # Smaller ones leave subnormal numbers, of few digits, of ordinary weights.
 _LEAST_FACTOR = 1e-30
 # Greater ones may be added in order to round: x + 12582912 - 12582912 is an integer. A norm
@@ -85,6 +86,8 @@ class Weight:
             else it is the other way round.
         of_rows: Factors [groups * rows].
         of_columns: Factors [groups, columns].
+        zeros: What is subtracted from the weight first: zero points of rows [groups * rows],
+            or of all [1]; None for floats.
     """
 
     value: ir.Value
@@ -93,6 +96,7 @@ class Weight:
     rows_are_outputs: bool
     of_rows: Float64
     of_columns: Float64
+    zeros: Float64 | None = None
 
     @property
     def outputs(self) -> int:
@@ -103,6 +107,11 @@ class Weight:
     def inputs(self) -> int:
         """How many input channels there are."""
         return (self.of_columns if self.rows_are_outputs else self.of_rows).size
+
+    @property
+    def is_depthwise(self) -> bool:
+        """Whether each input channel of a convolution has filters of its own."""
+        return self.groups > 1 and self.of_columns.shape[1] == 1
 
     def times(self, outputs: Float64 | None = None, inputs: Float64 | None = None) -> Weight:
         """Return the weight with its output and input channels multiplied, [M] and [C]."""
@@ -123,7 +132,10 @@ class Weight:
         for start in range(0, len(stored), step):
             rows = slice(start, start + step)
             factors = self.of_rows[rows, None] * self.of_columns[group[rows]]
-            yield rows, stored[rows].astype(np.float64) * factors[:, :, None]
+            piece = stored[rows].astype(np.float64)
+            if self.zeros is not None:
+                piece -= np.broadcast_to(self.zeros, len(stored))[rows, None, None]
+            yield rows, piece * factors[:, :, None]
 
     def sums(self, offsets: Float64) -> Float64:
         """Return what a constant in each input channel, [C], adds to each output, [M]."""
@@ -217,13 +229,13 @@ class Linears:
         kind = node.op_type
         weight = self._weight(node)
         outputs = weight.outputs
-        if kind in ("Conv", "ConvTranspose"):
+        if kind in _CONVOLUTIONS:
             rank = len(_shape(input_of(node, 1)))
-            numbers = self._bias(input_of(node, 2), outputs, 1)
+            numbers = self._bias(_bias_of(node), outputs, 1)
             return Linear(node, weight, numbers, rank, rank - 1)
         if kind == "MatMul":
             return Linear(node, weight, self._bias(bias, outputs, rank), rank, 1)
-        numbers = self._bias(input_of(node, 2), outputs, 2)
+        numbers = self._bias(_bias_of(node), outputs, 2)
         return Linear(node, weight, numbers * float_attribute(node, "beta", 1.0), 2, 1)
 
     def write(self, op: Any, linear: Linear, x: ir.Value | None = None) -> ir.Value:
@@ -231,16 +243,14 @@ class Linears:
         node, weight = linear.node, linear.weight
         inputs = [node.inputs[0] if x is None else x, self.new_weight(weight)]
         attributes: dict[str, Any] = {**node.attributes}
-        has_bias = node.op_type != "MatMul" and (
-            bool(linear.bias.any()) or input_of(node, 2) is not None
-        )
-        if has_bias:
+        op_type = "Conv" if node.op_type == "ConvInteger" else node.op_type
+        if op_type != "MatMul" and (linear.bias.any() or _bias_of(node) is not None):
             inputs.append(self._new_bias(linear))
-        if node.op_type == "Gemm":
+        if op_type == "Gemm":
             attributes["beta"] = 1.0
-        made: ir.Value = getattr(op, node.op_type)(*inputs, **attributes, _name=node.name)
+        made: ir.Value = getattr(op, op_type)(*inputs, **attributes, _name=node.name)
         made.type, made.shape = node.outputs[0].type, node.outputs[0].shape
-        if node.op_type == "MatMul" and linear.bias.any():
+        if op_type == "MatMul" and linear.bias.any():
             made = op.Add(made, self._new_bias(linear))
             made.type, made.shape = node.outputs[0].type, node.outputs[0].shape
         return made
@@ -250,10 +260,10 @@ class Linears:
         if value in self._weights:
             return self._weights[value]
         shape = tuple(tensor.shape.numpy())
-        if tensor.dtype != ir.DataType.FLOAT:
+        is_conv, is_integer = node.op_type in _CONVOLUTIONS, node.op_type == "ConvInteger"
+        if tensor.dtype != ir.DataType.FLOAT and not is_integer:
             kind = tensor.dtype.name.lower()
             raise Refusal(f"weight {value.name!r} is {kind}: float32 folds")
-        is_conv = node.op_type.startswith("Conv")
         groups = int_attribute(node, "group", 1) if is_conv else 1
         fits = len(shape) >= 3 if is_conv else len(shape) == 2
         if not math.prod(shape) or not fits or groups < 1 or shape[0] % groups:
@@ -265,9 +275,10 @@ class Linears:
             value,
             graph,
             groups,
-            node.op_type == "Conv" or turned,
+            node.op_type in ("Conv", "ConvInteger") or turned,
             np.ones(shape[0]),
             np.ones((groups, shape[1])),
+            _zero_points(node, shape[0]) if is_integer else None,
         )
 
     def _bias(self, value: ir.Value | None, outputs: int, rank: int) -> Float64:
@@ -311,6 +322,16 @@ class Linears:
         tensor = ir.Tensor(array.astype(np.float32), name=self._names.take(name))
         return _register(graph, tensor)
 
+    def new_unsigned(self, graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
+        """Register an int8 constant, 128 more, as uint8."""
+        name = self._names.take(f"{tensor.name}.unsigned")
+
+        def raised() -> Iterator[NDArray[np.uint8]]:
+            yield tensor.numpy().view(np.uint8) ^ np.uint8(128)
+
+        shape = tuple(tensor.shape.numpy())
+        return _register(graph, ChunkedTensor(raised, ir.DataType.UINT8, shape, name))
+
 
 def _register(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
     """Make an initializer; none is shared, as what reads it may be folded once more."""
@@ -330,6 +351,20 @@ def may_read_padding(node: ir.Node) -> bool:
         return any(ints_attribute(node, "pads") or ())
     # With a kernel of one element, no stride makes SAME_UPPER and SAME_LOWER pad.
     return math.prod(_shape(node.inputs[1])[2:]) != 1
+
+
+def _bias_of(node: ir.Node) -> ir.Value | None:
+    return None if node.op_type == "ConvInteger" else input_of(node, 2)
+
+
+def _zero_points(node: ir.Node, outputs: int) -> Float64:
+    """Return those of a ConvInteger's weight, [outputs] or [1]."""
+    if (value := input_of(node, 3)) is None:
+        return np.zeros(1)
+    value, tensor = require_constant(value, "zero point")
+    if tensor.size not in (1, outputs):
+        raise Refusal(f"zero point {value.name!r} of shape {list(tensor.shape)} does not fit")
+    return tensor.numpy().astype(np.float64).reshape(-1)
 
 
 def _shape(value: ir.Value | None) -> tuple[int, ...]:

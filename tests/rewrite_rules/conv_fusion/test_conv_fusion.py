@@ -535,6 +535,144 @@ def test_nothing_moves_across_quantisation(nodes: str):
     assert not report.fired
 
 
+INTEGERS = {
+    "k8": np.clip(normal(8, 1, 3, 3) * 50, -128, 127).astype(np.int8),
+    "k8z": np.int8(-3),
+    "kz": np.uint8(121),
+    "kzs": np.arange(118, 126).astype(np.uint8),
+    "dense8": np.clip(normal(8, 8, 3, 3) * 50, -128, 127).astype(np.int8),
+    "ks": np.float32(0.02),
+    "kss": np.linspace(0.01, 0.03, 8, dtype=np.float32).reshape(8, 1, 1),
+    "q": np.float32(0.05),
+    "z0": np.uint8(128),
+}
+INTEGERS["k"] = (INTEGERS["k8"].astype(int) + 128).astype(np.uint8)
+INTEGERS["dense"] = (INTEGERS["dense8"].astype(int) + 128).astype(np.uint8)
+DYNAMIC = "q8, s, z = DynamicQuantizeLinear(x)"
+DEPTHWISE = "i = ConvInteger<group = 8, pads = [1, 1, 1, 1]>"
+SCALED = "f = Cast<to = 1>(i) t = Mul(s, ks) y = Mul(f, t)"
+SCALED_TWICE = "f = Cast<to = 1>(i) e = Mul(f, s) g = Cast<to = 1>(i) y = Sub(e, g)"
+
+
+def integers(nodes: str, **options: str) -> tuple[onnx.ModelProto, ortplugins.OptimizeResult]:
+    """Return a model of integer convolutions, and what becomes of it."""
+    model = model_of(Case(nodes, ""), {**CONSTANTS, **INTEGERS})
+    named = {f"conv_fusion.{name}": value for name, value in options.items()}
+    return model, ortplugins.optimize(model, passes=["conv_fusion"], options=named)
+
+
+def results_of(*models: onnx.ModelProto) -> list[np.ndarray]:
+    x = {"x": normal(ROWS, 8, HEIGHT, WIDTH)}
+    return [session(model).run(None, x)[0] for model in models]
+
+
+@pytest.mark.parametrize(
+    "convolution",
+    ["i = ConvInteger(q8, dense8, z, k8z)", "i = ConvInteger<group = 8>(q8, k8, z)"],
+)
+def test_weights_of_integers_lose_their_sign(convolution: str):
+    model, result = integers(f"{DYNAMIC} {convolution} {SCALED}")
+    (node,) = (node for node in result.model.graph.node if node.op_type == "ConvInteger")
+    constants = {tensor.name: tensor.data_type for tensor in result.model.graph.initializer}
+    assert [constants[node.input[index]] for index in (1, 3)] == [T.UINT8] * 2
+    np.testing.assert_array_equal(*results_of(model, result.model))
+
+
+FLOATS = {
+    "signed": (f"{DEPTHWISE}(q8, k8, z, k8z) {SCALED}", ("k8", "k8z", "ks")),
+    "unsigned": (f"{DEPTHWISE}(q8, k, z, kz) {SCALED}", ("k", "kz", "ks")),
+    "no zero point": (f"{DEPTHWISE}(q8, k8, z) {SCALED}", ("k8", "zero", "ks")),
+    "zero points of channels": (f"{DEPTHWISE}(q8, k, z, kzs) {SCALED}", ("k", "kzs", "ks")),
+    "scales of channels": (
+        f"{DEPTHWISE}(q8, k, z, kz) f = Cast<to = 1>(i) t = Mul(kss, s) y = Mul(t, f)",
+        ("k", "kz", "kss"),
+    ),
+    "scales one by one": (
+        f"{DEPTHWISE}(q8, k, z, kz) f = Cast<to = 1>(i) e = Mul(f, s) y = Mul(e, ks)",
+        ("k", "kz", "ks"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_depthwise_integers_become_floats(name: str):
+    """The result is the float model's, of which the integers are further away."""
+    nodes, constants = FLOATS[name]
+    model, result = integers(f"{DYNAMIC} {nodes}", slow_kernels="float")
+    assert op_types(result.model) == ["Conv"]
+    k, z, scale = ({**CONSTANTS, **INTEGERS}[key].astype(np.float32) for key in constants)
+    weight = (k - z.reshape(-1, 1, 1, 1)) * scale.reshape(-1, 1, 1, 1)
+    plain = model_of(
+        Case("y = Conv<group = 8, pads = [1, 1, 1, 1]>(x, weight)", ""), {"weight": weight}
+    )
+    found, floats = results_of(result.model, plain)
+    greatest = np.abs(floats).max()
+    np.testing.assert_allclose(found, floats, rtol=0, atol=1e-6 * greatest)
+    if name != "zero points of channels":  # which onnxruntime does not run
+        (original,) = results_of(model)
+        assert 1e-4 < np.abs(original - found).max() / greatest < 0.02
+
+
+def test_codes_that_others_read_stay_beside_floats():
+    nodes = f"{DYNAMIC} {DEPTHWISE}(q8, k, z, kz) f = Cast<to = 1>(i) t = Mul(s, ks)"
+    nodes += " e = Mul(f, t) g = DequantizeLinear(q8, s, z) y = Add(e, g)"
+    model, result = integers(nodes, slow_kernels="float")
+    assert op_types(result.model) == [
+        "DynamicQuantizeLinear",
+        "Conv",
+        "DequantizeLinear",
+        "Add",
+    ]
+    original, found = results_of(model, result.model)
+    np.testing.assert_allclose(found, original, rtol=0, atol=0.02 * np.abs(original).max())
+
+
+_UNSCALED = "not multiplied by the scale"
+INTEGERS_STAY = {
+    "dense": (f"{DYNAMIC} i = ConvInteger(q8, dense, z, kz) {SCALED}", ""),
+    "given in integers": (
+        f"q8 = QuantizeLinear(x, q, z0) s = Abs(q) {DEPTHWISE}(q8, k, z0) {SCALED}",
+        "its input is given in integers",
+    ),
+    "another zero point": (
+        f"{DYNAMIC} {DEPTHWISE}(q8, k, z0, kz) {SCALED}",
+        "its zero point is not the one",
+    ),
+    "no zero point": (
+        f"{DYNAMIC} {DEPTHWISE}(q8, k) {SCALED}",
+        "its zero point is not the one",
+    ),
+    "another scale": (
+        f"{DYNAMIC} {DEPTHWISE}(q8, k, z) f = Cast<to = 1>(i) y = Mul(f, ks)",
+        _UNSCALED,
+    ),
+    "the scale squared": (
+        f"{DYNAMIC} {DEPTHWISE}(q8, k, z) {SCALED.replace('ks', 's')}",
+        _UNSCALED,
+    ),
+    "integers that are read twice": (
+        f"{DYNAMIC} {DEPTHWISE}(q8, k, z) {SCALED_TWICE}",
+        _UNSCALED,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INTEGERS_STAY)
+def test_other_integers_stay(name: str):
+    nodes, reason = INTEGERS_STAY[name]
+    model, result = integers(nodes, slow_kernels="float")
+    assert op_types(result.model) == op_types(model)
+    reasons = [remark.reason for remark in result.report.refused]
+    assert any(reason in each for each in reasons) if reason else not reasons
+
+
+def test_depthwise_integers_stay_unless_asked_for():
+    model, result = integers(f"{DYNAMIC} {DEPTHWISE}(q8, k, z, kz) {SCALED}")
+    assert op_types(result.model) == op_types(model)
+    (remark,) = result.report.refused
+    assert "slow_kernels=float" in remark.reason
+
+
 # Each makes {o} of {a}; {e} is an earlier value.
 STEPS = (
     "{o} = Mul({a}, c)",
