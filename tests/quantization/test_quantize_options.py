@@ -219,21 +219,20 @@ def test_rules_give_bits_and_block_and_the_last_one_wins():
     assert {row.bits for row in report.nodes} == {8}
 
 
-def test_one_weight_in_two_forms():
-    model = shared()
-    for layout in FORMATS:
-        result = quantize(
-            model,
-            quant_format=layout,
-            bits=8,
-            rules={"b": {"bits": 4, "block_size": 16}},
-        )
-        proto, x = read(result.model), normal(3, D)
-        matrices = dequantised(proto)
-        assert not np.array_equal(matrices["a"], matrices["b"])
-        expected = x.astype(float) @ matrices["a"] @ matrices["b"]
-        assert relative_error(run(proto, {"x": x})[0], expected) < 1e-5
-        assert {row.node: row.bits for row in result.report.nodes} == {"a": 8, "b": 4}
+@pytest.mark.parametrize("layout", FORMATS)
+@pytest.mark.parametrize("half_scales", [False, True])
+@pytest.mark.parametrize("other", [{"bits": 8, "block_size": 16}, {"method": "gptq"}], ids=str)
+def test_one_weight_in_two_forms(layout, half_scales, other):
+    options = {"quant_format": layout, "half_scales": half_scales, "rules": {"b": other}}
+    x = normal(40, D)
+    result = quantize(shared(), calibration_data_reader=[{"x": x}], **options)
+    proto = read(result.model)
+    matrices = dequantised(proto)
+    assert not np.array_equal(matrices["a"], matrices["b"])
+    expected = x.astype(float) @ matrices["a"] @ matrices["b"]
+    assert relative_error(run(proto, {"x": x})[0], expected) < 1e-5
+    rows = {row.node: (row.bits, row.method) for row in result.report.nodes}
+    assert rows == {"a": (4, "rtn"), "b": (other.get("bits", 4), other.get("method", "rtn"))}
 
 
 @pytest.mark.parametrize(
@@ -579,6 +578,15 @@ def test_half_scales_are_cast_where_they_are_read(method, layout, tmp_path):
     fused = read(tmp_path / "fused.onnx")
     assert "DequantizeLinear" not in kinds(fused)
     assert relative_error(run(fused, {"x": x})[0], found) < (2e-2 if layout == "QDQ" else 1e-5)
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_weights_too_small_for_half_scales_are_reported(method):
+    model, data = matmul_of(normal(D, D) * np.float32(1e-8)), [{"x": normal(40, D)}]
+    options = {"method": method, "calibration_data_reader": data}
+    with pytest.raises(ValueError, match=r"'W' .* below float16's least"):
+        quantize(model, half_scales=True, **options)
+    assert quantize(model, **options).report.nodes[0].weight_error < 0.2
 
 
 def test_the_report_is_json_and_text():

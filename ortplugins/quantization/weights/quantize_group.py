@@ -49,6 +49,8 @@ _STRIP_BYTES = 4 << 20
 _GPTQ_STRIP_BYTES, _GPTQ_COLUMNS = 8 << 20, 512
 # Tokens that the error of outputs is measured on.
 _ERROR_TOKENS = 128
+# The relative error of a weight of which nothing is left.
+_LOST = 0.9
 # Below it, float32 loses digits of sums of squares.
 _LEAST_SQUARE = 1e-20
 
@@ -374,6 +376,12 @@ class _CodesWriter:
         if self._kept is not None:
             self._codes[:] = pack_rows(self._kept.reshape(-1), self.weight.form.bits)
         weight, output = np.sqrt(sums[:4:2] / np.where(sums[1:4:2] > 0, sums[1:4:2], 1))
+        given, stored = self.weight.floats.dtype, self.weight.form.scale_type
+        if weight > _LOST and given != stored == "float16":
+            raise QuantizationError(
+                f"weight {self.weight.name!r} cannot be quantised: its scales are below "
+                "float16's least number; leave out half_scales"
+            )
         output, added = (output, sums[4]) if measured else (np.nan, np.nan)
         return dataclasses.replace(
             self.weight,
