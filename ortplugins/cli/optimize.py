@@ -141,7 +141,7 @@ def pack(
     output: Annotated[Path, typer.Option("--output", "-o")],
     chosen: opt.ChosenPasses,
     printing: opt.ReportPrinting,
-    server: Annotated[Literal["genai", "triton", "plain"], typer.Option("--for")] = "plain",
+    server: Annotated[Literal["genai", "plain"], typer.Option("--for")] = "plain",
     onnxruntime: str | None = None,
     force: bool = False,
 ) -> None:

@@ -58,14 +58,12 @@ class OutputFolder:
     model: Path
     target: Path
     overwrite: bool = False  # what is in the target goes
-    given_location: Path | None = None  # of the .onnx file there; None for as in the source
     companions: bool = True  # what belongs to the model goes along
-    added: tuple[str, ...] = ()  # what the caller writes beside
 
     @property
     def location(self) -> Path:
         """Where the .onnx file goes, relative to the target."""
-        return self.given_location or self.model.relative_to(self.source)
+        return self.model.relative_to(self.source)
 
     @property
     def written_model(self) -> Path:
@@ -92,8 +90,7 @@ class OutputFolder:
         if not target.is_dir():
             raise NotADirectoryError(f"{self.target}: is a file, and the model is a folder")
         data = self.written_model.with_name(f"{self.written_model.name}.data")
-        along = [*self._companions(), *map(Path, self.added)]
-        known = {self.written_model, data, *(self.target / name for name in along)}
+        known = {self.written_model, data, *(self.target / x for x in self._companions())}
         others = [p for p in self.target.rglob("*") if not p.is_dir() and p not in known]
         if self.overwrite and others:
             raise FileExistsError(

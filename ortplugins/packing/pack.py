@@ -19,14 +19,13 @@ from ortplugins.model_io.saving import Progress
 from ortplugins.optimization.optimize import checked_version, optimize_for, plan_of
 from ortplugins.optimization.request import BuildRequest
 from ortplugins.packing.genai import genai_layout
-from ortplugins.packing.triton import triton_layout
 from ortplugins.report import Report
 from ortplugins.runtime.session_settings import ALL_OPTIMIZERS, OptimizerSettings
 from ortplugins.runtime.stock_session import open_model
 from rewrite_rules.onnxruntime_version import newest_format, parse_version
 from session_options import DqMatMulNBitsFusion, Pass
 
-Server = Literal["genai", "triton", "plain"]
+Server = Literal["genai", "plain"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +52,10 @@ def pack(
 
     onnxruntime loads the result before the folder appears. ``model`` is an .onnx file, or a
     folder with one and what belongs to it; ``server`` is ``"genai"`` for onnxruntime-genai,
-    with genai_config.json checked against the graph, ``"triton"`` for a folder of a model
-    repository, ``"plain"`` for the model and what lay beside it in its folder. The other
-    arguments are those of :func:`~ortplugins.optimize`.
+    with genai_config.json checked against the graph, ``"plain"`` for the model and what lay
+    beside it in its folder. The other arguments are those of :func:`~ortplugins.optimize`.
     """
-    layout_of = {"genai": genai_layout, "triton": triton_layout, "plain": _plain_layout}
+    layout_of = {"genai": genai_layout, "plain": _plain_layout}
     folder, finish, optimizers = layout_of[server](Path(model), Path(output), overwrite)
     folder.check()
     request = BuildRequest(

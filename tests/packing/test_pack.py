@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 import onnxruntime
 import pytest
 from builders.command_line import ortplugins_command, printed, refused
@@ -114,32 +113,6 @@ def test_genai_config_names_the_model_that_was_given(source):
     assert "decoder.onnx.data" in files("packed")
 
 
-def test_triton_gets_a_configuration_or_keeps_its_own(source):
-    ir.save(CASE.model(), "matmul.onnx")
-    pack("matmul.onnx", "--for", "triton", "-o", "repository")
-    assert files("repository") == ["1/model.onnx", "config.pbtxt"]
-    text = Path("repository/config.pbtxt").read_text()
-    assert 'input { name: "x" data_type: TYPE_FP32 dims: [ -1, 64 ] }' in text
-    assert 'backend: "onnxruntime"' in text and "max_batch_size: 0" in text
-    feed = {"x": CASE.feed()}
-    (plain,), (packed,) = (
-        run(path, feed, optimised=True) for path in ("matmul.onnx", "repository/1/model.onnx")
-    )
-    np.testing.assert_array_equal(packed, plain)
-    # Scalars, and data beside the model.
-    pack(source, "--for", "triton", "-o", "decoder")
-    assert files("decoder") == ["1/model.onnx", "1/model.onnx.data", "config.pbtxt"]
-    scalar = '"total_sequence_length" data_type: TYPE_INT32 dims: [ 1 ] reshape { shape: [ ] }'
-    assert scalar in Path("decoder/config.pbtxt").read_text()
-    # A user's own configuration goes along, with what it names.
-    own = text + "dynamic_batching { }\n"
-    Path("repository/config.pbtxt").write_text(own)
-    Path("repository/labels.txt").write_text("a\nb\n")
-    pack("repository", "--for", "triton", "-o", "again")
-    assert files("again") == ["1/model.onnx", "config.pbtxt", "labels.txt"]
-    assert Path("again/config.pbtxt").read_text() == own
-
-
 def test_plain_takes_what_belongs_to_a_folder_and_nothing_beside_a_file(source):
     pack(source, "-o", "folder")
     assert {"tokenizer.json", "model.onnx.data"} < set(files("folder"))
@@ -220,16 +193,6 @@ BAD = {
         changed(lambda model: model.pop("vocab_size")),
         f"vocab_size is None, but 'logits' has {VOCABULARY}",
     ),
-    "other model": (
-        "triton",
-        written("config.pbtxt", 'default_model_filename: "other.onnx"'),
-        "config.pbtxt: the model is called 'other.onnx', but the folder has 'model.onnx'",
-    ),
-    "other names": (
-        "triton",
-        written("config.pbtxt", 'input { name: "x" }'),
-        "config.pbtxt: does not name 'input_ids' of the graph",
-    ),
     "older onnxruntime": ("plain", too_new, "onnxruntime refuses it"),
     "missing data": ("plain", removed("weights"), "external data file"),
 }
@@ -263,12 +226,6 @@ def test_settings_that_a_server_cannot_have_are_refused(source, monkeypatch):
     given = CONFIG["model"]["decoder"]["session_options"]
     settings = {**given, "enable_mem_pattern": False, "session.x": "1"}
     assert written["session_options"] == settings
-    done = ortplugins_command("pack", source, "--for", "triton", "-o", "triton")
-    assert "Triton cannot set session.x = 1" in done.stderr
-    needs.pop("session.x")
-    pack(source, "--for", "triton", "-o", "triton")
-    line = 'parameters { key: "enable_mem_pattern" value: { string_value: "0" } }'
-    assert line in Path("triton/config.pbtxt").read_text()
     needs["execution_order"] = "PRIORITY_BASED"
     done = ortplugins_command("pack", source, "--for", "genai", "-o", "other")
     assert "genai_config.json cannot set execution_order" in done.stderr

@@ -143,8 +143,8 @@ def test_the_commands_take_a_decoder_as_it_is(form, tmp_path, monkeypatch):
     onnx.save(decoder(form), "model.onnx")
     for arguments in (
         "check model.onnx",
-        "compare model.onnx model.onnx --runs 1 --layers",
-        "report model.onnx -o page.html --rounds 1 --layers",
+        "compare model.onnx model.onnx --runs 1",
+        "report model.onnx -o page.html --rounds 1",
         "memory model.onnx",
         "quantize model.onnx -o q.onnx --method awq_lite --block-size 16",
     ):
