@@ -33,10 +33,10 @@ from ortplugins.model_io.saving import (
     save_with_data,
     scratch_within,
 )
-from ortplugins.model_io.staged import stage
 from ortplugins.quantization.selection import Pattern, check_names, matches
 from ortplugins.report import PassReport, Report
 from ortplugins.samples.sources import CalibrationSource, KeptSamples
+from ortplugins.static_qdq.staged import stage
 from rewrite_rules.closest_name import did_you_mean
 from rewrite_rules.graph.nodes import label
 from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs

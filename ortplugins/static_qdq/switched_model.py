@@ -31,13 +31,13 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from ortplugins.errors import QuantizationError
-from ortplugins.model_io.tensor_reference import ScratchWriter, TensorReference
 from ortplugins.quantization.statistics.collect import (
     Calibration,
     detach_tensors,
     open_detached,
     run_sample,
 )
+from ortplugins.quantization.tensor_reference import ScratchWriter, TensorReference
 from ortplugins.runtime.stock_session import stock_options
 from ortplugins.samples.sources import Feed
 from rewrite_rules.graph.initializers import FreshNames, new_initializer

@@ -26,7 +26,6 @@ import numpy.typing as npt
 import onnx_ir as ir
 import onnxruntime
 
-from ortplugins.model_io.tensor_reference import ScratchWriter, TensorReference
 from ortplugins.quantization.statistics.accumulator import (
     ActivationRequest,
     StatisticsAccumulator,
@@ -39,6 +38,7 @@ from ortplugins.quantization.statistics.collect import (
     run_sample,
     without_padding,
 )
+from ortplugins.quantization.tensor_reference import ScratchWriter, TensorReference
 from ortplugins.samples.sources import Feed
 from rewrite_rules.facts.token_rows import TokenRows
 from rewrite_rules.graph.nodes import captures, drop_unused_initializers

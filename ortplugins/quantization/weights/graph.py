@@ -22,8 +22,8 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 
-from ortplugins.model_io.tensor_reference import TensorReference
 from ortplugins.quantization.methods.nearest import Floats
+from ortplugins.quantization.tensor_reference import TensorReference
 from ortplugins.quantization.weights.folds import described, find_folds, insert_mul
 from ortplugins.quantization.weights.layer_forms import LayerWriter
 from ortplugins.quantization.weights.plan import WeightPlan

@@ -27,7 +27,6 @@ import numpy.typing as npt
 
 from ortplugins.errors import CalibrationError
 from ortplugins.model_io.saving import Progress
-from ortplugins.model_io.tensor_reference import ScratchWriter, TensorReference
 from ortplugins.quantization.methods.nearest import Floats
 from ortplugins.quantization.statistics.accumulator import (
     ActivationRequest,
@@ -35,6 +34,7 @@ from ortplugins.quantization.statistics.accumulator import (
 )
 from ortplugins.quantization.statistics.collect import Calibration, collect
 from ortplugins.quantization.statistics.paired import PairedModels
+from ortplugins.quantization.tensor_reference import ScratchWriter, TensorReference
 from ortplugins.quantization.w8a8 import quantize_products
 from ortplugins.quantization.weights.graph import write_codes
 from ortplugins.quantization.weights.plan import WeightPlan, reported

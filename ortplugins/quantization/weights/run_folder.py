@@ -26,8 +26,8 @@ import onnxruntime
 from ortplugins import __version__
 from ortplugins.errors import UsageError
 from ortplugins.model_io.loading import digest_of_files
-from ortplugins.model_io.tensor_reference import ScratchWriter, TensorReference
 from ortplugins.quantization.statistics.collect import Calibration
+from ortplugins.quantization.tensor_reference import ScratchWriter, TensorReference
 from ortplugins.quantization.weights.recipe import Recipe
 from ortplugins.quantization.weights.weight import Group
 from ortplugins.samples.sources import KeptSamples

@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from ortplugins.model_io.tensor_reference import ScratchWriter, TensorReference
 from ortplugins.quantization.checkpoints.layers import Layer
 from ortplugins.quantization.methods.nearest import (
     BlockFormat,
@@ -27,6 +26,7 @@ from ortplugins.quantization.methods.nearest import (
     Floats,
     dequantize_blocks,
 )
+from ortplugins.quantization.tensor_reference import ScratchWriter, TensorReference
 from ortplugins.quantization.weights.recipe import METHODS
 from ortplugins.quantization.weights.uses import WeightUse
 from rewrite_rules.weights.bit_packing import unpack_rows
