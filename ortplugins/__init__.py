@@ -87,7 +87,6 @@ else:
         )
 
 if TYPE_CHECKING:
-    from ortplugins.comparison.compare import Comparison, compare
     from ortplugins.errors import (
         MissingFileError,
         ModelFileError,
@@ -95,6 +94,7 @@ if TYPE_CHECKING:
         PassError,
     )
     from ortplugins.evaluation import Evaluation, evaluate
+    from ortplugins.measurement.compare import Comparison, compare
     from ortplugins.optimization.optimize import OptimizeResult, optimize
     from ortplugins.report import Report
     from ortplugins.session.opening import InferenceSession
@@ -121,7 +121,7 @@ if TYPE_CHECKING:
 # Imported when first used: a session that comes from the cache needs no onnx, and each module
 # costs a start part of a millisecond. Those of session_options are not named here.
 _MODULES = {
-    "Comparison": "comparison.compare",
+    "Comparison": "measurement.compare",
     "Evaluation": "evaluation",
     "InferenceSession": "session.opening",
     "MissingFileError": "errors",
@@ -131,7 +131,7 @@ _MODULES = {
     "PassError": "errors",
     "Report": "report",
     "WeightOnlyQuantization": "weight_only_quantization",
-    "compare": "comparison.compare",
+    "compare": "measurement.compare",
     "disable": "session.patching",
     "enable": "session.patching",
     "enabled": "session.patching",

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ortplugins.comparison.models import GivenModel, ModelSource, fetch, scratch_folder
 from ortplugins.errors import CalibrationError, ModelFileError, UsageError
+from ortplugins.measurement.models import GivenModel, ModelSource, fetch, scratch_folder
 from ortplugins.model_io.loading import load_model
 from ortplugins.model_io.model_folder import model_in, tokenizer_beside
 from ortplugins.model_io.saving import Progress

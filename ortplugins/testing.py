@@ -34,10 +34,10 @@ from typing import Any, NoReturn
 
 import onnxruntime
 
-from ortplugins.comparison import models
-from ortplugins.comparison.difference import find_violation
-from ortplugins.comparison.models import GivenModel, Inputs, ModelSource
 from ortplugins.errors import ModelFileError, PassError, UsageError
+from ortplugins.measurement import models
+from ortplugins.measurement.difference import find_violation
+from ortplugins.measurement.models import GivenModel, Inputs, ModelSource
 from ortplugins.runtime.copied_options import DATA_FOLDER_KEY, CopiedOptions, running_options
 from ortplugins.runtime.stock_session import (
     NUMPY_TYPES,

@@ -18,8 +18,8 @@ from ortplugins.reasons import with_code
 from session_options import DqMatMulNBitsFusion
 
 if TYPE_CHECKING:
-    from ortplugins.comparison.compare import Comparison
-    from ortplugins.comparison.difference import Difference, Violation
+    from ortplugins.measurement.compare import Comparison
+    from ortplugins.measurement.difference import Difference, Violation
     from ortplugins.measurement.measure import Cost, Spread
 
 
@@ -43,7 +43,7 @@ def compare(
         runs (N): Timed runs of each process; 0 for none.
         rounds (N): Processes of each, which run in turn.
     """
-    from ortplugins.comparison.compare import compare
+    from ortplugins.measurement.compare import compare
 
     if other is not None and passes:
         raise typer.BadParameter("B is given, so no pass makes it", param_hint="--pass")
@@ -158,9 +158,9 @@ def _check(
     max_unfused: int | None,
 ) -> Any:
     """Run the passes and compare outputs; return what was found, as JSON."""
-    from ortplugins.comparison.compare import plain
-    from ortplugins.comparison.difference import DifferenceSum, differences_of, find_violation
-    from ortplugins.comparison.models import (
+    from ortplugins.measurement.compare import plain
+    from ortplugins.measurement.difference import DifferenceSum, differences_of, find_violation
+    from ortplugins.measurement.models import (
         GivenModel,
         ModelPair,
         scratch_folder,

@@ -151,7 +151,7 @@ def pack(
         output: Folder to write.
         server: Who reads the folder; plain keeps it as it is.
     """
-    from ortplugins.packing.pack import pack
+    from ortplugins.optimization.pack import pack
 
     with progress_bar() as bar:
         result = pack(

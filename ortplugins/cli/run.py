@@ -20,7 +20,7 @@ from session_options.keys import PREFIX
 from session_options.plan import entries_of
 
 # Python runs its sitecustomize.py at the start of each process that has it on PYTHONPATH.
-_STARTUP = Path(__file__).parents[1] / "startup"
+_STARTUP = Path(__file__).parents[1] / "session" / "startup"
 
 
 def start(name: str, arguments: Sequence[str], is_module: bool) -> None:

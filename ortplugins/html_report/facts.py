@@ -14,10 +14,10 @@ from typing import Any
 import numpy.typing as npt
 import onnx_ir as ir
 
-from ortplugins.comparison.models import Inputs, comparison_feeds, operator_counts
 from ortplugins.errors import ModelFileError
 from ortplugins.html_report.live_memory import Curve, order_of
 from ortplugins.measurement.measure import Candidate, measure, side_by_side
+from ortplugins.measurement.models import Inputs, comparison_feeds, operator_counts
 from ortplugins.model_io.loading import initializer_tensors, load_model, stored_bytes
 from ortplugins.model_io.saving import identity_of
 from ortplugins.optimization.optimize import OptimizeResult, optimize

@@ -24,8 +24,8 @@ from builders.text_models import proto_of
 
 import ortplugins
 from ortplugins import cli
-from ortplugins.comparison import compare as comparison
 from ortplugins.html_report import facts
+from ortplugins.measurement import compare as comparison
 from ortplugins.measurement import measure as harness
 from ortplugins.quantization import quantize
 from ortplugins.reasons import code_of, reasons

@@ -15,8 +15,8 @@ from builders.decoders import HEAD_SIZE, HEADS, PLACES, VOCABULARY, decoder
 from builders.samples import write_tokenizer
 from builders.text_models import model_of, normal, proto_of
 
-from ortplugins.comparison.models import comparison_feeds
 from ortplugins.errors import CalibrationError, ModelFileError, UsageError
+from ortplugins.measurement.models import comparison_feeds
 from ortplugins.quantization.statistics.accumulator import ActivationRequest
 from ortplugins.quantization.statistics.collect import Calibration, collect
 from ortplugins.samples.made_up import MadeUpInputs

@@ -703,7 +703,7 @@ import onnxruntime
 onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
 print("runs")
 """
-    startup = Path(ortplugins.__file__).with_name("startup")
+    startup = Path(ortplugins.__file__).parent / "session" / "startup"
     done = python("-c", code, str(model_path), cwd=tmp_path, PYTHONPATH=str(startup))
     assert done.stdout == "runs\n", done.stderr
     assert "has no ortplugins: its sessions stay as they are" in done.stderr

@@ -20,11 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ortplugins
-from ortplugins.comparison import compare as comparison
-from ortplugins.comparison import difference as value_difference
-from ortplugins.comparison.difference import Difference, DifferenceSum
-from ortplugins.comparison.models import comparison_feeds
+from ortplugins.measurement import compare as comparison
+from ortplugins.measurement import difference as value_difference
+from ortplugins.measurement.difference import Difference, DifferenceSum
 from ortplugins.measurement.measure import Candidate, Measurement, Spread
+from ortplugins.measurement.models import comparison_feeds
 from ortplugins.testing import assert_same_outputs
 
 FUSION = "dq_matmulnbits_fusion"

@@ -16,9 +16,9 @@ from ortplugins.errors import ModelFileError
 from ortplugins.model_io.loading import load_model
 from ortplugins.model_io.model_folder import OutputFolder, model_in
 from ortplugins.model_io.saving import Progress
+from ortplugins.optimization.genai import genai_layout
 from ortplugins.optimization.optimize import checked_version, optimize_for, plan_of
 from ortplugins.optimization.request import BuildRequest
-from ortplugins.packing.genai import genai_layout
 from ortplugins.report import Report
 from ortplugins.runtime.session_settings import ALL_OPTIMIZERS, OptimizerSettings
 from ortplugins.runtime.stock_session import open_model

@@ -9,16 +9,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ortplugins.comparison.difference import Difference, differences_of
-from ortplugins.comparison.models import (
+from ortplugins.errors import ModelFileError, UsageError
+from ortplugins.measurement.difference import Difference, differences_of
+from ortplugins.measurement.measure import Candidate, Cost, Measurement, measure, side_by_side
+from ortplugins.measurement.models import (
     GivenModel,
     Inputs,
     ModelPair,
     ModelSource,
     scratch_folder,
 )
-from ortplugins.errors import ModelFileError, UsageError
-from ortplugins.measurement.measure import Candidate, Cost, Measurement, measure, side_by_side
 from ortplugins.report import Report
 from session_options import Pass
 
