@@ -19,7 +19,7 @@ from typing import Any
 import numpy.typing as npt
 
 from ortplugins.errors import MissingFileError, ModelFileError
-from ortplugins.model_io.tensor_reference import TensorReference
+from ortplugins.quantization.tensor_reference import TensorReference
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
