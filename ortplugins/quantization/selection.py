@@ -26,25 +26,20 @@ def matches(pattern: Pattern, name: str) -> bool:
     return pattern == name or (expression is not None and bool(expression.search(name)))
 
 
-def check_names(
-    option: str, patterns: Iterable[Pattern], names: Collection[str], *, all_patterns: bool
-) -> list[str]:
-    """Refuse patterns of an option that mean none of some names, with the closest of these.
-
-    Return the globs and regular expressions that match nothing, as text, where they need not.
-    """
-    unmatched = [p for p in patterns if not any(matches(p, name) for name in names)]
+def check_names(option: str, patterns: Iterable[Pattern], names: Collection[str]) -> None:
+    """Refuse patterns of an option that mean none of some names, with the closest of these."""
     wrong = []
-    for pattern in unmatched:
+    for pattern in patterns:
+        if any(matches(pattern, name) for name in names):
+            continue
         if _expression(pattern) is None:
             hint = did_you_mean(text_of(pattern), names)
             wrong.append(f"no node that can be quantised is called {pattern!r}{hint}")
-        elif all_patterns:
+        else:
             hint = _nearest(text_of(pattern), names)
             wrong.append(f"{text_of(pattern)!r} matches no node that can be quantised{hint}")
     if wrong:
         raise QuantizationError(f"{option}: {'; '.join(wrong)}")
-    return [text_of(pattern) for pattern in unmatched]
 
 
 def _expression(pattern: Pattern) -> re.Pattern[str] | None:

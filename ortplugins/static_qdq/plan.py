@@ -149,25 +149,15 @@ def plan_precision(
             for name, reason in [*graph.refused.items()][:1]:
                 text += f" (of {name!r}: {reason})"
             raise QuantizationError(text)
-        stay: list[str] = []
 
         def overrides(chosen: Sequence[str]) -> dict[str, tuple[TensorOverride, ...]]:
             return {name: (TensorOverride(quant_type=wider[name]),) for name in chosen}
-
-        def made(chosen: tuple[str, ...]) -> ir.Model | None:
-            asked = overrides(chosen)
-            rewritten, guilty = _rewritten(source, options, asked)
-            if not guilty:
-                return rewritten
-            stay.extend(f"{name} stays: {reason}" for name, reason in guilty.items())
-            search.ban(guilty)
-            return None
 
         search = Search(SwitchedModel(instrumented, names, calibration), calibration, implied)
         count = len(graph.tensors)
         search.run(
             units,
-            made,
+            lambda chosen: _rewritten(source, options, overrides(chosen)),
             budget=budget,
             most=math.floor(max_16bit * count) if isinstance(max_16bit, float) else max_16bit,
             of=f"{count} activations promoted",
@@ -183,7 +173,7 @@ def plan_precision(
         curve=tuple(search.curve),
         before=search.before,
         after=search.after,
-        notes=(*stay, *search.notes),
+        notes=tuple(search.notes),
         promoted=promoted,
         overrides=overrides(promoted),
         mode=mode,

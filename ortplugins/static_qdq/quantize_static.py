@@ -294,7 +294,7 @@ def _check_names_given(
 def _selected_nodes(option: str, patterns: Sequence[Pattern], graph: ir.Graph) -> list[str]:
     """Return the names of the nodes that patterns mean."""
     names = [node.name for node in graph if node.name]
-    check_names(option, patterns, names, all_patterns=True)
+    check_names(option, patterns, names)
     return [name for name in names if any(matches(pattern, name) for pattern in patterns)]
 
 

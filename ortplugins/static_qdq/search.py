@@ -77,7 +77,7 @@ class Search:
         curve: The steps of the search.
         before: Deviation with nothing promoted.
         after: With what was promoted, as it was made.
-        notes: Why the budget is not met.
+        notes: What stood in the way.
     """
 
     ranking: tuple[Unit, ...]
@@ -102,7 +102,7 @@ class Search:
     def run(
         self,
         units: Sequence[Unit],
-        made: Callable[[tuple[str, ...]], ir.Model | None],
+        made: Callable[[tuple[str, ...]], tuple[ir.Model, Mapping[str, str]]],
         *,
         budget: float | None,
         most: int | None,
@@ -111,7 +111,7 @@ class Search:
     ) -> None:
         """Promote, take back what is needless and measure, until the budget is met.
 
-        ``made`` makes a model with the promoted names, or bans some of them and returns None.
+        ``made`` makes a model with the promoted names, and says which can't be, and why.
         ``budget`` is the cosine to reach, ``most`` how many names may be promoted, ``of`` what
         messages call all of them ("5 activations promoted"). The reference is the model with
         all switches off by default.
@@ -143,8 +143,11 @@ class Search:
             self._grow(wanted)
             self._prune(wanted)
             names = self.promoted_names()
-            model = made(names)
-            if model is None:
+            model, refused = made(names)
+            if refused:
+                self.notes += [f"{name} stays: {reason}" for name, reason in refused.items()]
+                self._banned |= {self._unit_of[name] for name in refused}
+                self._set(tuple(u for u in self._promoted if u not in self._banned))
                 continue
             after = self.after = switched.compare(
                 SwitchedModel(model, (), self._calibration).values()
@@ -199,11 +202,6 @@ class Search:
                 else without.error <= self._now.error
             ):
                 self._set(rest)
-
-    def ban(self, names: Collection[str]) -> None:
-        """Take back units for good."""
-        self._banned |= {self._unit_of[name] for name in names}
-        self._set(tuple(unit for unit in self._promoted if unit not in self._banned))
 
     def _closed(self, units: Iterable[Unit]) -> tuple[Unit, ...]:
         """Add what is implied."""

@@ -75,7 +75,7 @@ class Rule:
         block_size: Elements along K that share a scale; -1 for a scale per column.
         is_symmetric: Signed codes without zero points; else unsigned ones with.
         keep_float: Whether the weight stays in float; routers do unless a rule says False.
-        optional: Whether a pattern, a name excepted, may match no node.
+        optional: Whether it may match no node.
     """
 
     nodes: Pattern
@@ -314,17 +314,18 @@ class Recipe:
     def check_against(self, uses: Sequence[WeightUse], names: Collection[str]) -> list[str]:
         """Check that every pattern means a node; return notes on optional ones that do not."""
         roles = [rule for rule in self.rules if rule.nodes in (_HEAD, _TABLE, _ROUTER)]
-        unmet = [rule for rule in roles if not any(map(rule.means, uses))]
-        if wrong := [str(rule.nodes) for rule in unmet if not rule.optional]:
-            raise QuantizationError(
-                f"rules: {wrong[0]!r} matches no node that can be quantised"
-            )
+        for rule in roles:
+            if not (rule.optional or any(map(rule.means, uses))):
+                raise QuantizationError(
+                    f"rules: {rule.nodes!r} matches no node that can be quantised"
+                )
         others = [rule for rule in self.rules if rule not in roles]
-        strict = [rule.nodes for rule in others if not rule.optional]
-        check_names("rules", strict, names, all_patterns=True)
-        optional = [rule.nodes for rule in others if rule.optional]
-        unmatched = check_names("rules", optional, names, all_patterns=False)
-        return [f"{text!r} matches no node" for text in unmatched]
+        check_names("rules", [rule.nodes for rule in others if not rule.optional], names)
+        return [
+            f"{text_of(rule.nodes)!r} matches no node"
+            for rule in others
+            if not any(matches(rule.nodes, name) for name in names)
+        ]
 
 
 def _rules(given: Any) -> tuple[Rule, ...]:
