@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-settings.register_profile("suite")  # no race against a clock
+settings.register_profile("suite", deadline=None)  # no race against a clock
 settings.load_profile("suite")
 sys.path.insert(0, str(Path(__file__).parent))
 

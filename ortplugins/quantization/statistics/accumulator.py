@@ -45,25 +45,24 @@ class ActivationStatistics:
     mean_abs: Floats  # [K], the mean of |x| over all tokens
     # [T, K], a uniform random sample in their order, or all where no more were asked for.
     tokens: Floats
-    gram: Floats | None  # [K, K], X^T X / count over all tokens; exactly symmetric
+    gram: Floats | None = None  # [K, K], X^T X / count over all tokens; exactly symmetric
     unit: float = 1.0  # a power of two, by which the numbers in all of these are divided
+    # Where X is the quantised model's: the same tokens of the float model, and [K, K],
+    # X^T (X_float - X) / count.
+    float_tokens: Floats | None = None
+    drift: Floats | None = None
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """Return the arrays that there are, by name."""
-        found = {
-            "count": np.array([self.count]),
-            "mean_abs": self.mean_abs,
-            "tokens": self.tokens,
-            "gram": self.gram,
-            "unit": np.array([self.unit]),
+        """Return what there is as arrays, by name."""
+        return {
+            n: np.atleast_1d(value) for n, value in vars(self).items() if value is not None
         }
-        return {name: array for name, array in found.items() if array is not None}
 
     @classmethod
     def of(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> ActivationStatistics:
         """Return the statistics that have these arrays."""
-        count, unit = int(arrays["count"].item()), float(arrays["unit"].item())
-        return cls(count, arrays["mean_abs"], arrays["tokens"], arrays.get("gram"), unit)
+        values: dict[str, Any] = {**arrays, "count": int(arrays["count"].item())}
+        return cls(**values | {"unit": float(arrays["unit"].item())})
 
     def with_gram(self) -> ActivationStatistics:
         """Return the same, its Gram matrix made of its tokens where these are all."""
@@ -71,6 +70,22 @@ class ActivationStatistics:
             return self
         gram = self.tokens.T @ self.tokens / np.float32(len(self.tokens))
         return dataclasses.replace(self, gram=gram)
+
+    def energy(self) -> Floats:
+        """Return the mean square of each channel, ``[K]``."""
+        if self.gram is not None:
+            return np.diagonal(self.gram)
+        mean: Floats = np.square(self.tokens).mean(axis=0)
+        return mean
+
+    def over(self, scales: Floats) -> ActivationStatistics:
+        """Return the statistics of X / scales; what is the float model's stays."""
+        gram = None if self.gram is None else self.gram / scales
+        if gram is not None:
+            gram /= scales[:, None]
+        return dataclasses.replace(
+            self, mean_abs=self.mean_abs / scales, tokens=self.tokens / scales, gram=gram
+        )
 
     def in_unit(self, unit: float) -> ActivationStatistics:
         """Return the same statistics in another unit."""

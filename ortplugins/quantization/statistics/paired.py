@@ -89,9 +89,7 @@ class PairedModels:
     ) -> dict[str, TensorReference]:
         """Run both models up to an activation; write what is known of its X.
 
-        Return the arrays of ActivationStatistics of the quantised model; ``float_tokens``, the
-        same tokens of the float model; and ``drift``, float32 ``[K, K]``,
-        X^T (X_float - X) over the number of tokens. Nothing without tokens. Activations are
+        Return the arrays of ActivationStatistics; nothing without tokens. Activations are
         asked for in the order of the graph.
         """
         name, k = request.name, request.k
@@ -127,7 +125,7 @@ class PairedModels:
         if found is None or expected is None:
             return {}
         sums /= np.float32(found.count)
-        arrays = found.arrays() | {"float_tokens": expected.tokens}
+        arrays = dataclasses.replace(found, float_tokens=expected.tokens).arrays()
         return {key: writer.append(array) for key, array in arrays.items()} | {"drift": drift}
 
     def _run_to(self, place: int) -> None:

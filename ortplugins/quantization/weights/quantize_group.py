@@ -17,7 +17,7 @@ import functools
 import math
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -114,77 +114,43 @@ class _Inputs:
 
     scales: Floats | None  # None for 1
     alpha: float
-    tokens: Floats | None
-    gram: Floats | None
-    sample: Floats | None  # tokens that errors are measured on
-    float_tokens: Floats | None  # the same of the float model, if it is not the one, undivided
-    drift: Floats | None  # X^T (X_float - X) over the number of tokens, likewise
-    unit: float  # of all of these, a power of two
-    feedback: Gptq | None
+    known: ActivationStatistics | None = None
+    sample: Floats | None = None  # tokens that errors are measured on
+    feedback: Gptq | None = None
 
     @classmethod
     def of(cls, group: Group, recipe: Recipe) -> _Inputs:
-        """Map the statistics; search the scales."""
-        known, steps = _statistics(group), group.steps
-        tokens, gram = known.get("tokens"), known.get("gram")
-        if gram is None and tokens is not None and ("gptq" in steps or "clip" in steps):
-            # There were so few that all of them are here.
-            gram = tokens.T @ tokens / np.float32(len(tokens))
-        scales, alpha = group.channel_scales, group.alpha
+        """Map the statistics, those of several activations together; search the scales."""
+        steps, scales, alpha = group.steps, group.channel_scales, group.alpha
+        if not group.statistics:
+            return cls(scales, alpha)
+        mapped = [{name: each.map() for name, each in one.items()} for one in group.statistics]
+        known = pooled(list(map(ActivationStatistics.of, mapped)))
+        if "gptq" in steps or "clip" in steps:
+            known = known.with_gram()
         if "scales" in steps:
-            scales, alpha = _search_scales(group, recipe, known["mean_abs"], tokens, gram)
+            scales, alpha = _search_scales(group, recipe, known)
         if scales is not None:
-            tokens = None if tokens is None else tokens / scales
-            if gram is not None:
-                gram = gram / scales
-                gram /= scales[:, None]
-        sample = tokens
-        if tokens is not None and len(tokens) > _ERROR_TOKENS:
+            known = known.over(scales)
+        tokens = sample = known.tokens
+        if len(tokens) > _ERROR_TOKENS:
             # A weight with several inputs has the tokens of one after those of the other.
             sample = tokens[np.linspace(0, len(tokens) - 1, _ERROR_TOKENS).astype(int)]
-        unit = known.get("unit")
-        return cls(
-            scales,
-            alpha,
-            tokens,
-            gram,
-            sample,
-            known.get("float_tokens"),
-            known.get("drift"),
-            1.0 if unit is None else float(unit.item()),
-            Gptq(gram, recipe.gptq) if gram is not None and "gptq" in steps else None,
-        )
-
-    def energy(self) -> Floats:
-        """Return the mean square of each channel."""
-        if self.gram is not None:
-            return np.diagonal(self.gram)
-        assert self.tokens is not None
-        mean: Floats = np.square(self.tokens).mean(axis=0)
-        return mean
-
-
-def _statistics(group: Group) -> Mapping[str, npt.NDArray[Any]]:
-    """Map the statistics of a group's activations, those of several together."""
-    mapped = [{name: each.map() for name, each in one.items()} for one in group.statistics]
-    if len(mapped) < 2:
-        return mapped[0] if mapped else {}
-    return pooled(list(map(ActivationStatistics.of, mapped))).arrays()
+        feedback = None
+        if known.gram is not None and "gptq" in steps:
+            feedback = Gptq(known.gram, recipe.gptq)
+        return cls(scales, alpha, known, sample, feedback)
 
 
 def _search_scales(
-    group: Group,
-    recipe: Recipe,
-    mean_abs: Floats,
-    tokens: Floats | None,
-    gram: Floats | None,
+    group: Group, recipe: Recipe, known: ActivationStatistics
 ) -> tuple[Floats | None, float]:
     """Return the scales of the input channels, None for 1, and their exponent."""
     choice = search_scales(
         [checked_matrix(_matrix(weight), weight.name) for weight in group.weights],
-        mean_abs,
-        tokens,
-        gram,
+        known.mean_abs,
+        known.tokens,
+        known.gram,
         [weight.form for weight in group.weights],
         alphas=recipe.alphas,
     )
@@ -231,22 +197,23 @@ def _codes(
     recipe: Recipe,
 ) -> Quantized:
     """Quantise columns by the steps of a method; ``scaled`` are those times the scales."""
-    form = weight.form
+    form, known = weight.form, inputs.known
     try:
         if not steps:
             return search_blocks(scaled, form)
+        assert known is not None
         if inputs.feedback is not None:
-            residual = None if inputs.drift is None else inputs.drift @ floats
+            residual = None if known.drift is None else known.drift @ floats
             if residual is not None and inputs.scales is not None:
                 residual /= inputs.scales[:, None]
             return inputs.feedback.quantize(scaled, form, residual)
         if "clip" in steps:
-            assert inputs.gram is not None
-            clipped = search_clip(scaled, inputs.gram, form, ratios=recipe.clip_ratios)
+            assert known.gram is not None
+            clipped = search_clip(scaled, known.gram, form, ratios=recipe.clip_ratios)
             return quantize_blocks(scaled, form, clipped)
         if form.bits == 2:  # the fit makes weights smaller, and all outputs with them
             return quantize_blocks(scaled, form)
-        return search_blocks(scaled, form, inputs.energy())
+        return search_blocks(scaled, form, known.energy())
     except QuantizationError as error:
         raise QuantizationError(
             f"weight {weight.name!r} cannot be quantised: {error}"
@@ -261,19 +228,19 @@ def _squares(
     The last of five is the product's error again, or tr(D^T H D) of all tokens.
     """
     error = wanted_square = added = 0.0
-    if inputs.sample is not None:
-        product = wanted = inputs.sample @ scaled
-        if inputs.float_tokens is not None:
-            wanted = inputs.float_tokens @ floats
-        count = len(inputs.sample)
-        error = _square(inputs.sample @ difference + (product - wanted)) / count
-        wanted_square, added = _square(wanted) / count, error
-        if of_all_tokens and inputs.gram is not None:
-            added = float(np.vdot(difference, inputs.gram @ difference))
+    known, sample = inputs.known, inputs.sample
+    if known is not None and sample is not None:
+        product = wanted = sample @ scaled
+        if known.float_tokens is not None:
+            wanted = known.float_tokens @ floats
+        error = _square(sample @ difference + (product - wanted)) / len(sample)
+        wanted_square, added = _square(wanted) / len(sample), error
+        if of_all_tokens and known.gram is not None:
+            added = float(np.vdot(difference, known.gram @ difference))
+        added *= known.unit**2
     if inputs.scales is not None:
         difference /= inputs.scales[:, None]
-    squares = [_square(difference), _square(floats), error, wanted_square]
-    return [*squares, added * inputs.unit**2]
+    return [_square(difference), _square(floats), error, wanted_square, added]
 
 
 def _of_layer(weight: Weight, layer: Layer, columns: slice) -> LayerCodes:
