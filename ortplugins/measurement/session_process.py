@@ -87,13 +87,14 @@ class _Child:
         self._feeds: dict[str, dict[str, Any]] = {}
 
     def open(self, **job: Any) -> dict[str, Any]:
-        options = self._options(job)
         make, others = self._onnxruntime.InferenceSession, {"enable_fallback": 0}
         if any(name.startswith("ortplugins.") for name in job["settings"]):
+            # Before there are options, as programs do: it notes what is set on them.
             import ortplugins
 
-            options.add_session_config_entry("ortplugins.strict", "1")
+            job["settings"]["ortplugins.strict"] = "1"
             make, others = ortplugins.InferenceSession, {}
+        options = self._options(job)
         providers = [x if isinstance(x, str) else tuple(x) for x in job["providers"]]
         start = time.perf_counter()
         model = job["model"]

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from builders.dequantized_models import DequantizedMatMul
 
+from ortplugins import known_starts
 from ortplugins.measurement import measure as harness
 from ortplugins.measurement.measure import (
     Candidate,
@@ -137,6 +138,21 @@ def test_a_process_of_plain_onnxruntime_imports_nothing_of_ours(model_path, tmp_
         with SessionProcess() as process:
             started = process.open(ours)
         assert started.report is not None and started.report["source"] == source
+
+
+def test_what_a_start_takes_is_what_programs_see(model_path, tmp_path):
+    """A cached start imports no pass. One of options made before the import does."""
+    ours = Candidate(model_path, settings=entries_of([FUSION], cache_dir=str(tmp_path)))
+    for prepare in ("test_measurement:settle", ""):
+        with SessionProcess() as process:
+            if prepare:
+                process.call(prepare)
+            modules = process.open(ours).modules
+    assert "session_options" not in modules
+
+
+def settle(_: object) -> None:
+    known_starts.SETTLED_SECONDS = -1
 
 
 def test_settings_reach_the_session(model_path):
