@@ -101,11 +101,6 @@ ELSEWHERE = {
         {"L": normal(1, 4 * D, D), "R": normal(1, 4 * D, D)},
         {"LSTM": 8 * D * D},
     ),
-    "experts": (
-        "p = Gemm(f, G) a = com.microsoft.MoE <k = 1> (f, p, E, , F)",
-        {"G": normal(D, 4), "E": normal(4, D, D), "F": normal(4, D, D, seed=1)},
-        {"MoE": 8 * D * D, "Gemm": 4 * D},
-    ),
     "table": (
         "i = Cast <to = 7> (x) a = Gather(T, i)",
         {"T": normal(7, D)},

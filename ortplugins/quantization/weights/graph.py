@@ -17,7 +17,7 @@ GatherBlockQuantized are made from these by the fusion's own rules.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -36,10 +36,13 @@ from rewrite_rules.graph.parameters import float_attribute, int_attribute
 from rewrite_rules.weights.bit_packing import pack_rows
 
 
-def write_codes(plan: WeightPlan, recipe: Recipe) -> None:
-    """Have nodes read codes, and divide the activations whose weights were scaled."""
+def write_codes(plan: WeightPlan, recipe: Recipe, done: Collection[Weight] = ()) -> None:
+    """Have nodes read codes, and divide the activations whose weights were scaled.
+
+    Weights that are ``done`` are in the graph already.
+    """
     names = FreshNames(plan.model)
-    weights = [weight for group in plan.groups for weight in group.weights]
+    weights = [w for group in plan.groups for w in group.weights if w not in done]
     by_value: dict[ir.Value, list[Weight]] = {}  # a list, as rules may give it several forms
     for weight in weights:
         by_value.setdefault(weight.uses[0].weight, []).append(weight)
@@ -141,8 +144,8 @@ def _dequantize(weight: Weight, use: WeightUse, names: FreshNames) -> ir.Value:
     base = f"{use.weight.name}.{code.name.lower()}_block{form.block_size}"
     base = names.take(f"{base}_transposed" if weight.k_last else base)
     tensors: list[ir.TensorProtocol] = [
-        _in_file(weight.codes, code, shape, base),
-        _in_file(weight.scales, scale_type, grid, names.take(f"{base}_scales")),
+        in_file(weight.codes, code, shape, base),
+        in_file(weight.scales, scale_type, grid, names.take(f"{base}_scales")),
     ]
     if weight.zero_points is not None:
         numbers = np.ascontiguousarray(weight.zero_points.map()).reshape(-1)
@@ -208,9 +211,10 @@ def _drop_unused(value: ir.Value) -> None:
     drop_unused_initializers([value])
 
 
-def _in_file(
+def in_file(
     reference: TensorReference, dtype: ir.DataType, shape: tuple[int, ...], name: str
 ) -> ir.ExternalTensor:
+    """Return numbers in a file as a tensor."""
     return ir.ExternalTensor(
         reference.path,
         reference.offset,

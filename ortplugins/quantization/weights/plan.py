@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,9 @@ from ortplugins.errors import ModelFileError, QuantizationError
 from ortplugins.model_io.loading import lift_constants
 from ortplugins.quantization.checkpoints.layers import Checkpoint, Layer
 from ortplugins.quantization.coverage import Coverage, coverage, float_weights
+from ortplugins.quantization.experts.unroll import Experts, unroll_mixtures
 from ortplugins.quantization.weights.layer_forms import check_layers
-from ortplugins.quantization.weights.recipe import METHODS, Recipe
+from ortplugins.quantization.weights.recipe import METHODS, UNSCALED, Recipe
 from ortplugins.quantization.weights.report import NodeReport, QuantizeReport
 from ortplugins.quantization.weights.uses import (
     OP_TYPES,
@@ -44,14 +45,19 @@ class WeightPlan:
     others: list[NodeReport]  # nodes of other operators that hold weights
     coverage: Coverage  # less the bytes of codes
     notes: list[str]
+    experts: list[Experts]  # that are to be one operator each
 
 
 def plan_weights(
-    model: ir.Model, recipe: Recipe, checkpoint: Checkpoint | None = None
+    model: ir.Model,
+    recipe: Recipe,
+    checkpoint: Checkpoint | None = None,
+    experts: list[Experts] | None = None,
 ) -> WeightPlan:
     """Find what is to be quantised.
 
     Functions of the model are inlined; the graph's larger Constant nodes become initializers.
+    Mixtures of experts are unrolled, unless ``experts`` says that they are.
     """
     if checkpoint is not None and recipe.needs_statistics:
         raise QuantizationError(
@@ -65,16 +71,24 @@ def plan_weights(
     lift_constants(model)
     if checkpoint is not None:
         checkpoint.put_floats(model)
+    reasons: dict[str, str] = {}
+    if experts is None:
+        experts, reasons = unroll_mixtures(model, recipe) if checkpoint is None else ([], {})
+    members = {name for each in experts for name in each.products}
     found = list(find_uses(model, recipe.op_types))
     uses = [use for _, use in found if isinstance(use, WeightUse)]
     labels = [label(node) for node, _ in found]
-    names = list(dict.fromkeys([*labels, *(name for use in uses for name in use.names)]))
+    stacks = {v.name or "" for n in model.graph if label(n) in reasons for v in n.inputs if v}
+    named = (name for use in uses for name in use.names)
+    names = list(dict.fromkeys([*labels, *named, *reasons, *stacks]))
     notes = recipe.check_against(uses, names)
-    nodes, weights = _chosen(found, recipe, checkpoint)
+    nodes, weights = _chosen(found, recipe, checkpoint, members)
     check_layers(model, weights)
     functions = [NodeReport(name, "function", reason=reason) for name, reason in left.items()]
     nodes = [*functions, *nodes, *_other_readers(weights, set(labels))]
-    others = _other_operators(model, nodes)
+    others = _other_operators(model, nodes, reasons)
+    nodes += [row for row in others if row.node in reasons]
+    others = [row for row in others if row.node not in reasons]
     rows = [row for row in (*nodes, *others) if isinstance(row, NodeReport)]
     planned: dict[ir.Value, list[ir.Node]] = {}
     for weight in weights:
@@ -83,15 +97,19 @@ def plan_weights(
     methods = dict.fromkeys(weight.method for weight in weights)
     groups = [group for method in methods for group in _grouped(weights, method)]
     notes += [] if checkpoint is None else checkpoint.notes()
-    return WeightPlan(model, groups, nodes, others, covered, notes)
+    return WeightPlan(model, groups, nodes, others, covered, notes, experts)
 
 
 def _chosen(
     found: Sequence[tuple[ir.Node, WeightUse | str]],
     recipe: Recipe,
     checkpoint: Checkpoint | None,
+    experts: Collection[str],
 ) -> tuple[list[WeightUse | NodeReport], list[Weight]]:
-    """Return the use of each node with a constant, or why it stays in float; the weights."""
+    """Return the use of each node with a constant, or why it stays in float; the weights.
+
+    ``experts`` are the outputs of products that are to be in one operator.
+    """
     tables = {
         use.weight for _, use in found if isinstance(use, WeightUse) and use.activation is None
     }
@@ -102,7 +120,9 @@ def _chosen(
             nodes.append(NodeReport(label(node), node.op_type, reason=use))
             continue
         form, method, reason = recipe.choose(use, table=use.weight in tables)
-        layer = None
+        layer, is_expert = None, node.outputs[0].name in experts
+        if is_expert:
+            method = UNSCALED.get(method, method)
         if checkpoint is not None and not reason:
             taken = checkpoint.layer_of(use)
             if isinstance(taken, Layer):
@@ -118,7 +138,7 @@ def _chosen(
             name, k_last = use.weight.name or "", use.stored_k_last
             key = (use.weight, k_last, form, method)
             weight = weights.get(key) or Weight(
-                name, use.K, use.N, k_last, form, method, layer
+                name, use.K, use.N, k_last, form, method, layer, is_expert
             )
             weights[key] = dataclasses.replace(weight, uses=(*weight.uses, use))
     return nodes, list(weights.values())
@@ -139,7 +159,7 @@ def _other_readers(weights: Iterable[Weight], reported: Collection[str]) -> list
 
 
 def _other_operators(
-    model: ir.Model, found: Sequence[WeightUse | NodeReport]
+    model: ir.Model, found: Sequence[WeightUse | NodeReport], reasons: Mapping[str, str]
 ) -> list[NodeReport]:
     """Report the nodes of other operators that hold weights, vectors apart."""
     reported = {row.node if isinstance(row, NodeReport) else row.label for row in found}
@@ -152,6 +172,7 @@ def _other_operators(
         reason = f"{OTHER_OPERATOR} {node.op_type} are quantised"
         if node.op_type in OP_TYPES and not node.domain:
             reason = f"{node.op_type} is not among op_types"
+        reason = reasons.get(name, reason)
         given = weight.value.name or ""
         row = NodeReport(name, node.op_type, given, bytes_before=size, bytes_after=size)
         rows.append(dataclasses.replace(row, reason=reason))
@@ -207,7 +228,9 @@ def _grouped(weights: Iterable[Weight], method: str) -> list[Group]:
     return groups + alone
 
 
-def reported(plan: WeightPlan, recipe: Recipe) -> QuantizeReport:
+def reported(
+    plan: WeightPlan, recipe: Recipe, in_experts: Collection[Weight] = ()
+) -> QuantizeReport:
     """Report a plan, with what became of each weight where it is quantised."""
     weights = {
         use: (group, weight)
@@ -234,6 +257,7 @@ def reported(plan: WeightPlan, recipe: Recipe) -> QuantizeReport:
             after = once(_stored_bytes(recipe, weight) + _offset_bytes(weight), weight)
             node = report_of(
                 node,
+                op_type="QMoE" if weight in in_experts else node.node.op_type,
                 bits=weight.form.bits,
                 block_size=weight.form.block_size,
                 method=weight.layer.method if weight.layer else weight.method,

@@ -162,7 +162,7 @@ def quantize(
         return QuantizeResult(None, reported(plan, chosen), None)
     notes = _raise_opset(loaded.model, chosen, plan)
     if notes:  # the conversion made new nodes
-        plan = plan_weights(loaded.model, chosen, given)
+        plan = plan_weights(loaded.model, chosen, given, plan.experts)
     with contextlib.ExitStack() as stack:
         kept = NOTHING_KEPT
         if run_folder is not None:
@@ -287,7 +287,8 @@ def _unpacked(report: QuantizeReport, recipe: Recipe) -> list[str]:
     for row in report.quantized:
         along_k = row.K if row.block_size == -1 else row.block_size
         size = fitting_block_size(row.bits, along_k, row.K)
-        fused = row.op_type != "Gather" and recipe.fuses(table=row.weight in tables)
+        is_product = row.op_type not in ("Gather", "QMoE")
+        fused = is_product and recipe.fuses(table=row.weight in tables)
         if size is not None and fused:
             reasons[slow_kernel(row.bits, size, recipe.accuracy_level or 0)] += 1
     return [

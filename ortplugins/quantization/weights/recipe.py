@@ -47,6 +47,8 @@ METHODS = {
     "awq_gptq": ("scales", "gptq"),
     "w8a8": ("activations",),
 }
+# What experts get instead, whose input is the same for all and has no scales of one.
+UNSCALED = {"awq_lite": "awq_clip", "awq_gptq": "gptq"}
 QUANT_FORMATS = ("QDQ", "QDQ_transposed", "MatMulNBits")
 
 ROUTER = "it chooses experts (a rule ':router': {keep_float: false} quantises it)"

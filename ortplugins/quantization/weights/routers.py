@@ -41,7 +41,7 @@ def is_router(product: ir.Value) -> bool:
         for node, index in scores.uses():
             if node.op_type in _EXPERTS:
                 return index > 0
-            if node.op_type in _CHOICES and index == 0 and not part:
+            if node.op_type in _CHOICES and index == 0:
                 if _leads_to_product(node.outputs):
                     return True
             elif softmax and node.op_type in _PARTS and index == 0:

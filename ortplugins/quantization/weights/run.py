@@ -24,9 +24,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import onnx_ir as ir
 
 from ortplugins.errors import CalibrationError
 from ortplugins.model_io.saving import Progress
+from ortplugins.quantization.experts.qmoe import write_experts
 from ortplugins.quantization.methods.nearest import Floats
 from ortplugins.quantization.statistics.accumulator import (
     ActivationRequest,
@@ -49,9 +51,13 @@ from ortplugins.quantization.weights.report import QuantizeReport
 from ortplugins.quantization.weights.run_folder import NOTHING_KEPT, RunFolder
 from ortplugins.quantization.weights.uses import WeightUse
 from ortplugins.quantization.weights.weight import UNREACHED, Group, Weight
+from rewrite_rules.graph.nodes import captures
 
 _MORE_BITS = 8
 _SHOWN = 8  # names in a note
+# Operators whose results are as many as a run finds, and those that put rows back.
+_CHOOSING = frozenset({"Compress", "NonMaxSuppression", "NonZero", "TopK", "Unique"})
+_PUT_BACK = frozenset({"ScatterElements", "ScatterND"})
 # Of each activation: what errors are measured on. Searches look at the second moments.
 _SAMPLED_TOKENS = 128
 
@@ -98,8 +104,17 @@ def quantize_graph(
                 progress(done, total, group.weights[0].uses[0].label)
     if calibration is not None:
         _note_unreached(plan)
-    write_codes(plan, recipe)
-    return reported(plan, recipe)
+    weights = {
+        use.node.outputs[0].name or "": weight
+        for group in plan.groups
+        for weight in group.weights
+        for use in weight.uses
+    }
+    level, writer = recipe.accuracy_level or 0, ScratchWriter(scratch / "experts")
+    joined, notes = write_experts(plan.model, plan.experts, weights, level, writer)
+    plan.notes.extend(notes)
+    write_codes(plan, recipe, joined)
+    return reported(plan, recipe, joined)
 
 
 def _schedule(
@@ -108,12 +123,33 @@ def _schedule(
     """Return the groups that are quantised for inputs of the float model, and of the other."""
     if calibration is None or not recipe.quantized_inputs:
         return plan.groups, []
-    # With one place in the graph to quantise them at, and a method for it.
+    # With one place in the graph to quantise them at, and a method for it; where both models
+    # have the same tokens.
+    chosen = _chosen_rows(plan)
     alone = (group for group in plan.groups if len(group.activations) == 1)
-    in_order = [group for group in alone if "gptq" in METHODS[group.method]]
+    in_order = [
+        group
+        for group in alone
+        if "gptq" in METHODS[group.method] and chosen.isdisjoint(group.activations)
+    ]
     if recipe.share_of_8_bits:  # which is decided by what the float model's inputs find
         return plan.groups, in_order
     return [group for group in plan.groups if group not in in_order], in_order
+
+
+def _chosen_rows(plan: WeightPlan) -> set[ir.Value]:
+    """Return the values whose rows depend on weights, as those that go to one expert."""
+    changed = {use.node for group in plan.groups for w in group.weights for use in w.uses}
+    varying, chosen = set[ir.Value](), set[ir.Value]()
+    for node in plan.model.graph:
+        reads = [*node.inputs, *captures(node)]
+        varies = node in changed or not varying.isdisjoint(reads)
+        rows = reads[:1] if node.op_type in _PUT_BACK else reads
+        if varies:
+            varying.update(node.outputs)
+        if (varies and node.op_type in _CHOOSING) or not chosen.isdisjoint(rows):
+            chosen.update(node.outputs)
+    return chosen
 
 
 def _note_unreached(plan: WeightPlan) -> None:
@@ -344,7 +380,8 @@ class _Run:
         for weight in group.weights:
             # onnxruntime (1.32) reads rows of 2 bits that end within a byte wrongly.
             within_byte = weight.form.bits == 2 and weight.N % 4 != 0
-            k_last = self._recipe.quant_format != "QDQ" or weight.is_table or within_byte
+            by_rows = weight.is_table or weight.is_expert or within_byte
+            k_last = self._recipe.quant_format != "QDQ" or by_rows
             floats = self._floats.refer_to(weight.uses[0].tensor)
             # A file for each: whoever works on it may write while others do.
             weights.append(weight.with_room(floats, self._writer("codes"), k_last))
@@ -381,8 +418,10 @@ def _gain_most(groups: Sequence[Group], share: float) -> set[Weight]:
     left = share * sum(weight.elements for weight in weights)
 
     def gain(weight: Weight) -> float:
-        # One that was not measured, or has these bits already, gains nothing.
-        added = 0.0 if weight.form.bits >= _MORE_BITS else np.nan_to_num(weight.added_error)
+        # One that was not measured, or has these bits already, gains nothing; experts have
+        # one form.
+        fixed = weight.is_expert or weight.form.bits >= _MORE_BITS
+        added = 0.0 if fixed else np.nan_to_num(weight.added_error)
         return float(added / weight.elements)
 
     chosen = set()

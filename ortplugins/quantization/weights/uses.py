@@ -26,7 +26,7 @@ from rewrite_rules.remarks import Refusal
 
 OP_TYPES = ("MatMul", "Gemm", "Gather")
 
-_SCOPES = "pkg.torch.onnx.name_scopes"
+SCOPES = "pkg.torch.onnx.name_scopes"  # of a node, in its metadata
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 # Between float weights and what they were before somebody quantised them.
 _QUANTISED = frozenset({"DequantizeLinear", "DequantizeBFP", "QuantizeLinear"})
@@ -64,7 +64,7 @@ class WeightUse:
     @functools.cached_property
     def names(self) -> list[str]:
         """What patterns may call it: the node, the weight, and modules that it is part of."""
-        return [self.label, self.weight.name or "", *_modules_of(self.node)]
+        return [self.label, self.weight.name or "", *modules_of(self.node)]
 
     @functools.cached_property
     def is_router(self) -> bool:
@@ -93,10 +93,10 @@ def find_uses(
                 break
 
 
-def _modules_of(node: ir.Node) -> Iterator[str]:
+def modules_of(node: ir.Node) -> Iterator[str]:
     """Yield names of the modules that a node was exported from, where torch noted them."""
     # "['', 'model.layers.0', 'lm_head', 'linear_7']"
-    yield from filter(None, re.findall("'([^']*)'", node.metadata_props.get(_SCOPES, "")))
+    yield from filter(None, re.findall("'([^']*)'", node.metadata_props.get(SCOPES, "")))
     # ": ...ExportedProgram/lm_head: torch.nn.modules.linear.Linear/linear: aten.linear..."
     for part in node.metadata_props.get("namespace", "").split("/"):
         name, colon, _ = part.partition(":")

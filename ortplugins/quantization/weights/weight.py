@@ -46,6 +46,7 @@ class Weight:
     form: BlockFormat
     method: str  # by which it gets its codes
     layer: Layer | None = None  # of a checkpoint, whose codes are taken
+    is_expert: bool = False  # to be in one operator with others, which have the same form
     uses: Sequence[WeightUse] = ()  # nodes that read it; none in the copy of a worker
     floats: TensorReference = _NOWHERE
     k_last: bool = False  # codes are [N, K]; scales and zero points follow
