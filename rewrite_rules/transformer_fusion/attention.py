@@ -37,11 +37,11 @@ from onnxscript.rewriter.pattern import OrValue
 from rewrite_rules.graph.nodes import label, producer
 from rewrite_rules.graph.parameters import constant, int_attribute
 from rewrite_rules.remarks import Refusal, Remarks
-from rewrite_rules.shapes.dimensions import number
+from rewrite_rules.shapes.dimensions import known, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.attention_forms import Attention
 from rewrite_rules.transformer_fusion.conditions import Build, Conditions, check_shared, either
-from rewrite_rules.transformer_fusion.head_layout import SPLIT_HEADS, ints, tokens_of
+from rewrite_rules.transformer_fusion.head_layout import SPLIT_HEADS, ints, token_dims
 from rewrite_rules.transformer_fusion.read_attention import (
     INFERRED,
     Match,
@@ -52,19 +52,6 @@ from rewrite_rules.transformer_fusion.shared_cache import SharedCache
 
 _KERNELS = ("Attention", "GroupQueryAttention", "MultiHeadAttention")
 _MAX_BETWEEN = 4
-# Older opsets are converted by ONNX itself, to another graph: rules after these lose track of
-# theirs, and 10,000 nodes take a second more.
-_CONVERTED_IN_PLACE = 18
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """``[B, S, width]``, where ``tokens`` has B on its first axis, and S on another."""
-
-    rows: ir.Value
-    tokens: ir.Value
-    axis: int
-    width: int
 
 
 @dataclasses.dataclass
@@ -73,12 +60,10 @@ class Written:
 
     Attributes:
         caches: Each new cache, and what replaces it.
-        results: What replaces attention that keeps B and S.
         uncached: Whether any attention has no cache.
     """
 
     caches: list[tuple[ir.Value, ir.Value]] = dataclasses.field(default_factory=list)
-    results: list[Result] = dataclasses.field(default_factory=list)
     uncached: bool = False
 
 
@@ -174,10 +159,10 @@ class FuseAttention(RewriteRuleClassBase):
                 node.outputs[0].replace_all_uses_with(rows)
         self._written.caches += zip((found.keys, found.values), cache, strict=False)
         self._written.uncached |= not found.cached
-        if found.keeps_tokens:
-            tokens = tokens_of(found.of_tokens, self._facts)
-            result = Result(rows, *tokens, found.heads * found.size)
-            self._written.results.append(result)
+        if found.keeps_tokens:  # of an If it is not known otherwise
+            tokens = token_dims(found.of_tokens, self._facts)
+            assert tokens is not None
+            self._facts.note(rows, (*tokens, known(found.heads * found.size)))
         return split
 
     def _merges(self, node: ir.Node, found: Attention) -> bool:
@@ -231,8 +216,7 @@ class FuseAttention(RewriteRuleClassBase):
 
         None where the standard operator does not take it.
         """
-        old = self._facts.opset(producer(found.keys)) < _CONVERTED_IN_PLACE
-        if not self._standard or found.mask is None or old:
+        if not self._standard or found.mask is None:
             return None
         repeats = found.heads // found.groups
         if repeats == 1:

@@ -27,8 +27,6 @@ from rewrite_rules.transformer_fusion.repeated_heads import RepeatedHeads
 _MICROSOFT = "com.microsoft"
 # GroupQueryAttention takes heads of a multiple of this size.
 _KERNEL_SIZES = 8
-# Where nodes of opset 23 wait until the rest of the model has been converted.
-OPSET_23 = "ortplugins.opset23"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -145,19 +143,17 @@ class Attention:
         """
         sizes = ints(op, -1, self.groups, self.heads // self.groups, self.size)
         query, both = op.Reshape(in_order(self.query), sizes), (self.keys, self.values)
-        attributes = {"scale": self.scale, "_domain": OPSET_23}
         if mask is None:
             keys, values = (self._cache(op, heads, one=True) for heads in self.both)
             mixed = op.MatMul(self._weights(op, self._scores(op, query, keys)), values)
         elif self.joins:
             past = [producer(whole).inputs[0] for whole in both]
             new = [self._one_new(op, whole) for whole in both]
-            mixed, keys, values = op.Attention(
-                query, *new, mask, *past, **attributes, _outputs=3
-            )
+            read = (query, *new, mask, *past)
+            mixed, keys, values = op.Attention(*read, scale=self.scale, _outputs=3)
         else:
             keys, values = both
-            mixed = op.Attention(query, keys, values, mask, **attributes)
+            mixed = op.Attention(query, keys, values, mask, scale=self.scale)
         attended = op.Reshape(mixed, ints(op, -1, 1, self.heads * self.size))
         return self._results(attended, keys, values)
 
@@ -222,12 +218,12 @@ class Attention:
 
     def whole(self, op: Any) -> list[Any]:
         """Emit ``[B, S, H * D]`` by the standard operator, whose kernel needs no Transpose."""
-        attributes = {"scale": self.scale, "_domain": OPSET_23}
         mask = self.full_mask
         if any(not (heads.split or is_transposed_heads(heads.source)) for heads in self.both):
             # A cache is not laid out anew.
             stored = [self._stored(op, heads) for heads in self.both]
-            return [self._merged(op, op.Attention(self.query, *stored, mask, **attributes))]
+            mixed = op.Attention(self.query, *stored, mask, scale=self.scale)
+            return [self._merged(op, mixed)]
         width = self.groups * self.size
         attended = op.Attention(
             self._rows(op, self.query, self.heads),
@@ -235,7 +231,7 @@ class Attention:
             mask,
             q_num_heads=self.heads,
             kv_num_heads=self.groups,
-            **attributes,
+            scale=self.scale,
         )
         return [attended]
 

@@ -12,19 +12,18 @@ from onnxscript.rewriter import RewriteRule
 
 from rewrite_rules.facts.made_up_batches import DecoderInputs, trials_of
 from rewrite_rules.graph.nodes import drop_copies, remove_unused
+from rewrite_rules.graph.opset_conversion import convert_opset
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
+from rewrite_rules.graph.value_types import derive_types
 from rewrite_rules.remarks import Outcome, PassContext, Refusal, Remarks
-from rewrite_rules.shapes.dimensions import known
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.attention import (
     FuseAttention,
-    Result,
     Written,
     multiplied_weights,
     note_kernels,
     refuse_the_rest,
 )
-from rewrite_rules.transformer_fusion.attention_forms import OPSET_23
 from rewrite_rules.transformer_fusion.equal_values import (
     fold_scalars,
     share_constants,
@@ -45,6 +44,8 @@ from rewrite_rules.transformer_fusion.shared_cache import SharedCache
 
 # Shape(x, start, end) stands in what grouped queries write.
 _SHAPE_OPSET = 15
+# From here on, no operator takes axes as an attribute.
+_AXES_OPSET = 18
 _ATTENTION_OPSET = 23
 _ATTENTION_VERSION = (1, 24)
 _SHARED = "shared"
@@ -70,27 +71,24 @@ def fuse_transformer(
 ) -> None:
     """Rewrite a model with inferred shapes, and constants as initializers, in place."""
     model.graph.sort()
-    remarks, opset = context.remarks, model.opset_imports.get("", 0)
+    remarks = context.remarks
+    given = model.graph, dict(model.functions)
+    _raise_opset(model, options, context)
+    derive_types(model)
     # Looked at only as far as rules ask, and what they made as well.
     shapes, nodes = ProvedShapes(model, on_demand=True), _by_operator(model)
-    products = nodes["MatMul"]
+    products, opset = nodes["MatMul"], model.opset_imports.get("", 0)
     if options.attention:
         note_kernels(nodes, remarks)
     if (options.rotary or options.attention) and context.cpu_only and opset >= _SHAPE_OPSET:
         drop_copies((*nodes["Cast"], *nodes["Concat"]))
         share_constants(model)
         share_nodes(model.graph)
-        rows = _fuse_attention(model, nodes, shapes, options, context)
-        # Of a model that was converted, all nodes are others.
-        nodes = _by_operator(model)
-        shapes = _shapes_behind(model, rows)
+        _fuse_attention(model, nodes, shapes, options, context)
     elif options.kv_cache == _SHARED:
         raise ValueError(f"kv_cache=shared needs a CPU session and opset {_SHAPE_OPSET}")
     rules, candidates = list[RewriteRule](), set[ir.Node]()
-    if options.grouped_queries and opset < _SHAPE_OPSET:
-        reason = f"opset {opset} has no Shape of a part: convert the model to opset 15"
-        remarks.refused("model", reason)
-    elif options.grouped_queries:
+    if options.grouped_queries and opset >= _SHAPE_OPSET:
         rules.append(GroupQueries.rule(shapes, remarks))
         # Those that attention writes repeat nothing.
         candidates.update(products)
@@ -106,8 +104,30 @@ def fuse_transformer(
         merge_projections(model, remarks)
     remove_unused(model)
     is_changed = any(remark.outcome is Outcome.FIRED for remark in remarks)
-    if is_changed and not context.trials:  # norms, projections or activations only
+    if not is_changed:
+        model.graph, functions = given
+        model.functions.update(functions)
+    elif not context.trials:  # norms, projections or activations only
         context.trials.extend(trials_of(model, _BOUND))
+
+
+def _raise_opset(model: ir.Model, options: TransformerOptions, context: PassContext) -> None:
+    """Convert a model with attention: rules meet one spelling, and may write kernels."""
+    opset = model.opset_imports.get("", 0)
+    has_kernel = options.attention and _has_standard_attention(context)
+    wanted = _ATTENTION_OPSET if has_kernel else _AXES_OPSET
+    weighted = multiplied_weights(_by_operator(model)["Softmax"])
+    if not weighted or opset >= wanted or not (has_kernel or options.grouped_queries):
+        return
+    reason = convert_opset(model, wanted)
+    if reason:
+        text = f"opset {opset} was not converted to {wanted}: {reason}"
+        context.remarks.refused("model", text)
+
+
+def _has_standard_attention(context: PassContext) -> bool:
+    found = context.onnxruntime
+    return context.cpu_only and (found is None or found >= _ATTENTION_VERSION)
 
 
 def _by_operator(model: ir.Model) -> Mapping[str, list[ir.Node]]:
@@ -133,32 +153,33 @@ def _fuse_attention(
     shapes: ProvedShapes,
     options: TransformerOptions,
     context: PassContext,
-) -> list[Result]:
-    """Fuse rotary embeddings, then attention; return its results and what has their sizes."""
-    remarks = context.remarks
+) -> None:
+    """Fuse rotary embeddings, then attention."""
+    remarks, inputs = context.remarks, None
     try:
         inputs = DecoderInputs(model)
     except Refusal as refusal:
         if options.kv_cache == _SHARED:
             raise ValueError(f"kv_cache=shared: {refusal}") from refusal
-        remarks.refused("model", f"rotary and attention: {refusal}")
-        return []
+        remarks.note("model", f"no run tries the result: {refusal}")
     written = Written()
     fold_scalars(model)
     rules = list[RewriteRule]()
     if options.rotary:
         for each in (Rotary, SplitRotary):
             rules += each.rule(shapes, remarks).commute()
-    is_shared = options.kv_cache == _SHARED and inputs.has_cache
-    shared = SharedCache(model, inputs) if is_shared else None
+    is_shared = options.kv_cache == _SHARED and inputs is not None and inputs.has_cache
+    shared = SharedCache(model, inputs) if is_shared and inputs is not None else None
     if options.attention:
-        standard = context.onnxruntime is None or context.onnxruntime >= _ATTENTION_VERSION
+        standard = (
+            _has_standard_attention(context) and model.opset_imports[""] >= _ATTENTION_OPSET
+        )
         rules += [FuseAttention.rule(shapes, remarks, standard, written, shared)]
     weighted = multiplied_weights(nodes["Softmax"])
     ends = {*nodes["Transpose"], *filter(may_be_rotation, nodes["Add"] + nodes["Concat"])}
     _apply(model, rules, lambda node: node in ends and node.graph is model.graph, remarks)
     if options.attention:
-        if shared is not None and written.caches:
+        if shared is not None:
             shared.replace_sizes(whole for whole, _ in written.caches)
         for whole, made in written.caches:
             if not whole.is_graph_output():
@@ -174,25 +195,10 @@ def _fuse_attention(
         shared.check(
             (made for _, made in written.caches), next(refused, "it is not attention")
         )
-    _raise_opset(model)
-    if any(remark.outcome is Outcome.FIRED for remark in remarks):
+    if inputs is not None and any(remark.outcome is Outcome.FIRED for remark in remarks):
         # Of the forms with a cache it is known which runs they are faster in.
         trials = inputs.trials(_BOUND, written.uncached, shared_cache=shared is not None)
         context.trials.extend(trials)
-    return written.results
-
-
-def _shapes_behind(model: ir.Model, results: Iterable[Result]) -> ProvedShapes:
-    """Return what is proved of a model in which attention is an If, which hides its shape."""
-    shapes = ProvedShapes(model, on_demand=True)
-    # Of a model that was converted, all values are others.
-    values = {value.name: value for node in model.graph for value in node.outputs}
-    for result in results:
-        source, made = values.get(result.tokens.name), values.get(result.rows.name)
-        dims = None if source is None else shapes.dims(source)
-        if made is not None and dims is not None:
-            shapes.note(made, (dims[0], dims[result.axis], known(result.width)))
-    return shapes
 
 
 def _apply(
@@ -206,17 +212,3 @@ def _apply(
         rule_set = DispatchingRuleSet(rules, is_candidate, remarks)
         rule_set.remove_unused_nodes = False
         rule_set.apply_to_model(model)
-
-
-def _raise_opset(model: ir.Model) -> None:
-    """Convert the model where nodes need opset 23."""
-    if not any(node.domain == OPSET_23 for node in model.graph.all_nodes()):
-        return
-    from onnxscript.version_converter import ConvertVersionPass
-
-    # onnxscript's conversion begins at 18; ONNX's own knows no nodes without a schema.
-    if model.opset_imports[""] < _ATTENTION_OPSET:
-        ConvertVersionPass(_ATTENTION_OPSET, fallback=True)(model)
-    for node in [node for node in model.graph.all_nodes() if node.domain == OPSET_23]:
-        node.domain = ""
-    model.opset_imports.pop(OPSET_23, None)

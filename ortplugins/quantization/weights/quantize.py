@@ -8,7 +8,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,6 +52,7 @@ from rewrite_rules.dq_matmulnbits_fusion.kernels import (
 )
 from rewrite_rules.facts.input_roles import Kind, role_of, rows_below
 from rewrite_rules.graph.nodes import dequantizer, label
+from rewrite_rules.graph.opset_conversion import convert_opset
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
 
 # The first opset whose DequantizeLinear takes blocks of so many bits, and the file format that
@@ -248,7 +248,7 @@ def _raise_opset(model: ir.Model, recipe: Recipe, plan: WeightPlan) -> list[str]
     opset, ir_version = max(_OPSETS[each] for each in bits)
     found = model.opset_imports.get("", 0)
     reason = f"DequantizeLinear in blocks of {min(bits)} bits"
-    if found < opset and (why := _converted(model, opset)):
+    if found < opset and (why := convert_opset(model, opset)):
         raise ModelFileError(
             f"the model has opset {found}; {reason} needs {opset}, and the conversion failed: "
             f"{why}. Export it with opset {opset}, or take quant_format='MatMulNBits', which "
@@ -258,23 +258,6 @@ def _raise_opset(model: ir.Model, recipe: Recipe, plan: WeightPlan) -> list[str]
     if found >= opset:
         return []
     return [f"opset {found} was converted to {opset}: {reason} needs it"]
-
-
-def _converted(model: ir.Model, opset: int) -> str:
-    """Convert nodes in place; return why neither onnxscript's nor ONNX's converter can."""
-    from onnxscript.version_converter import ConvertVersionPass
-
-    logger = logging.getLogger("onnxscript.version_converter")
-    level = logger.level
-    # It falls back to ONNX's own converter below opset 18, with a warning each time.
-    logger.setLevel(logging.ERROR)
-    try:
-        ConvertVersionPass(opset, fallback=True)(model)
-    except Exception as error:  # whatever a converter of another project raises
-        return str(error) or repr(error)
-    finally:
-        logger.setLevel(level)
-    return "onnx.version_converter gave up" if model.opset_imports.get("", 0) < opset else ""
 
 
 def _unpacked(report: QuantizeReport, recipe: Recipe) -> list[str]:

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: MIT
+"""Converts a model to a newer opset, or leaves it as it is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import onnx_ir as ir
+
+from rewrite_rules.graph.nodes import inline_functions
+
+_CONVERTER = "onnxscript.version_converter"
+# onnxscript's converter says so where it hands a model of an opset below 18 to ONNX's own.
+_HANDED_ON = "will be converted using the onnx C API"
+
+
+def convert_opset(model: ir.Model, opset: int) -> str:
+    """Convert a model in place, into other nodes and values; return why it stays as it is.
+
+    That is empty where the model was converted. Its functions are inlined.
+    """
+    from onnxscript.version_converter import ConvertVersionPass
+
+    with _warnings() as found:
+        try:
+            converted = model.clone()
+            kept = inline_functions(converted)
+            if kept:
+                return next(iter(kept.values()))
+            ConvertVersionPass(opset, fallback=True)(converted)
+        except Exception as error:  # whatever a converter of another project raises
+            return str(error) or repr(error)
+    if found:  # it goes on behind a node that it could not convert
+        return found[0]
+    if converted.graph.opset_imports.get("", 0) < opset:
+        return "onnx.version_converter gave up"
+    model.graph = converted.graph
+    model.functions.clear()
+    return ""
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """Collect what a converter warns of, instead of logging it."""
+    found = list[str]()
+
+    class _Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if _HANDED_ON not in record.getMessage():
+                found.append(record.getMessage())
+
+    logger, handler = logging.getLogger(_CONVERTER), _Collector(logging.WARNING)
+    before = logger.level, logger.propagate
+    logger.setLevel(logging.WARNING)
+    logger.propagate = False
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
