@@ -21,7 +21,7 @@ from benchmarks.figures.bounds import Figure, report_missed, table
 from benchmarks.figures.figures_page import origin, write_section
 from benchmarks.figures.overview import overview
 from benchmarks.figures.ratio_plot import ratio_plot
-from benchmarks.sessions.conv_fusion import measure_conv_fusion
+from benchmarks.sessions.conv_fusion import measure_conv_fusion, measure_rapidocr
 from benchmarks.sessions.encoder8 import measure_encoder8
 from benchmarks.sessions.exactness import measure_exactness
 from benchmarks.sessions.hints import (
@@ -61,6 +61,7 @@ BENCHMARKS: dict[str, Callable[[Path, int], list[Figure]]] = {
     "trim_padding": measure_trim_padding,
     "transformer_fusion": measure_transformer_fusion,
     "conv_fusion": measure_conv_fusion,
+    "rapidocr": measure_rapidocr,
     "encoder8": measure_encoder8,
     **{f"hint_{hint}": functools.partial(measure_hint, hint) for hint in HINTS},
     "held_out": measure_held_out,
@@ -86,6 +87,7 @@ TITLES = {
     "transformer_fusion": "SmolLM2-135M and MiniLM-L6, fused beside plain onnxruntime",
     "encoder8": "Sentence encoders by the recipe encoder8, beside float and other 8 bits",
     "conv_fusion": "Convolution nets, folded, beside plain onnxruntime",
+    "rapidocr": "rapidocr's pipeline under `ortplugins run`, a page of 14 lines, beside plain",
     "hint_latency": "One key, tuned for latency, beside plain onnxruntime: time of a run",
     "hint_memory": "One key, tuned for memory, beside plain onnxruntime: private memory",
     "hint_start": "One key, tuned for the start, beside plain onnxruntime: time of a start",
