@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 import onnx_ir as ir
 
+from rewrite_rules.facts.operator_table import ATTENTIONS, SKIP_NORMS
 from rewrite_rules.graph.nodes import captures
 from rewrite_rules.graph.parameters import int_attribute
 from rewrite_rules.remarks import Refusal
@@ -32,7 +33,6 @@ from rewrite_rules.shapes.proved_shapes import ProvedShapes
 # What only sizes of an input decide; its numbers do not matter.
 _SIZES_ONLY = frozenset({"Shape", "Size"})
 _RESHAPES = frozenset({"Flatten", "Reshape", "Squeeze", "Unsqueeze"})
-_SKIP_NORMS = frozenset({"SkipLayerNormalization", "SkipSimplifiedLayerNormalization"})
 # Nodes through which a mask is followed back from the Softmax that it is made for.
 _MASKS = frozenset({"Add", "Cast", "Div", "Identity", "Max", "Mul", "Sub", "Where"})
 _MAX_FOLLOWED = 16
@@ -157,8 +157,15 @@ class AxisRoles:
         self, node: ir.Node, inputs: list[Dims | None], result: Dims | None
     ) -> Iterable[_Pair]:
         kind, given = node.op_type, [dims for dims in inputs if dims is not None]
+        if (node.domain, kind) in ATTENTIONS:
+            return self._attended(node, inputs)
+        if kind == "EmbedLayerNormalization":
+            places = (0, 1, 7, 8)
+            return self._broadcast(
+                [dims for i in places for dims in inputs[i : i + 1] if dims]
+            )
         if node.domain:
-            return self._broadcast(given[:2]) if kind in _SKIP_NORMS else ()
+            return self._broadcast(given[:2]) if kind in SKIP_NORMS else ()
         if kind in BROADCASTS:
             return self._broadcast(given, result)
         if kind == "Expand" and result is not None and inputs[0] is not None:
@@ -214,6 +221,30 @@ class AxisRoles:
         """Note how a size is worked out from older ones."""
         if all(each < unknown for part in parts for each in part[1]):
             self._recipes[unknown] = how, parts
+
+    def _attended(self, node: ir.Node, inputs: list[Dims | None]) -> Iterator[_Pair]:
+        """Yield what a kernel of attention demands; masks may be broadcast."""
+        table = ATTENTIONS[node.domain, node.op_type]
+        query, key, value = (inputs[i] for i in table.keys)
+        if not query or not key or not value:
+            return
+        yield from ((query[0], key[0]), (key[0], value[0]), (key[-2], value[-2]))
+        for i, mask in enumerate(inputs):
+            if i == table.counted and mask and len(mask) == 1:
+                mask = self._counted_mask(node.inputs[i])
+            if i not in (*table.masks, table.counted) or not mask or len(mask) < 2:
+                continue
+            if i == table.counted or len(mask) == 4:
+                yield from self._broadcast([mask[:1], query[:1]])
+            if i != table.counted or len(mask) > 2:
+                yield from self._broadcast([mask[-2:-1], query[-2:-1]])
+            yield from self._broadcast([mask[-1:], key[-2:-1]])
+
+    def _counted_mask(self, counts: ir.Value | None) -> Dims | None:
+        """Return the sizes of the one mask that the number of keys in each row depends on."""
+        sources = self.sources(counts) if counts is not None else frozenset()
+        masks = [source for source in sources if source in self._masks]
+        return self.shapes.dims(masks[0]) if len(sources) == 1 and masks else None
 
     def _beside(self, shapes: list[Dims], axis: int) -> Iterator[_Pair]:
         for dims in shapes[1:]:

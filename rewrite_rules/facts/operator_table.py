@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Operators that compute each token by itself: what they keep of its padding.
+"""Operators as passes ask for them: those that compute each token by itself, and attention.
+
+Of the former, what they keep of a token's padding.
 
 One row for each, read by everything that asks:
 
@@ -65,6 +67,32 @@ PER_TOKEN = {
 }
 NORMS = frozenset(_ROWS[-1][3:])
 SKIP_NORMS = frozenset(_ROWS[-2][3:])
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """The inputs of an operator that is attention as a whole, by their place.
+
+    Attributes:
+        keys: Queries, keys and values, ``[batch, (heads,) tokens, D]``.
+        masks: What is added to scores, or leaves those that are True.
+        counted: Which keys count, of integers: those above 0, ``[batch, (queries,) keys]``; or
+            as many as it says, ``[batch]``.
+        absent: Inputs that make another operator of it.
+    """
+
+    keys: tuple[int, int, int]
+    masks: tuple[int, ...]
+    counted: int | None
+    absent: tuple[int, ...]
+
+
+# onnxruntime hides keys by adding -10000, mask_filter_value or the lowest float to scores.
+ATTENTIONS = {
+    ("", "Attention"): Attention((0, 1, 2), (3,), 6, (4, 5)),
+    ("com.microsoft", "Attention"): Attention((0, 0, 0), (5,), 3, (4, 6)),
+    ("com.microsoft", "MultiHeadAttention"): Attention((0, 1, 2), (5,), 4, (6, 7, 8, 9)),
+}
 
 
 def per_token(node: ir.Node) -> PerToken | None:

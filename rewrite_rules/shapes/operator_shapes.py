@@ -391,6 +391,20 @@ def _multi_head_attention(site: Site) -> Sequence[Shape]:
     return [(batch, sequence, hidden)]
 
 
+def _standard_attention(site: Site) -> Sequence[Shape]:
+    query, value = site.dims(0), site.dims(2)
+    if len(query) == 4:
+        return [(*query[:-1], value[-1])]
+    heads, shared = site.integer("q_num_heads", 0), site.integer("kv_num_heads", 0)
+    width = site.unknowns.product((value[-1], known(heads)))
+    return [(*query[:-1], site.unknowns.quotient(width, known(shared)))] if shared else []
+
+
+def _embedded(site: Site) -> Sequence[Shape]:
+    made = (*site.dims(0), site.dims(2)[-1])
+    return [made, site.dims(0)[:1], made]
+
+
 def _group_query_attention(site: Site) -> Sequence[Shape]:
     packed = not (site.has(1) and site.has(2))
     batch, sequence, _ = site.dims(0)
@@ -533,6 +547,7 @@ def _reorder_output(site: Site) -> Sequence[Shape]:
 
 _STANDARD: dict[str, _Rule] = {
     **dict.fromkeys(("ArgMax", "ArgMin"), _reduce),
+    "Attention": _standard_attention,
     **dict.fromkeys(("AveragePool", "MaxPool", "LpPool"), _pool),
     **dict.fromkeys(("GlobalAveragePool", "GlobalLpPool", "GlobalMaxPool"), _global_pool),
     **dict.fromkeys(("GRU", "LSTM", "RNN"), _recurrent),
@@ -579,7 +594,7 @@ _CONTRIBUTED: dict[str, _Rule] = {
     ),
     "Attention": _attention,
     "DynamicQuantizeMatMul": _matmul(),
-    "EmbedLayerNormalization": lambda site: [(*site.dims(0), site.dims(2)[-1])],
+    "EmbedLayerNormalization": _embedded,
     "FusedConv": _conv,
     "GatherBlockQuantized": _gather_block_quantized,
     "GroupQueryAttention": _group_query_attention,

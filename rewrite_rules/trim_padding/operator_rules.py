@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from rewrite_rules.facts.operator_table import (
+    ATTENTIONS,
     DOMAINS,
     NORMS,
     PER_TOKEN,
@@ -26,6 +27,8 @@ from rewrite_rules.facts.operator_table import (
 from rewrite_rules.graph.parameters import axes_of, axis_of, constant_ints, type_attribute
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import known
+from rewrite_rules.trim_padding.sample_masks import LOW
+from rewrite_rules.trim_padding.scores import sees_itself
 from rewrite_rules.trim_padding.token_axes import (
     BATCH,
     UNFIT,
@@ -39,7 +42,7 @@ from rewrite_rules.trim_padding.token_axes import (
     sequences_of,
     size_of,
 )
-from rewrite_rules.trim_padding.token_flow import Rule, Side, Site
+from rewrite_rules.trim_padding.token_flow import How, Rule, Side, Site
 
 _MICROSOFT = "com.microsoft"
 _UNSURE = "takes positions that may be padding: only the first is sure to be real"
@@ -95,14 +98,10 @@ def _elementwise(site: Site) -> Axes:
     """Broadcast; an operand that is 0 everywhere is zero along all axes."""
     present = [i for i in range(len(site.node.inputs)) if site.has(i)]
     beside = [dataclasses.replace(site.beside(i), low=False) for i in present]
-    axes = _broadcast(site.operands(), per_token(site.node) or _NEVER, beside)
-    is_low = any(one.low for one in sequences_of(*axes))
-    if is_low and site.node.op_type in ("Add", "Sub") and not all(map(site.opens, present)):
-        return marked(axes, low=False)  # what is real may be as low
-    return axes
+    return _broadcast(site.operands(), per_token(site.node) or _NEVER, beside)
 
 
-def _cast(site: Site) -> list[Axes]:
+def _cast(site: Site) -> list[Axes | Side]:
     """Follow the first operand; no number of another type than float is far below others."""
     axes, node = site.tokens(), site.node
     dtype = type_attribute(node, "to") or node.outputs[0].dtype
@@ -157,6 +156,8 @@ def _softmax(site: Site) -> Axes:
     last_only = site.opset >= 13
     along = range(len(axes))[site.axis(-1 if last_only else 1) :][: 1 if last_only else None]
     others = [axis for i, axis in enumerate(axes) if i not in along]
+    if sequences_of(*(axes[i] for i in along)) and not sees_itself(site.flow, site.input(0)):
+        raise Refusal("mixes positions, and no mask leaves padding out")
     mixes = site.mixes([axes[i] for i in along], "low", others)
     is_log = site.node.op_type == "LogSoftmax"
     inside = [mixes and i in along for i in range(len(axes))]
@@ -214,6 +215,45 @@ def _gemm(site: Site) -> Axes:
     other = other[::-1] if site.integer("transB", 0) else other
     result = _product(site, one, other)
     return _broadcast([result, site.tokens(2)]) if site.has(2) else result
+
+
+def _attention(site: Site) -> list[Axes | Side]:
+    """Softmax over keys that a mask hides, and a sum over their values, in one node."""
+    table = ATTENTIONS[site.node.domain, site.node.op_type]
+    others = site.node.outputs[1:]
+    is_read = any(output.uses() or output.is_graph_output() for output in others)
+    if any(map(site.has, table.absent)) or is_read:
+        raise Refusal("has a cache, or returns more than one output")
+    query, key, value = (site.tokens(i) for i in table.keys)
+    is_causal = site.integer("is_causal", site.integer("unidirectional", 0))
+    rows = {axes[0] for axes in (query, key, value)}
+    if len(rows) != 1 or plain([key[-2]]) != plain([value[-2]]):
+        raise Refusal(UNFIT)
+    if is_causal and plain([key[-2]]) != plain([query[-2]]):
+        raise Refusal("hides what comes later in another sequence")
+    masks = [(i, How.NUMBERS) for i in table.masks if site.has(i)]
+    if table.counted is not None and site.has(table.counted):
+        is_count = len(site.flow.roles.dims(site.input(table.counted)) or ()) == 1
+        masks.append((table.counted, How.COUNT if is_count else How.ABOVE_0))
+    read = [*table.keys, *(i for i, _ in masks)]
+    rest = [
+        site.tokens(i) for i in range(len(site.node.inputs)) if i not in read and site.has(i)
+    ]
+    site.mixes([axis for axes in (query, key, value) for axis in (*axes[1:-2], axes[-1])])
+    site.mixes([axis for axes in rest for axis in axes])
+    seen = [site.tokens(*mask) for mask in masks]
+    for (index, _), axes in zip(masks, seen, strict=True):
+        # Masks of fewer axes have none of rows, unless they say which keys count.
+        of_rows = axes[: index == table.counted or len(axes) == 4]
+        if any(BATCH in axis for axis in axes[len(of_rows) :]) or sequences_of(*axes[:-2]):
+            raise Refusal("is under a mask that has its axes at other places")
+    hides = any(one.low for axes in seen for one in sequences_of(axes[-1]))
+    hides = hides and all(site.flow.opens(site.node, *mask) for mask in masks)
+    hides = hides and site.node.attributes.get_float("mask_filter_value", -math.inf) < LOW
+    # Infinity times 0 is NaN.
+    hides = hides and not any(one.low for one in sequences_of(value[-2]))
+    mixes = site.mixes(marked([key[-2]], low=hides), "low", query[:-1])
+    return [(*_beside(query[:-1], mixes), site.sizes.axis(site.made()[-1]))]
 
 
 def _matmul_nbits(site: Site) -> Axes:
@@ -342,7 +382,7 @@ def _concat(site: Site) -> Axes:
     return (*joined[:axis], made, *joined[axis + 1 :])
 
 
-def _split(site: Site) -> list[Axes]:
+def _split(site: Site) -> list[Axes | Side]:
     axes, axis = site.tokens(), site.axis(0)
     if sequences_of(axes[axis]):
         raise Refusal("changes the axis of the sequence")
@@ -393,7 +433,7 @@ def _looked_up(site: Site) -> Axes:
     """Return the axes of rows of a table: row 0 is not 0."""
     axes = plain(site.tokens(1))
     if 1 in site.read:
-        site.read[1] = axes
+        site.read[1] = axes, How.NUMBERS
     return axes
 
 
@@ -421,6 +461,24 @@ def _gather_block_quantized(site: Site) -> Axes:
     if len(after) != len(indices) + 1 or site.integer("gather_axis", 0):
         raise Refusal(UNFIT)
     return (*indices, site.sizes.axis(after[-1]))
+
+
+def _embedded(site: Site) -> list[Axes | Side]:
+    """Look up a row for each token, type and position; count the ones of the mask."""
+    indices = [site.tokens(i) for i in (0, 1, 8) if site.has(i)]
+    (width,) = site.tokens(2)[1:]
+    made = (*plain(_broadcast(indices)), width)
+    counts: Axes | Side = made[:1]
+    for index in (1, 7, 8):
+        if index in site.read:
+            site.read[index] = plain(site.read[index][0]), How.NUMBERS
+    if site.has(7):
+        mask = site.flow.value(site.input(7))
+        if not isinstance(mask, Side):
+            raise Refusal("counts the ones of what is no mask")
+        ones = ((array == 1).sum(1).astype(np.int32) for array in mask.arrays)
+        counts = site.flow.side(site.node.outputs[1], ones)
+    return [made, counts, made]
 
 
 def _gather_elements(site: Site) -> Axes:
@@ -505,6 +563,7 @@ _STANDARD: dict[str, Rule] = {
 }
 _CONTRIBUTED: dict[str, Rule] = {
     **_rows(_quantized, "DequantizeLinear QuantizeLinear"),
+    "EmbedLayerNormalization": _embedded,
     "GatherBlockQuantized": _gather_block_quantized,
     "MatMulIntegerToFloat": _matmul_of_integers,
     "MatMulNBits": _matmul_nbits,
@@ -512,6 +571,7 @@ _CONTRIBUTED: dict[str, Rule] = {
 RULES: dict[tuple[str, str], Rule] = {
     **{(domain, name): _elementwise for domain in DOMAINS for name in PER_TOKEN},
     **{(domain, name): _normalization for domain in DOMAINS for name in NORMS | SKIP_NORMS},
+    **dict.fromkeys(ATTENTIONS, _attention),
     **{("", op_type): rule for op_type, rule in _STANDARD.items()},
     **{(_MICROSOFT, op_type): rule for op_type, rule in _CONTRIBUTED.items()},
 }

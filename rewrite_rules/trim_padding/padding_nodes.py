@@ -12,12 +12,14 @@ numbers. What is asked of each batch; where one does not hold, nothing is cut:
 
     every row has a real position            ReduceMax along rows -> ReduceMin
     inputs are as large as the mask          Shape -> Max, Min -> Equal
-    what side values show at padding         Greater, Equal -> ReduceMax
+    what side values show at padding         Less, Xor -> ReduceMin
+    what is added to scores beside the mask  Less, Greater -> ReduceMin
     positions that are picked are real       Gather -> ReduceMin
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -29,11 +31,12 @@ from rewrite_rules.graph.initializers import FreshNames
 from rewrite_rules.graph.parameters import constant
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import Dim
-from rewrite_rules.trim_padding.sample_masks import LOW
+from rewrite_rules.trim_padding.sample_masks import LOW, ORDINARY
 from rewrite_rules.trim_padding.token_axes import BATCH, UNFIT, Axes, Sequence, sequences_of
-from rewrite_rules.trim_padding.token_flow import Side, TokenFlow
+from rewrite_rules.trim_padding.token_flow import How, Side, TokenFlow
 
 _ATTRIBUTE_AXES_UNTIL = 18  # ReduceMax has its axes as an attribute before this opset
+_MIN_OF_INTEGERS = 12  # before it, Min is of floats alone
 _INT64_MIN = np.iinfo(np.int64).min
 _INT64_MAX = np.iinfo(np.int64).max
 
@@ -117,8 +120,10 @@ class PaddingNodes:
         if limits := self._flow.roles.limits:
             fits = op.Less(self._length, integers([min(limits) + 1]))
             conditions.append(op.Cast(fits, to=ir.DataType.INT32))
-        for holds in (op.ReduceMin(rows, keepdims=0), *conditions):
-            longest = op.Mul(longest, holds)
+        holds = [op.ReduceMin(rows, keepdims=0), *conditions]
+        if self._opset < _MIN_OF_INTEGERS:
+            holds = [functools.reduce(op.Mul, holds)]
+        longest = op.Mul(longest, op.Min(*holds) if len(holds) > 1 else holds[0])
         backwards = op.Slice(longest, back, integers([_INT64_MIN + 1]), integers([0]), back)
         lowest = op.constant(np.array(np.iinfo(np.int32).min, np.int32))
         behind = op.Pad(backwards, integers([0, 1]), lowest)
@@ -147,10 +152,11 @@ class PaddingNodes:
         left = op.Sub(self._length, self._cut)
         kept = op.Where(nothing, integers([_INT64_MAX]), left)
         ends, made = {1: kept}, dict[ir.Value, Any]()
-        for (node, index), axes in self._flow.read.items():
+        for (node, index), (axes, how) in self._flow.read.items():
             value = node.inputs[index]
             assert value is not None
             along = [i for i, axis in enumerate(axes) if sequences_of(axis)]
+            along = [] if how is How.COUNT else along
             if value not in made:
                 made[value] = self._whole(value)
                 count = len(along)
@@ -261,7 +267,7 @@ class PaddingNodes:
             if compared:
                 own = [sizes if rows else self._length] * len(compared)
                 same = op.Equal(self._joined(own), self._joined(compared))
-                yield op.ReduceMin(op.Cast(same, to=ir.DataType.INT32), keepdims=1)
+                yield self._always(same)
 
     def _sizes_at(self, value: ir.Value, places: list[int | None]) -> Any:
         sizes, op = self._before.Shape(value), self._before
@@ -272,79 +278,116 @@ class PaddingNodes:
     def _asked(self, any_row: Any, repeated: bool) -> Iterator[ir.Value]:
         """Ask of side values what :meth:`SampleMasks.flagged` found."""
         done = set[tuple[Any, Axes]]()
-        for (node, index), axes in self._flow.read.items():
+        for (node, index), (axes, how) in self._flow.read.items():
             value = node.inputs[index]
             assert value is not None
-            whole = self._whole(value)
+            whole = self._seen(value, how)
             if (whole, axes) in done:
                 continue
             done.add((whole, axes))
             for place, axis in enumerate(axes):
                 for factor in sequences_of(axis):
-                    yield from self._asked_along(value, axes, place, factor)
+                    yield from self._asked_along(whole, axes, place, factor)
                     if repeated and factor.same and not factor.zero:
                         yield self._is_same(whole, place, len(axes), any_row)
 
     def _opened(self) -> Iterator[ir.Value]:
-        """Ask whether side values leave each position to see itself."""
-        op = self._before
-        for (node, index), axes in self._flow.opened.items():
+        """Ask whether what is added to scores leaves each position to see itself, and only it.
+
+        What the padding mask hides has to stay hidden.
+        """
+        op, done = self._before, set[Any]()
+        for (node, index), (axes, how) in self._flow.opened.items():
             value = node.inputs[index]
             assert value is not None
-            side = self._flow.value(value)
-            assert isinstance(side, Side)
-            low = op.constant(side.arrays[0].dtype.type(LOW))
-            hidden = op.Less(self._whole(value), low)
-            first, *others = (i for i, axis in enumerate(axes) if sequences_of(axis))
+            seen = self._seen(value, how)
+            if seen in done:
+                continue
+            done.add(seen)
+            hidden = self._below(seen, -ORDINARY)
+            first, *others = [i for i, axis in enumerate(axes) if sequences_of(axis)] or [0]
             for other in others:
                 hidden = op.And(hidden, self._diagonal(len(axes), first, other))
-            yield self._never(hidden)
+            if seen.dtype is not ir.DataType.BOOL:
+                hidden = op.Or(hidden, op.Greater(seen, self._number(seen, ORDINARY)))
+            yield self._always(op.Not(hidden))
 
     def _diagonal(self, rank: int, *places: int) -> Any:
+        numbers = self._positions()
+        return self._before.Equal(*(self._spread(numbers, rank, [at]) for at in places))
+
+    def _positions(self) -> Any:
         op = self._before
-        numbers = op.Range(op.integers(0), op.Squeeze(self._length), op.integers(1))
-        return op.Equal(*(self._spread(numbers, rank, [at]) for at in places))
+        return op.Range(op.integers(0), op.Squeeze(self._length), op.integers(1))
 
     def _asked_along(
-        self, value: ir.Value, axes: Axes, place: int, factor: Sequence
+        self, whole: Any, axes: Axes, place: int, factor: Sequence
     ) -> Iterator[ir.Value]:
-        op, whole, side = self._before, self._whole(value), self._flow.value(value)
-        assert isinstance(side, Side)
-        dtype = side.arrays[0].dtype
-        is_bool = dtype == np.bool_
+        op, is_bool = self._before, whole.dtype is ir.DataType.BOOL
         if factor.low or factor.high:
-            places, itself = self._places(axes, place, beside=True)
+            elsewhere, itself = self._places(axes, place, beside=True)
             # Hidden where padded, and not where a real position is beside itself.
             if is_bool and factor.low:
-                wrong = op.Xor(whole, itself)
+                holds = op.Equal(whole, itself)
             else:
-                hidden = whole if is_bool else op.Less(whole, op.constant(dtype.type(LOW)))
-                wrong = op.Equal(hidden, itself)
-            yield self._never(wrong if places is None else op.And(wrong, places))
+                bounds = self._number(whole, -ORDINARY), self._number(whole, LOW)
+                hidden = whole if is_bool else op.Less(whole, op.Where(itself, *bounds))
+                holds = op.Xor(hidden, itself)
+            yield self._always(holds if elsewhere is None else op.Or(holds, elsewhere))
         elif factor.zero:
-            padded, _ = self._places(axes, place, beside=False)
+            elsewhere, _ = self._places(axes, place, beside=False)
             shown = whole if is_bool else op.Cast(whole, to=ir.DataType.BOOL)
-            yield self._never(op.And(shown, padded))
+            yield self._always(op.Or(op.Not(shown), elsewhere))
+
+    def _below(self, whole: Any, bound: float) -> Any:
+        op = self._before
+        if whole.dtype is ir.DataType.BOOL:
+            return op.Not(whole)
+        return op.Less(whole, self._number(whole, bound))
+
+    def _number(self, like: Any, number: float) -> Any:
+        return self._before.constant(like.dtype.numpy().type(number))
+
+    def _seen(self, value: ir.Value, how: How) -> Any:
+        """Return a value, computed from whole inputs, as a node reads it."""
+        op, whole, key = self._before, self._whole(value), (value, how)
+        side = self._flow.value(value)
+        if isinstance(side, Side):
+            whole.dtype = ir.DataType.from_numpy(side.arrays[0].dtype)
+        elif whole.dtype is None:
+            raise Refusal(f"{value.name!r} has no type: infer the shapes of the model")
+        if how is How.NUMBERS:
+            return whole
+        if key not in self._clones:
+            if how is How.ABOVE_0:
+                seen = op.Greater(whole, self._number(whole, 0))
+            elif how is How.HIDES:
+                seen = op.Not(whole)
+            else:
+                seen = op.Less(self._positions(), self._spread(self._int64(whole), 2, [0]))
+            seen.type = ir.TensorType(ir.DataType.BOOL)
+            self._clones[key] = seen
+        return self._clones[key]
 
     def _places(self, axes: Axes, place: int, beside: bool) -> tuple[Any, Any]:
-        """Return where positions are padded along an axis, those along others being real.
+        """Return where positions are not padded along an axis, or those along others are.
 
-        ``beside``: those and where a real one is beside itself, None for all; and the latter.
+        ``beside``: and no real one is beside itself, None for nowhere; and the latter.
         """
         op, rank = self._before, len(axes)
         batch = axes.index((BATCH,)) if (BATCH,) in axes else None
         others = [i for i, axis in enumerate(axes) if sequences_of(axis) and i != place]
         key = (rank, batch, place, *others, beside)
         if key not in self._clones:
-            itself = self._unsqueezed(self._real, rank, batch, place)
-            padded = op.Not(itself) if others or not beside else None
+            itself = elsewhere = self._unsqueezed(self._real, rank, batch, place)
             for other in others:
                 real = self._unsqueezed(self._real, rank, batch, other)
-                padded, itself = op.And(padded, real), op.And(itself, real)
+                elsewhere, itself = op.Or(elsewhere, op.Not(real)), op.And(itself, real)
                 if beside:
                     itself = op.And(itself, self._diagonal(rank, place, other))
-            both = op.Or(padded, itself) if others and beside else padded
-            self._clones[key] = both, itself
+            if beside:
+                elsewhere = op.Xor(elsewhere, itself) if others else None
+            self._clones[key] = elsewhere, itself
         found: tuple[Any, Any] = self._clones[key]
         return found
 
@@ -370,17 +413,16 @@ class PaddingNodes:
         """Ask whether what stands behind the longest row is one value along an axis."""
         op, integers = self._before, self._before.integers
         after = op.CumSum(any_row, integers(0), reverse=1)
-        behind = op.Equal(after, op.constant(np.array(0, np.int32)))
+        before = op.Cast(after, to=ir.DataType.BOOL)
         end = [integers([n]) for n in (-1, _INT64_MAX, place)]
-        differs = op.Not(op.Equal(whole, op.Slice(whole, *end)))
-        return self._never(op.And(differs, self._spread(behind, rank, [place])))
+        same = op.Equal(whole, op.Slice(whole, *end))
+        return self._always(op.Or(same, self._spread(before, rank, [place])))
 
-    def _never(self, wrong: Any) -> ir.Value:
-        """Return 1 where nothing is wrong, of booleans; else 0."""
+    def _always(self, holds: Any) -> ir.Value:
+        """Return 1 where booleans are all True; else 0."""
         op = self._before
-        counted = op.ReduceMax(op.Cast(wrong, to=ir.DataType.INT32), keepdims=0)
-        none: ir.Value = op.Sub(op.constant(np.array(1, np.int32)), counted)
-        return none
+        least: ir.Value = op.ReduceMin(op.Cast(holds, to=ir.DataType.INT32), keepdims=0)
+        return least
 
     def _picks(self) -> Iterator[ir.Value]:
         """Ask whether positions that are picked are real; none counts from the end."""
@@ -402,7 +444,7 @@ class PaddingNodes:
             else:
                 real = op.Gather(op.Reshape(numbers, op.integers([-1])), inside, axis=0)
             yield op.ReduceMin(real, keepdims=0)
-            yield self._never(op.Less(place, op.integers(0)))
+            yield self._always(op.Not(op.Less(place, op.integers(0))))
 
     def _int64(self, place: Any) -> Any:
         is_int64 = place.dtype is ir.DataType.INT64
@@ -429,8 +471,11 @@ class PaddingNodes:
                     op, rank = self._before, len(current.shape)
                     ends = op.integers([0] * rank), op.integers([_INT64_MAX] * rank)
                     self._wholes[current] = op.Slice(current, *ends)
+                    self._wholes[current].type = current.type
             elif self._counts_tokens(node):
                 self._wholes[current] = self._counted(node)
+            elif node.op_type == "EmbedLayerNormalization":
+                self._wholes[current] = self._ones(node.inputs[7])
             else:
                 read = [v for v in node.inputs if v is not None and v not in self._wholes]
                 if read:
@@ -460,6 +505,20 @@ class PaddingNodes:
             and value is not None
             and not isinstance(self._flow.value(value), Side)
         )
+
+    def _ones(self, mask: ir.Value | None) -> Any:
+        """Return how many ones rows of a mask have, int32 ``[batch]``."""
+        op = self._before
+        assert mask is not None
+        whole = self._whole(mask)
+        ones = op.Equal(whole, op.constant(np.array(1, np.int32)))
+        numbers = op.Cast(ones, to=ir.DataType.INT32)
+        if self._opset < 13:
+            count = op.ReduceSum(numbers, axes=[1], keepdims=0)
+        else:
+            count = op.ReduceSum(numbers, op.integers([1]), keepdims=0)
+        count.type = ir.TensorType(ir.DataType.INT32)
+        return count
 
     def _counted(self, node: ir.Node) -> Any:
         """Return the sizes of tokens, from those of inputs."""

@@ -21,8 +21,9 @@ from rewrite_rules.trim_padding.token_axes import BATCH, Axes, Axis, sequences_o
 
 Array = NDArray[Any]
 Mask = NDArray[np.bool_]
-# exp(-1000) is 0 in every float type, also after other scores of ordinary size were added.
-LOW = -1000.0
+# What hides a score, and how far others may be from 0: exp(-750) is 0 in every float type,
+# also after products of ordinary size were added.
+LOW, ORDINARY = -1000.0, 250.0
 # Size of what is neither batch nor sequence.
 _OTHER = 17
 # Rows as digits, and the length with their padding.
@@ -56,6 +57,12 @@ class SampleMasks:
             yield np.array([np.flatnonzero(row)[(5 * i + 3) % row.sum()]
                             for i, row in enumerate(mask)])  # fmt: skip
 
+    def of_first(self, arrays: Sequence[Array]) -> tuple[SampleMasks, list[Array]]:
+        """Return masks that have all padding behind, and what was computed from them."""
+        pairs = zip(self.masks, arrays, strict=True)
+        kept = [(mask, array) for mask, array in pairs if (mask[:, :-1] >= mask[:, 1:]).all()]
+        return SampleMasks(mask for mask, _ in kept), [array for _, array in kept]
+
     def flagged(self, arrays: Sequence[Array], axes: Axes) -> Axes:
         """Mark the sequence along which padded positions are zero, low or one value."""
         places = [i for i, axis in enumerate(axes) if sequences_of(axis)]
@@ -67,9 +74,11 @@ class SampleMasks:
         return tuple((found[i],) if i in found else axis for i, axis in enumerate(axes))
 
     def is_open(self, arrays: Iterable[Array], axes: Axes) -> bool:
-        """Return whether no position is far below, real or not, where it is beside itself."""
+        """Return whether no position is hidden, real or not, where it is beside itself."""
         places = [i for i, axis in enumerate(axes) if sequences_of(axis)]
-        return not any(((array < LOW) & _diagonal(places, array)).any() for array in arrays)
+        hidden = [_below(array, -ORDINARY) & _diagonal(places, array) for array in arrays]
+        shown = [array > ORDINARY for array in arrays if array.dtype != np.bool_]
+        return not any(wrong.any() for wrong in (*hidden, *shown))
 
     def _real(
         self, places: list[int], batch: int | None, run: int, rank: int
@@ -98,7 +107,7 @@ class SampleMasks:
                 low = low and not padded.any() and bool(beside.all())
                 high = high and bool(padded.all()) and not beside.any()
             else:
-                low = low and bool((padded < LOW).all() and not (beside < LOW).any())
+                low = low and bool((padded < LOW).all() and not (beside < -ORDINARY).any())
                 high = False
             behind = int(np.flatnonzero(mask.any(axis=0)).max()) + 1
             last = array.take([-1], place)
@@ -108,6 +117,10 @@ class SampleMasks:
             changes = changes or bool((array != last).any())
         set_by_mask = low or (same and changes and not zero)
         return token_axes.Sequence(zero, low, high, same, set_by_mask)
+
+
+def _below(array: Array, bound: float) -> Mask:
+    return ~array if array.dtype == np.bool_ else array < bound
 
 
 def _itself(real: dict[int, Mask], array: Array) -> Mask:

@@ -16,9 +16,11 @@ What no rule covers is refused, with the node that stood in the way.
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
@@ -47,7 +49,7 @@ from rewrite_rules.trim_padding.token_axes import (
 _MAX_CONSTANT = 1 << 16
 
 _NORMS = NORMS | SKIP_NORMS
-_RESHAPES = frozenset({"Expand", "Flatten", "Reshape", "Squeeze", "Unsqueeze"})
+RESHAPES = frozenset({"Expand", "Flatten", "Reshape", "Squeeze", "Unsqueeze"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +76,17 @@ class Side:
 
 
 Value = Tokens | Side
-# The axes of all outputs, of each, or numbers.
-Rule = Callable[["Site"], Axes | list[Axes] | Side]
+# The axes of all outputs, or of each, or their numbers.
+Rule = Callable[["Site"], Axes | Side | list[Axes | Side]]
+
+
+class How(enum.Enum):
+    """How a node reads a mask."""
+
+    NUMBERS = enum.auto()  # as it is: added to scores, or hiding those that are False
+    HIDES = enum.auto()  # those that are True are hidden
+    ABOVE_0 = enum.auto()  # keys count that are above 0
+    COUNT = enum.auto()  # as many keys count, ``[batch]``
 
 
 class Stopped(Refusal):
@@ -92,10 +103,11 @@ class TokenFlow:
     Attributes:
         values: What is known of each value that was met.
         masked_by: Nodes that leave padded positions out, by the mask.
-        read: Side values that meet tokens, by node and input, with what they have to show.
+        read: Side values that meet tokens, by node and input, with what they have to show, and
+            how they are read.
         picked: Side values that pick positions, which have to be real, by node and input.
-        opened: Side values added to scores, by node and input, which have to leave each
-            position to see itself.
+        opened: What is added to scores or hides some, by node and input, as in ``read``. It
+            has to leave each position to see itself, and may not show what is hidden.
         keeps_one: Whether one position of the padding stays, to be among what is reduced.
         unpackable: Why other numbers at padded positions, or fewer rows, would show; or empty.
     """
@@ -114,15 +126,15 @@ class TokenFlow:
         self.opset = model.opset_imports.get("", 0)
         self.values: dict[ir.Value, Value] = dict(inputs)
         self.masked_by: list[ir.Node] = []
-        self.read: dict[tuple[ir.Node, int], Axes] = {}
-        self.opened: dict[tuple[ir.Node, int], Axes] = {}
+        self.read: dict[tuple[ir.Node, int], tuple[Axes, How]] = {}
+        self.opened: dict[tuple[ir.Node, int], tuple[Axes, How]] = {}
         self.keeps_one = False
         self.picked: dict[tuple[ir.Node, int], bool] = {}
         self.unpackable = "the model ends at some length" if roles.limits else ""
         self._rules = rules
         self._functions = {identifier[:2] for identifier in model.functions}
         self._evaluator = NodeEvaluator()
-        self._flagged: dict[ir.Value, Tokens] = {}
+        self._flagged: dict[tuple[ir.Value, How], Tokens] = {}
         for i, node in enumerate(model.graph):
             if node not in roles.read:
                 continue
@@ -142,18 +154,58 @@ class TokenFlow:
             found = self.values[value] = self._constant(tensor)
         return found
 
-    def tokens(self, value: ir.Value) -> Tokens:
+    def tokens(self, value: ir.Value, how: How = How.NUMBERS) -> Tokens:
         """Return a value as rules look at it."""
         found = self.value(value)
         if isinstance(found, Tokens):
             return found
-        if value not in self._flagged:
+        key = value, how
+        if key not in self._flagged:
             dims = self.roles.dims(value)
             if dims is None:
                 raise Refusal(f"reads {value.name!r}, whose shape is not known")
             axes = tuple(map(self.sizes.axis, dims))
-            self._flagged[value] = Tokens(self.samples.flagged(found.arrays, axes))
-        return self._flagged[value]
+            if how is How.COUNT:
+                if axes != ((BATCH,),):
+                    raise Refusal(
+                        f"reads {value.name!r}, which has more than a length per row"
+                    )
+                axes = (*axes, (Sequence(),))
+            samples, seen = self.samples, self.seen(found, how)
+            if how is How.COUNT:  # the first ones of each row: the graph asks whether they are
+                samples, seen = samples.of_first(seen)
+            self._flagged[key] = Tokens(samples.flagged(seen, axes))
+        return self._flagged[key]
+
+    def seen(self, side: Side, how: How) -> list[NDArray[Any]]:
+        """Return the numbers of a value as a node reads them."""
+        pairs = zip(side.arrays, self.samples.masks, strict=True)
+        match how:
+            case How.NUMBERS:
+                return [*side.arrays]
+            case How.HIDES:
+                return [~array for array in side.arrays]
+            case How.ABOVE_0:
+                return [array > 0 for array in side.arrays]
+        return [np.arange(mask.shape[1]) < array[:, None] for array, mask in pairs]
+
+    def opens(self, node: ir.Node, index: int, how: How = How.NUMBERS) -> bool:
+        """Return whether what is added to scores, or hides some, leaves the order of things.
+
+        Each position sees itself, and what the padding mask hides stays hidden. The graph
+        asks, but of the padding mask, of which it asks more.
+        """
+        value = node.inputs[index]
+        assert value is not None
+        found, axes = self.value(value), self.tokens(value, how).axes
+        if axes is None or any(one.low for one in sequences_of(*axes)):
+            return axes is not None
+        if not isinstance(found, Side):
+            self.opened[node, index] = axes, how
+            return True
+        if found.varies:
+            self.opened[node, index] = axes, how
+        return self.samples.is_open(self.seen(found, how), axes)
 
     def is_constant(self, value: ir.Value) -> bool:
         found = self.value(value)
@@ -167,7 +219,7 @@ class TokenFlow:
             if each.is_graph_input() or isinstance(self.value(each), Side):
                 continue
             by_element = node is not None and per_token(node) and node.op_type not in _NORMS
-            if node is None or not (by_element or node.op_type in _RESHAPES):
+            if node is None or not (by_element or node.op_type in RESHAPES):
                 return False
             pending += [v for v in node.inputs if v is not None and v not in pending]
         return True
@@ -207,13 +259,12 @@ class TokenFlow:
             raise Refusal("is not known to work token by token")
         site = Site(node, self)
         found = rule(site)
-        if isinstance(found, Side):
-            return [found]
         each = found if isinstance(found, list) else [found] * len(node.outputs)
         for axes in each:
-            check_rows(axes)
-        self.read.update({(node, index): axes for index, axes in site.read.items()})
-        return [Tokens(axes, site.exact) for axes in each]
+            if not isinstance(axes, Side):
+                check_rows(axes)
+        self.read.update({(node, index): read for index, read in site.read.items()})
+        return [one if isinstance(one, Side) else Tokens(one, site.exact) for one in each]
 
     def _evaluate(self, node: ir.Node, inputs: Collection[Value | None]) -> list[Value]:
         given = [value if isinstance(value, Side) else None for value in inputs]
@@ -253,16 +304,16 @@ class Site(node_facts.Site):
         super().__init__(node, flow.roles.shapes, flow.opset)
         self.flow, self.sizes = flow, flow.sizes
         self.exact = True
-        self.read: dict[int, Axes] = {}
+        self.read: dict[int, tuple[Axes, How]] = {}
 
-    def tokens(self, index: int = 0) -> Axes:
+    def tokens(self, index: int = 0, how: How = How.NUMBERS) -> Axes:
         """Return the axes of an input; refused if they are not known."""
         value = self.input(index)
-        found = self.flow.tokens(value)
+        found = self.flow.tokens(value, how)
         if found.axes is None:
             raise Refusal(f"reads {value.name!r}, whose shape is not known")
         if isinstance(self.flow.value(value), Side) and not self.flow.is_constant(value):
-            self.read[index] = found.axes
+            self.read[index] = found.axes, how
         self.exact = self.exact and found.exact
         return found.axes
 
@@ -277,15 +328,6 @@ class Site(node_facts.Site):
         array = found.arrays[0]
         is_low = array.dtype.kind == "f" and bool((array < LOW).all())
         return dataclasses.replace(value, zero=not array.any(), low=is_low)
-
-    def opens(self, index: int) -> bool:
-        """Return whether an operand leaves each position to see itself, as the graph asks."""
-        axes, value = self.tokens(index), self.flow.value(self.input(index))
-        factors = sequences_of(*axes)
-        if not isinstance(value, Side) or not factors or any(one.low for one in factors):
-            return True
-        self.flow.opened[self.node, index] = axes
-        return self.flow.samples.is_open(value.arrays, axes)
 
     def made(self, output: int = 0) -> Dims:
         """Return the sizes of an output; refused where they do not follow from inputs'."""

@@ -769,6 +769,9 @@ RECIPES: dict[str, Callable[[Drawer], object]] = {
         for op in ("DepthToSpace", "SpaceToDepth")
     },
     "ArgMax": _with("ArgMax", least=1, axis=_axis, keepdims=_flag),
+    "Attention": lambda g: g.pick(
+        _with("Attention", _same, _same, rank=4),
+        _with("Attention", _same, _same, rank=3, q_num_heads=1, kv_num_heads=1))(g),
     "ArgMin": _with("ArgMin", least=1, axis=_axis, keepdims=_flag),
     "BatchNormalization": _with("BatchNormalization", *[_channels] * 4, least=2),
     "Bernoulli": _with("Bernoulli", seed=1.0),

@@ -9,6 +9,7 @@ import onnx_ir as ir
 import pytest
 from builders.encoders import ADDITIVE, BOOLEAN, FIRST, MEAN, TOKENS, UNMASKED, batch, encoder
 from builders.exports import ENCODERS, exported
+from builders.optimized import optimized
 from builders.same_numbers import session
 from builders.sessions import options, start
 
@@ -439,6 +440,36 @@ def test_exports_compute_the_same(name):
     if len(model.graph.input) == 3:
         feed["token_type_ids"] = np.zeros_like(feed["input_ids"])
     assert_same(result.model, model, feed, rtol=1e-6, atol=1e-6)
+
+
+O2 = ("bert", "bert-mean", "bert-reranker", "distilbert", "roberta", "xlmr", "cliptext")
+O2_MASKS = (("1", "111", "1011101"), ("0011", "11"), ("11", "11111"), ("0000", "11"))
+
+
+@pytest.mark.parametrize("mask", ["mask", "lengths"])
+@pytest.mark.parametrize("name", O2)
+def test_what_the_optimizer_of_onnxruntime_writes(name, mask):
+    model = optimized(f"{name}-torchscript-eager", mask)
+    kinds = {node.op_type for node in model.graph.node if node.domain == "com.microsoft"}
+    assert {"Attention", "SkipLayerNormalization"} <= kinds
+    result = trimmed(model)
+    assert result.report.fired
+    rows = [*O2_MASKS, O2_MASKS[0][:1]]
+    for one in rows:
+        feed = batch(*one, length=20)
+        feed["input_ids"][range(len(one)), [0, 2, 6][: len(one)]] = 39  # where CLIP pools
+        if len(model.graph.input) == 3:
+            feed["token_type_ids"] = np.zeros_like(feed["input_ids"])
+        assert_same(result.model, model, feed, rtol=1e-5, atol=1e-5)
+    shown, longest = onnx.ModelProto(), max(map(len, O2_MASKS[2]))
+    shown.CopyFrom(result.model)
+    kept = next(node for node in shown.graph.node if node.op_type == "SkipLayerNormalization")
+    shown.graph.output.append(onnx.helper.make_empty_tensor_value_info(kept.output[0]))
+    feed = batch(*O2_MASKS[2], length=20)
+    feed["input_ids"][:, 0] = 39
+    if len(model.graph.input) == 3:
+        feed["token_type_ids"] = np.zeros_like(feed["input_ids"])
+    assert run(shown, feed, kept.output[0])[0].shape[1] == longest
 
 
 @pytest.mark.parametrize(
