@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from builders.command_line import as_json, printed
+from builders.command_line import as_json, printed, refused
 from builders.dequantized_models import relative_error, run
 from builders.quantized_files import dequantised, read
 from builders.text_models import model_of, normal
@@ -265,3 +265,5 @@ def test_the_command_takes_recipes_and_options_that_change_them(name: str):
     nodes = {row["node"]: row for row in as_json(*arguments, *changed)["nodes"]}
     assert (nodes["k"]["block_size"], nodes["o"]["bits"]) == (16, 0)
     assert onnx.load("b.onnx").graph.node
+    arguments += ["--method", "gptq", "-o", "c.onnx", "--max-calibration-memory", "0"]
+    assert "max_calibration_memory is 0: 1 byte or more" in refused(*arguments)

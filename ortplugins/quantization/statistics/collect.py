@@ -30,7 +30,7 @@ import onnx_ir.passes.common
 import onnxruntime
 import threadpoolctl
 
-from ortplugins.errors import CalibrationError, OrtpluginsWarning
+from ortplugins.errors import CalibrationError, OrtpluginsWarning, QuantizationError
 from ortplugins.model_io.loading import initializer_tensors, lift_constants, stored_bytes
 from ortplugins.model_io.saving import DATA_THRESHOLD, Progress
 from ortplugins.quantization.statistics.accumulator import (
@@ -53,6 +53,12 @@ class Calibration:
     max_memory: int = 1 << 30  # bytes
     progress: Progress = lambda done, total, what: None
 
+    def __post_init__(self) -> None:
+        if self.max_memory < 1:
+            raise QuantizationError(
+                f"max_calibration_memory is {self.max_memory}: 1 byte or more is needed"
+            )
+
 
 def collect(
     model: ir.Model, requests: Iterable[ActivationRequest], calibration: Calibration
@@ -64,10 +70,6 @@ def collect(
     accumulators and fetched activations: one that needs more alone gets it, with an
     OrtpluginsWarning, and onnxruntime's own values and the samples come on top.
     """
-    if calibration.max_memory < 1:
-        raise ValueError(
-            f"max_calibration_memory is {calibration.max_memory}: 1 byte or more is needed"
-        )
     # Bad ones are reported before hours of work.
     calibration.samples.read_all()
     detached = model.clone()

@@ -239,16 +239,15 @@ class _Run:
 
     def _part(self, group: Group, weights: list[Weight]) -> Group:
         """Return some weights of a group that is done, to be rounded behind its scales."""
-        key = self._folder.key(scales_of=self._folder.codes_key(group))
-        statistics = group.statistics
-        if len(group.activations) == 1:  # see _calibrated
-            statistics = [{k: v for k, v in one.items() if k != "gram"} for one in statistics]
+        # Errors are measured on tokens; see _calibrated.
         return dataclasses.replace(
             group,
             weights=weights,
             method="rtn",
-            statistics=statistics,
-            statistics_key=key,
+            statistics=[
+                {k: v for k, v in one.items() if k != "gram"} for one in group.statistics
+            ],
+            statistics_key=self._folder.key(scales_of=self._folder.codes_key(group)),
             undecided=False,
         )
 
@@ -296,32 +295,25 @@ class _Run:
         for group in waiting:
             group.statistics_key = " ".join(keys[name] for name in group.names)
         missing = [request for name, request in requests.items() if name not in known]
-        files: dict[str, list[Path]] = {}
         undecided = self._recipe.share_of_8_bits > 0
-        pooled = {name for g in waiting if len(g.activations) > 1 for name in g.names}
         for batch in itertools.chain([{}], self._collected(missing)):
             for name, found in batch.items():
                 arrays = {} if found is None else found.arrays()
                 if self._folder.keeps:
                     known[name] = self._folder.keep_statistics(keys[name], arrays)
-                    continue
-                writers = self._writer("statistics"), self._writer("moments")
-                known[name] = {
-                    key: writers[key == "gram"].append(array) for key, array in arrays.items()
-                }
-                files[name] = [writer.path for writer in writers]
-                if undecided:  # errors of 8 bits are measured on the tokens
-                    files[name] = [] if name in pooled else files[name][1:]
+                else:
+                    known[name] = {k: self._writer(k).append(a) for k, a in arrays.items()}
             batch.clear()  # in files now
             ready = [group for group in waiting if known.keys() >= set(group.names)]
             waiting = [group for group in waiting if group not in ready]
             for group in ready:
                 group.statistics = [known[name] for name in group.names if known[name]]
             yield ready
-            wanted = {name for group in waiting for name in group.names}
-            for name in files.keys() - wanted:
-                for path in files.pop(name):
-                    path.unlink(missing_ok=True)
+            for name in known.keys() - {name for group in waiting for name in group.names}:
+                for key, reference in known.pop(name).items():
+                    # Tokens are read again where some weights get 8 bits.
+                    if not self._folder.keeps and (key == "gram" or not undecided):
+                        Path(reference.path).unlink(missing_ok=True)
         yield last
 
     def _collected(
