@@ -179,12 +179,14 @@ class Start:
             return None
         entries = record.entries
         disabled = self._kwargs.get("disabled_optimizers")
-        self._text = text_of_start(
-            self._model, entries, self._switched, self._options, *self._providers, disabled
-        )
-        if self._text is None:
+        try:
+            self._text = text_of_start(
+                self._model, entries, self._switched, self._options, *self._providers, disabled
+            )
+            root = root_of(entries, self._switched)
+        except OSError:  # of a relative path, where the working directory is gone
             return None
-        artifact = find(root_of(entries, self._switched), self._text)
+        artifact = None if self._text is None else find(root, self._text)
         if artifact is None:
             return None
         try:
@@ -237,15 +239,15 @@ class Start:
             # An iterator would be empty when onnxruntime reads it.
             disabled = None if disabled is None else set(disabled)
             self._kwargs = {**self._kwargs, "disabled_optimizers": disabled}
-        request = read_request(
-            self._model if isinstance(self._model, bytes) else _name_of(self._model),
-            plan,
-            given.copy(),
-            self._provider_names(providers),
-            disabled,
-            {name: options for name, options in providers.items() if options},
-        )
         try:
+            request = read_request(
+                self._model if isinstance(self._model, bytes) else _name_of(self._model),
+                plan,
+                given.copy(),
+                self._provider_names(providers),
+                disabled,
+                {name: options for name, options in providers.items() if options},
+            )
             report, is_open = self._find_and_open(request, given)
             if not is_open:
                 self._open_model_of(request)

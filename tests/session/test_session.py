@@ -5,6 +5,7 @@ import concurrent.futures
 import dataclasses
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from builders.dequantized_models import DequantizedMatMul
 from builders.processes import python
 from builders.sessions import CPU, EXACT, check, options, save, source, start
 from builders.text_models import proto_of
+from onnxruntime.capi.onnxruntime_pybind11_state import NoSuchFile
 
 import ortplugins
 from ortplugins import OrtpluginsWarning, known_starts
@@ -109,6 +111,19 @@ def test_the_sessions_own_options_reach_the_session(model_path, tmp_path, monkey
     events = json.loads(profile.read_text())
     assert any(event.get("args", {}).get("op_name") == "MatMulNBits" for event in events)
     assert so.enable_profiling
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="keeps a folder that is in use")
+def test_where_the_working_directory_is_gone(model_path, tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    check(start(model_path), CASE)
+    with pytest.raises(NoSuchFile):
+        start("model.onnx")
+    with pytest.warns(OrtpluginsWarning, match="the untouched model runs"):
+        check(start(model_path, options(cache_dir="relative")), CASE)
 
 
 @pytest.mark.parametrize("bake", [True, False])
