@@ -106,7 +106,7 @@ def gather_facts(
         "remarks": _remarks(report),
         "nodes": {side: sum(row[side] for row in operators) for side in ("before", "after")},
         "operators": operators,
-        "weights": _weights(before.model, result.model, sessions),
+        "weights": _weights(before.model, result.model),
         "inputs": "made up" if inputs is None else "given",
         "sizes": sizes,
         "memory": _memory(path, result, sizes, passes),
@@ -142,9 +142,7 @@ def _sessions(
         plain, ours = measure(candidates, feed, rounds=rounds, runs=50, seconds=1.0)
         if failed := plain.failed or ours.failed:
             return {"failed": failed}
-        assert ours.report is not None
-        artifact = ours.report["artifact"]
-        packed = _packed_bytes(artifact) if artifact else (0, 0)
+    assert ours.report is not None
     return {
         "rounds": rounds,
         "inputs": [
@@ -164,7 +162,6 @@ def _sessions(
             for cost in side_by_side(ours, plain)
         ],
         "first_start_seconds": ours.first_start,
-        "packed": {"tensors": packed[0], "bytes": packed[1]},
         "report": {**ours.report, "artifact": ""},  # gone by now
     }
 
@@ -200,13 +197,8 @@ def _operators(before: ir.Model, after: ir.Model) -> list[dict[str, Any]]:
     )
 
 
-def _weights(
-    before: ir.Model, after: ir.Model, sessions: Mapping[str, Any] | None
-) -> list[dict[str, Any]]:
+def _weights(before: ir.Model, after: ir.Model) -> list[dict[str, Any]]:
     counts = [weight_bytes(model) for model in (before, after)]
-    packed = (sessions or {}).get("packed")
-    if packed and packed["tensors"]:
-        counts[1]["packed for kernels"] = packed["tensors"], packed["bytes"]
     rows = []
     for kind in counts[0] | counts[1]:
         (number, size), (number_after, size_after) = (x.get(kind, (0, 0)) for x in counts)
@@ -235,22 +227,6 @@ def weight_bytes(model: ir.Model) -> dict[str, tuple[int, int]]:
         number, total = counts.get(kind := tensor.dtype.name.lower(), (0, 0))
         counts[kind] = number + 1, total + size
     return counts
-
-
-def _packed_bytes(model_path: str | os.PathLike[str]) -> tuple[int, int]:
-    """Return how many initializers of a file have packed forms, and the bytes of these."""
-    import onnx
-
-    from rewrite_rules.prepacked_weights.records import read_records
-
-    found = read_records(onnx.load(model_path, load_external_data=False))
-    blobs = {
-        (offset, length)
-        for records in found.values()
-        for record in records
-        for offset, length, _ in record.blobs
-    }
-    return len(found), sum(length for _, length in blobs)
 
 
 def _memory(
