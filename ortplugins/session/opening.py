@@ -395,7 +395,9 @@ class Start:
         try:
             self._open_given()
         except Exception as refused:
-            if self._switched is None and isinstance(error, ModelFileError):
+            # Of a text that is not UTF-8 Python's own, which is of no other class, too.
+            is_other = self._switched is not None or isinstance(refused, UnicodeError)
+            if isinstance(error, ModelFileError) and not is_other:
                 raise _as_both(error, refused) from refused
             raise  # the caller may expect this very error
         if isinstance(error, MissingFileError):  # its data may come from elsewhere

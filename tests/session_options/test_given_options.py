@@ -414,6 +414,7 @@ MODELS: dict[str, Callable[[Path], object]] = {
     "protocol of bytes": lambda path: Named(os.fsencode(path)),
     "protocol of a number": lambda path: Named(3),
     "content": Path.read_bytes,
+    "an operator that is no text": lambda path: path.read_bytes().replace(b"Add", b"A\xffd"),
     "bytearray": lambda path: bytearray(path.read_bytes()),
     "memoryview": lambda path: memoryview(path.read_bytes()),
     "name in bytes": os.fsencode,
