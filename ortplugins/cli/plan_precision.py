@@ -45,7 +45,6 @@ def plan_precision(
     output: Annotated[Path | None, typer.Option("--output", "-o")] = None,
     mode: Literal["int16", "float"] = "int16",
     target: Literal["cpu", "qnn"] = "cpu",
-    reference: Path | None = None,
     max_calibration_memory: Annotated[Any, typer.Option(parser=opt.parse_size)] = "1GiB",
     providers: opt.Providers = opt.CPU,
     work_dir: Path | None = None,
@@ -55,14 +54,12 @@ def plan_precision(
 
     Args:
         model (MODEL): An 8-bit QDQ .onnx file.
-        budget (COSINE): Of the outputs to the reference's, to be reached: 99.5%.
+        budget (COSINE): Of the outputs to those without grids, to be reached: 99.5%.
         max_16bit (N): Activations that may get 16 bits: a number, or a share such as 25%.
         output: File for the result, overrides for mixed_precision_boundaries.overrides; else
             it is printed.
         mode: What is measured: 16-bit regions, or regions in float.
         target: What runs the model.
-        reference (FLOAT_MODEL): What outputs are compared with; else MODEL without its
-            activations' grids.
         max_calibration_memory (SIZE): What is kept of weights in float.
     """
     if source is None:
@@ -80,7 +77,6 @@ def plan_precision(
             max_16bit=max_16bit,
             mode=mode,
             target=target,
-            reference=reference,
             max_calibration_memory=max_calibration_memory,
             providers=providers,
             work_dir=work_dir,

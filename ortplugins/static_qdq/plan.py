@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Which activations of an 8-bit QDQ model deserve 16 bits: as few as a budget allows.
 
-The reference is the same model with all grids of its activations switched off, or a float
-model. What shares a grid (a Reshape's input and output) is promoted as one. What the search
-finds is rewritten by :func:`.place_boundaries` and measured; where the rewrite refuses a
-tensor, the search goes on without it.
+The reference is the same model with all grids of its activations switched off. What shares a
+grid (a Reshape's input and output) is promoted as one. What the search finds is rewritten by
+:func:`.place_boundaries` and measured; where the rewrite refuses a tensor, the search goes on
+without it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,6 @@ def plan_precision(
     max_16bit: float | None = None,
     mode: str = "int16",
     target: str = "cpu",
-    reference: ModelLike | None = None,
     max_calibration_memory: int = 1 << 30,
     providers: Sequence[Any] = ("CPUExecutionProvider",),
     work_dir: str | os.PathLike[str] | None = None,
@@ -99,8 +98,6 @@ def plan_precision(
             With a budget: whichever is met first.
         mode: What the rewrite makes of them, ``"int16"`` or ``"float"``.
         target: ``"cpu"`` or ``"qnn"``, as for the pass.
-        reference: A float model with the same inputs and outputs; by default the model itself
-            without the grids of its activations.
         max_calibration_memory: Bytes for weights that are kept in float.
         providers: Execution providers that run the samples.
         work_dir: Folder for intermediate files; by default the system's.
@@ -161,11 +158,6 @@ def plan_precision(
             budget=budget,
             most=math.floor(max_16bit * count) if isinstance(max_16bit, float) else max_16bit,
             of=f"{count} activations promoted",
-            reference=None
-            if reference is None
-            else SwitchedModel(
-                load_model(reference, map_inline=True).model, (), calibration
-            ).values(),
         )
     promoted = search.promoted_names()
     return PrecisionPlan(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The smallest set of switches to turn off so that outputs are near enough to a reference.
+"""The smallest set of switches to turn off so that outputs are near those without any.
 
 1. Each switch is turned on alone, all others off: the error at the outputs that it causes by
    itself ranks it.
@@ -20,9 +20,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
 
-import numpy.typing as npt
 import onnx_ir as ir
 
 from ortplugins.errors import QuantizationError
@@ -107,14 +105,12 @@ class Search:
         budget: float | None,
         most: int | None,
         of: str,
-        reference: Iterable[Mapping[str, npt.NDArray[Any]]] | None = None,
     ) -> None:
         """Promote, take back what is needless and measure, until the budget is met.
 
         ``made`` makes a model with the promoted names, and says which can't be, and why.
         ``budget`` is the cosine to reach, ``most`` how many names may be promoted, ``of`` what
-        messages call all of them ("5 activations promoted"). The reference is the model with
-        all switches off by default.
+        messages call all of them ("5 activations promoted").
         """
         switched, self._most = self._switched, most
         switched.refer_to(switched.values())
@@ -125,19 +121,9 @@ class Search:
             measured.append(dataclasses.replace(unit, error=error))
         self._ordered = sorted(measured, key=lambda unit: -unit.error / len(unit.names))
         self._unit_of = {name: unit for unit in measured for name in unit.names}
-        if reference is not None:
-            switched.refer_to(reference)
         before = self.before = self._now = self._measured(())
         self.ranking = tuple(sorted(measured, key=lambda unit: -unit.error))
         self.curve.append(CurvePoint(0, (), before))
-        if budget is not None and self._most is None:
-            best = self._measured(self._ordered)
-            if best.cosine < budget:
-                raise QuantizationError(
-                    f"a cosine of {budget:.6g} can't be reached: it is {before.cosine:.6g} "
-                    f"now and {best.cosine:.6g} with all {_count(self._ordered)} promoted; "
-                    "the rest comes from what can't be"
-                )
         wanted = budget
         while True:
             self._grow(wanted)
