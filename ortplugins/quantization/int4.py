@@ -342,10 +342,7 @@ class AWQLiteHelper:
 
     def update_best_params(self) -> None:
         """Set ``best_alpha`` to the exponent of least loss, and ``best_scale``."""
-        if self.act_scale is None or self.weight_scale is None:
-            raise QuantizationError(
-                "the helper was made without activations or without a weight"
-            )
+        assert self.act_scale is not None and self.weight_scale is not None
         self.best_alpha = min(self.loss, key=self.loss.__getitem__)
         self.best_scale = get_scale(self.act_scale, self.weight_scale, self.best_alpha)
 
@@ -429,16 +426,8 @@ def run_awq_scale_search_per_node(
     ``clip_alphas`` gets each :attr:`AWQClipHelper.best_alpha` if clips are searched, too. The
     fast path takes activations from ``output_data``, by sample, then by weight, and sets them
     to None. ``layer_info`` has ``"precision"`` and ``"block_size"`` by weight where they are
-    others; keywords are those of the helpers. QuantizationError where these do not fit.
+    others; keywords are those of the helpers.
     """
-    if len(awq_lite) != len(wa_pack):
-        raise QuantizationError(
-            f"awq_lite has {len(awq_lite)} places for {len(wa_pack)} weights"
-        )
-    if enable_fast_path_using_high_sysram and not output_data:
-        raise QuantizationError(
-            "the fast path is asked for, but output_data holds no activations"
-        )
     for index, (activation, weight, transposed, _, _) in enumerate(wa_pack):
         w = _matrix(weight, transposed, augmented_onnx_path)
         if enable_fast_path_using_high_sysram:
@@ -485,9 +474,8 @@ def run_awq_scale_search_per_subgraph(
     for activation, indices in act_to_wa_pack_map.items():
         weights = [_matrix(*wa_pack[index][1:3], augmented_onnx_path) for index in indices]
         x = _tokens(_run(session, activation, inputs), len(weights[0]))
-        x_mean, w_mean = get_x_w_mean_for_subgraph(
-            wa_pack, indices, augmented_onnx_path, x, block_size
-        )
+        means = wa_pack, indices, augmented_onnx_path, x, block_size
+        x_mean, w_mean = get_x_w_mean_for_subgraph(*means)
         losses = _losses(x, weights, form, alphas)
         # In float64, as ModelOpt's: numpy's scalars, unlike Python's, widen what they meet.
         best = np.float64(min(losses, key=losses.__getitem__))
@@ -522,16 +510,9 @@ def get_act_to_weight_map_and_act_to_wa_pack_map(
     """Return the places in ``wa_pack`` and the shapes of the weights of each activation."""
     places: dict[str, list[int]] = {}
     shapes: dict[str, list[Sequence[int]]] = {}
-    sizes: dict[str, int] = {}
-    for index, (activation, weight, transposed, _, _) in enumerate(wa_pack):
-        name, k = activation.name, weight.dims[1 if transposed else 0]
-        if sizes.setdefault(name, k) != k:
-            raise QuantizationError(
-                f"weight {weight.name!r} has K = {k}, and others that read {name!r} have "
-                f"{sizes[name]}"
-            )
-        places.setdefault(name, []).append(index)
-        shapes.setdefault(name, []).append(weight.dims)
+    for index, (activation, weight, *_) in enumerate(wa_pack):
+        places.setdefault(activation.name, []).append(index)
+        shapes.setdefault(activation.name, []).append(weight.dims)
     return places, shapes
 
 
@@ -606,17 +587,14 @@ def _relative_magnitude(weight: Array, block_size: int, least: Any) -> Array:
 
 
 def _matrix(weight: onnx.TensorProto, transposed: bool, model_path: str) -> Array:
-    array: npt.NDArray[Any] = onnx.numpy_helper.to_array(
-        weight, base_dir=os.path.dirname(model_path)
-    )
+    folder = os.path.dirname(model_path)
+    array: Array = onnx.numpy_helper.to_array(weight, base_dir=folder)
     return array.T if transposed else array
 
 
 def _run(session: Any, name: str, inputs: Sequence[Mapping[str, Any]]) -> list[Array]:
-    return [
-        session.run([name], {key: np.asarray(value) for key, value in feed.items()})[0]
-        for feed in inputs
-    ]
+    feeds = ({key: np.asarray(value) for key, value in feed.items()} for feed in inputs)
+    return [session.run([name], feed)[0] for feed in feeds]
 
 
 def _tokens(arrays: Sequence[Any], k: int) -> Array:
