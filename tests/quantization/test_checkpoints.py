@@ -144,6 +144,30 @@ def test_layers_may_have_bits_of_their_own(tmp_path, kind):
         np.testing.assert_allclose(found[node], expected, rtol=1e-7)
 
 
+@pytest.mark.parametrize("layout", FORMATS)
+def test_rows_that_act_order_scattered(tmp_path, layout):
+    name, (k, n) = next(iter(LAYERS.items()))
+    scattered = np.random.default_rng(6).permutation(np.arange(K) // 16).astype(np.int32)
+    parts, _ = packed_layer("gptq", k, n, 4, 16, False, 0)
+    weights = checkpoint(tmp_path / "c", "gptq", tensors={f"{name}.g_idx": scattered})
+    # The same codes, each with the scale and zero point of another block.
+    unsigned = unpacked_codes(parts["qweight"])
+    stored = (unpacked_codes(parts["qzeros"].T).T + 1) % 16
+    scales = parts["scales"].astype(float)
+    weights[name] = (unsigned - stored[scattered]) * scales[scattered]
+    result = quantize(float_model(weights), checkpoint=tmp_path / "c", quant_format=layout)
+    x = normal(5, K, seed=3)
+    up, down = weights.values()
+    expected = (x * normal(K, seed=9).astype(float)) @ up @ down @ normal(K, K)
+    assert relative_error(run(result.model, {"x": x})[0], expected) < 1e-5
+
+
+def unpacked_codes(packed: np.ndarray) -> np.ndarray:
+    """Codes of 4 bits, eight to a word along the first axis."""
+    parts = [packed.view(np.uint32) >> (4 * place) & 15 for place in range(8)]
+    return np.stack(parts, axis=1).reshape(-1, packed.shape[1]).astype(int)
+
+
 UP = next(iter(LAYERS))
 
 
@@ -152,9 +176,9 @@ UP = next(iter(LAYERS))
     [
         (
             "gptq",
-            {"tensors": {f"{UP}.g_idx": np.arange(K, dtype=np.int32) // 17}},
+            {"tensors": {f"{UP}.g_idx": np.minimum(np.arange(K, dtype=np.int32) // 16, 2)}},
             ModelFileError,
-            rf"tensor '{UP}.g_idx'.*blocks of other than 16 rows",
+            rf"layer '{UP}'.*blocks of different numbers of rows",
         ),
         ("gptq", {"config": {"bits": 3}}, ModelFileError, "gptq checkpoints of 3 bits"),
         ("awq", {"config": {"version": "gemv"}}, ModelFileError, "'awq'.*gemv.* is not read"),

@@ -91,18 +91,17 @@ class CompressedLayer(StoredLayer):
         if shape in ((1,), (1, 1)):
             return 1
         blocks = self.part("weight_scale", 2, FLOATS).shape[1]
-        size = -(-k // blocks) if blocks else 0
-        if shape != (n, blocks) or not size or -(-k // size) != blocks:
+        if shape != (n, blocks):
             raise ModelFileError(
                 f"tensor '{self.name}.weight_scale' of the checkpoint is {list(shape or ())} "
-                f"for a weight [{n}, {k}]: a scale for each block along K is expected"
+                f"for a weight [{n}, {k}]: scales for each of its {n} rows are expected"
             )
         return blocks
 
     def form(self, scale_type: str) -> BlockFormat:
         """Return the form of the codes."""
-        (k, _), blocks = self.shape(), self._blocks()
-        size = -1 if blocks == 1 else -(-k // blocks)
+        blocks = self._blocks()
+        size = -1 if blocks == 1 else self.block_size(blocks)
         bits, symmetric = self._bits(), "weight_zero_point" not in self.parts
         if not symmetric:
             symmetric = bool((self._zero_points(bits) == 1 << (bits - 1)).all())

@@ -76,19 +76,17 @@ class GptqLayer(StoredLayer):
 
     def form(self, scale_type: str) -> BlockFormat:
         """Return the form of the codes: symmetric where all zero points are in the middle."""
-        (k, n), zeros = self.shape(), self._zero_points()
+        (_, n), zeros = self.shape(), self._zero_points()
         blocks = len(zeros)
-        size = -(-k // blocks) if blocks else k
         scales = self.part("scales", 2, FLOATS).shape
-        if not blocks or -(-k // size) != blocks or scales != (blocks, n):
+        if scales != (blocks, n):
             raise ModelFileError(
-                f"layer {self.name!r} of the checkpoint has {blocks} blocks for K = {k}, and "
-                f"scales of {list(scales)}"
+                f"layer {self.name!r} of the checkpoint has zero points for {blocks} blocks, "
+                f"and scales of {list(scales)}"
             )
         middle = bool((zeros == 1 << (self.bits - 1)).all())
-        return BlockFormat(
-            self.bits, -1 if blocks == 1 else size, middle, scale_type=scale_type
-        )
+        size = -1 if blocks == 1 else self.block_size(blocks)
+        return BlockFormat(self.bits, size, middle, scale_type=scale_type)
 
     def order(self) -> npt.NDArray[np.int64] | None:
         """Return the rows block by block, where act-order scattered them."""

@@ -117,22 +117,38 @@ class StoredLayer(Layer):
             )
         return found
 
+    def block_size(self, blocks: int) -> int:
+        """Return the rows of a block: those that g_idx has in the first, or an even share."""
+        (k, _), index = self.shape(), self._block_of_rows()
+        size = k // max(1, blocks) if index is None else np.count_nonzero(index == 0)
+        fits = size * blocks == k if index is None else size and -(-k // size) == blocks
+        if not fits:
+            raise ModelFileError(
+                f"layer {self.name!r} of the checkpoint has {blocks} blocks for K = {k}"
+            )
+        return int(size)
+
     def sorted_order(self, blocks: int) -> npt.NDArray[np.int64] | None:
         """Return the order that brings the rows of a block together, if g_idx has one."""
-        name = next((name for name in ("g_idx", "weight_g_idx") if name in self.parts), None)
-        if name is None:
+        (k, _), index = self.shape(), self._block_of_rows()
+        if index is None:
             return None
-        index, (k, _) = self.part(name, 1, ("I32", "I64")).read(), self.shape()
-        in_blocks = np.arange(k) // -(-k // blocks)
-        if np.array_equal(index, in_blocks) or (index == -1).all():
+        in_blocks = np.arange(k) // self.block_size(blocks)
+        if np.array_equal(index, in_blocks):
             return None
         order = np.argsort(index, kind="stable")
         if len(index) != k or not np.array_equal(index[order], in_blocks):
             raise ModelFileError(
-                f"tensor '{self.name}.{name}' of the checkpoint has blocks of other than "
-                f"{-(-k // blocks)} rows, which ONNX does not have"
+                f"layer {self.name!r} of the checkpoint has blocks of different numbers of "
+                "rows (g_idx), which ONNX does not have"
             )
         return order
+
+    def _block_of_rows(self) -> npt.NDArray[Any] | None:
+        name = next((name for name in ("g_idx", "weight_g_idx") if name in self.parts), None)
+        index = None if name is None else self.part(name, 1, ("I32", "I64")).read()
+        # compressed-tensors writes -1 where there is no act-order.
+        return None if index is None or (index == -1).all() else index
 
 
 class SafetensorsCheckpoint(Checkpoint):
