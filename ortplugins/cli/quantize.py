@@ -124,8 +124,8 @@ def quantize(
         output: File to write; for a folder, a folder.
         recipe (NAME|FILE): small, balanced, best, encoder8, or a YAML file; the options below
             change it.
-        checkpoint (FOLDER): Take the codes of a GPTQ, AWQ or AutoRound checkpoint of the same
-            model.
+        checkpoint (FILE|FOLDER): Take the codes of a GGUF file, or of a GPTQ, AWQ, AutoRound
+            or compressed-tensors checkpoint, of the same model.
         max_calibration_memory (SIZE): What activations and their statistics may take at once.
         scheduler (tcp://HOST:PORT): A Dask scheduler whose workers do the work; they have to
             see the output's folder, or --work-dir.

@@ -105,9 +105,10 @@ def quantize(
         recipe: Which weights are quantised, and how: a :class:`Recipe`, the path of one in
             YAML, or ``"small"``, ``"balanced"``, ``"best"`` or ``"encoder8"``. By default 4
             bits in blocks of 32, rounded to nearest.
-        checkpoint: Folder of a GPTQ, AWQ or AutoRound checkpoint (safetensors) of the same
-            model, whose codes, scales and zero points are taken as they are. Its layers are
-            found by the names of weights or nodes; what is not in it stays in float.
+        checkpoint: A GGUF file, or a folder with one or with a checkpoint of GPTQ, AWQ,
+            AutoRound or compressed-tensors (safetensors), of the same model, whose codes,
+            scales and zero points are taken as they are. Its layers are found by the names of
+            weights, nodes or modules; what is not in it stays in float.
         calibration_data_reader: Samples, each a dict of input names and arrays: an object with
             ``get_next()``, an iterable, or paths of ``.npz`` files. None for random ones, with
             a warning. With ``method="rtn"`` they only measure the error of outputs.
@@ -138,7 +139,7 @@ def quantize(
         CalibrationError: If a sample is not a dict of the model's inputs, holds NaN or
             infinite values, or there is none.
         FileExistsError: If ``output`` exists and ``overwrite`` is false.
-        ImportError: If there is a checkpoint, and no safetensors package.
+        ImportError: If there is a checkpoint, and not the package that reads it.
         MissingFileError, ModelFileError: If the model, its data or a checkpoint can't be used,
             or nothing is left to quantise.
         QuantizationError: If a setting is out of range, a pattern means no node, the file of a
