@@ -235,7 +235,6 @@ INT8 = {"num_bits": 8}
         ({"weight_g_idx": np.zeros(K - 1, np.int32)}, {}, "3 blocks for K = 96"),
         ({"weight_zero_point": np.full((N, 3), 90, np.int8)}, {}, "zero points beyond 4 bits"),
     ],
-    ids=str,
 )  # fmt: skip
 def test_what_has_no_form_is_refused_by_name(tmp_path, change, options, match):
     tensors, weight = layer()

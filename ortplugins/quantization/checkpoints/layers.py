@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -254,7 +255,7 @@ def _cosine(columns: Floats, use: WeightUse) -> float:
     if not norms.any():
         return float(not (own.any() or columns.any()))
     products = np.einsum("kn,kn->k", own[some], columns[some])
-    return float(np.mean(products / norms[some]))
+    return float(np.mean(products / norms[some])) if some.any() else math.nan
 
 
 def _module_names(use: WeightUse) -> Iterator[str]:
