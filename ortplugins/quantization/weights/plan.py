@@ -15,6 +15,7 @@ from ortplugins.model_io.loading import lift_constants
 from ortplugins.quantization.checkpoints.layers import Checkpoint, Layer
 from ortplugins.quantization.coverage import Coverage, coverage, float_weights
 from ortplugins.quantization.experts.unroll import Experts, unroll_mixtures
+from ortplugins.quantization.kv_cache import find_caches
 from ortplugins.quantization.weights.layer_forms import check_layers
 from ortplugins.quantization.weights.recipe import METHODS, UNSCALED, Recipe
 from ortplugins.quantization.weights.report import NodeReport, QuantizeReport
@@ -181,7 +182,9 @@ def _other_operators(
 
 def check_not_empty(plan: WeightPlan, recipe: Recipe) -> None:
     """Refuse a plan that quantises nothing, and say why."""
-    if plan.groups:
+    if recipe.kv_bits:
+        find_caches(plan.model)
+    if plan.groups or recipe.kv_bits:
         return
     refused = [node for node in plan.nodes if isinstance(node, NodeReport)]
     left = [node for node in refused if not node.reason.startswith("already quantised")]

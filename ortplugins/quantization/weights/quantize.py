@@ -174,7 +174,7 @@ def quantize(
         place = Path(os.path.abspath(work_dir)) if work_dir else kept.path or beside
         scratch = Path(stack.enter_context(scratch_within(place)))
         calibration = None
-        reached = any(group.activations for group in plan.groups)
+        reached = chosen.kv_bits or any(group.activations for group in plan.groups)
         if reached and (chosen.needs_statistics or calibration_data_reader is not None):
             calibration = Calibration(
                 KeptSamples(calibration_data_reader, loaded.model, scratch=scratch),
@@ -246,6 +246,8 @@ def _raise_opset(model: ir.Model, recipe: Recipe, plan: WeightPlan) -> list[str]
         model.ir_version = max(model.ir_version or 0, _MICROSOFT_IR_VERSION)
         return []
     bits = {weight.form.bits for group in plan.groups for weight in group.weights}
+    if not bits:  # nothing but a cache
+        return []
     opset, ir_version = max(_OPSETS[each] for each in bits)
     found = model.opset_imports.get("", 0)
     reason = f"DequantizeLinear in blocks of {min(bits)} bits"

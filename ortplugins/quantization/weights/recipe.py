@@ -181,6 +181,8 @@ class Recipe:
         gptq: Damping and searches of GPTQ; a mapping of its options will do.
         least_cosine: Of a layer's output in w8a8 with the float layer's, on sampled tokens, 0
             to 1; layers below it stay in float.
+        kv_bits: 8 for a cache of keys and values in int8, of GroupQueryAttention; ranges come
+            from samples. None leaves it.
         quantized_inputs: Whether GPTQ makes up for the errors of earlier weights, too. Weights
             are quantised one after the other, for the inputs that they get in the quantised
             model. It takes about twice as long.
@@ -221,6 +223,7 @@ class Recipe:
         0.999, "0 to 1", lambda given: is_number(given) and 0 <= given <= 1
     )
     quantized_inputs: bool = False
+    kv_bits: int | None = setting(None, "8", lambda bits: bits is None or bits == 8)
 
     def __post_init__(self) -> None:
         gptq: Any = self.gptq
@@ -294,7 +297,8 @@ class Recipe:
     def needs_statistics(self) -> bool:
         """Whether activations have to be calibrated."""
         methods = [self.method, *(rule.method or self.method for rule in self.rules)]
-        return any(METHODS[name] for name in methods) or self.share_of_8_bits > 0
+        known = self.share_of_8_bits > 0 or self.kv_bits is not None
+        return known or any(METHODS[name] for name in methods)
 
     def choose(self, use: WeightUse, *, table: bool) -> tuple[BlockFormat, str, str]:
         """Return form and method of a node's weight, and why it stays in float, if it does.

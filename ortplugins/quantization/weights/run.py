@@ -29,6 +29,7 @@ import onnx_ir as ir
 from ortplugins.errors import CalibrationError
 from ortplugins.model_io.saving import Progress
 from ortplugins.quantization.experts.qmoe import write_experts
+from ortplugins.quantization.kv_cache import quantize_caches
 from ortplugins.quantization.methods.nearest import Floats
 from ortplugins.quantization.statistics.accumulator import (
     ActivationRequest,
@@ -114,6 +115,8 @@ def quantize_graph(
     joined, notes = write_experts(plan.model, plan.experts, weights, level, writer)
     plan.notes.extend(notes)
     write_codes(plan, recipe, joined)
+    if recipe.kv_bits and calibration is not None:
+        plan.notes.append(quantize_caches(plan.model, calibration))
     return reported(plan, recipe, joined)
 
 

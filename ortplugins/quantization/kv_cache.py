@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: MIT
+"""Caches of keys and values in 8 bits, in which GroupQueryAttention keeps them itself.
+
+    GroupQueryAttention(q, k, v, past float [B, G, T, D], ...)
+        -> GroupQueryAttention(q, k, v, past int8, ..., k_scale [G * D], v_scale [G * D])
+
+A number is stored as ``clip(rint(x / scale), -128, 127)``, with one scale for each channel of
+each head: the greatest magnitude in the samples over 127. onnxruntime has the kernel from 1.27
+on. It attends to what is stored, new tokens included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.passes.common
+
+from ortplugins.errors import CalibrationError, ModelFileError
+from ortplugins.quantization.methods.nearest import Floats
+from ortplugins.quantization.statistics.collect import (
+    Calibration,
+    detach_tensors,
+    open_for_samples,
+    run_sample,
+)
+from rewrite_rules.graph.initializers import FreshNames, new_initializer
+from rewrite_rules.graph.nodes import input_of, label
+from rewrite_rules.remarks import Refusal
+
+_PAST, _SCALES = (3, 4), {"k": 12, "v": 13}  # inputs of the operator
+_HIGHEST = 127
+_FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+_ADVICE = (
+    "optimize the model first, by the pass TransformerFusion with kv_cache='shared', or take "
+    "one from onnxruntime-genai's builder"
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Cache:
+    """The keys or the values of one attention."""
+
+    node: ir.Node
+    kind: str  # k or v
+    past: ir.Value  # an input of the graph
+    present: ir.Value  # an output
+
+
+def find_caches(model: ir.Model) -> list[Cache]:
+    """Return the caches of a model, keys and values in turns.
+
+    Raises:
+        ModelFileError: If there is none, or one that cannot be kept in 8 bits.
+    """
+    found: list[Cache] = []
+    for node in model.graph.all_nodes():
+        if (node.domain, node.op_type) == ("com.microsoft", "GroupQueryAttention"):
+            try:
+                found += _caches_of(node, model.graph)
+            except Refusal as refusal:
+                where = f"kv_bits: the cache of {label(node)!r}"
+                raise ModelFileError(f"{where} stays: {refusal}; {_ADVICE}") from None
+    if not found:
+        raise ModelFileError(f"kv_bits: no GroupQueryAttention has a cache: {_ADVICE}")
+    return found
+
+
+def _caches_of(node: ir.Node, main: ir.Graph) -> Iterator[Cache]:
+    if node.graph is not main:
+        raise Refusal("it lies in a subgraph of If, Loop or Scan")
+    if len(node.outputs) < 3:
+        raise Refusal("it is not returned")
+    for kind, index, present in zip("kv", _PAST, node.outputs[1:3], strict=True):
+        past = input_of(node, index)
+        if past is None or not past.is_graph_input() or not present.is_graph_output():
+            raise Refusal("it does not go from an input of the model to an output")
+        if past.dtype not in _FLOATS:
+            raise Refusal(f"it is {past.dtype.name.lower() if past.dtype else 'of no type'}")
+        for value in (past, present):
+            others = [n for n in value.consumers() if n.op_type != "Shape" and n is not node]
+            if others:
+                raise Refusal(f"{label(others[0])!r} reads {value.name!r} as well")
+        yield Cache(node, kind, past, present)
+
+
+def quantize_caches(model: ir.Model, calibration: Calibration) -> str:
+    """Keep the caches of a model in 8 bits, in place; return a note of it."""
+    caches, names = find_caches(model), FreshNames(model)
+    scales = _scales(model, caches, calibration)
+    for cache, scale in zip(caches, scales, strict=True):
+        node, name = cache.node, names.take(f"{cache.past.name}.scale")
+        value = new_initializer(model.graph, ir.tensor(scale, name=name))
+        node.resize_inputs(max(len(node.inputs), _SCALES["v"] + 1))
+        node.replace_input_with(_SCALES[cache.kind], value)
+        for attribute in (
+            ir.AttrString(f"{cache.kind}_quant_type", "PER_CHANNEL"),
+            ir.AttrInt64("kv_cache_bit_width", 8),
+        ):
+            node.attributes[attribute.name] = attribute
+        for end in (cache.past, cache.present):
+            end.type = ir.TensorType(ir.DataType.INT8)
+    return f"{len(caches)} caches are int8 now: bind int8 arrays to {caches[0].past.name!r}"
+
+
+def _scales(
+    model: ir.Model, caches: Sequence[Cache], calibration: Calibration
+) -> list[Floats]:
+    """Return the scale of each channel [G * D] of caches."""
+    part = model.clone()
+    folder = detach_tensors(part, calibration.scratch)
+    outputs = {value.name: value for value in part.graph.outputs}
+    names = [cache.present.name for cache in caches]
+    part.graph.outputs[:] = [outputs[name] for name in names]
+    onnx_ir.passes.common.RemoveUnusedNodesPass()(part)
+    session = open_for_samples(part, folder, calibration.providers)
+    greatest: list[Floats] = []
+    for index, feed in enumerate(calibration.samples):
+        arrays = run_sample(session, names, feed, f"sample {index}")
+        found = [
+            abs(array.astype(np.float32)).max(axis=(0, 2), initial=0).reshape(-1)
+            for array in arrays
+        ]
+        greatest = list(map(np.maximum, greatest, found)) if greatest else found
+    for cache, most in zip(caches, greatest, strict=True):
+        if not np.isfinite(most).all():
+            raise CalibrationError(f"cache {cache.present.name!r} holds NaN or infinity")
+    least = np.finfo(np.float32).tiny
+    return [np.maximum(most / np.float32(_HIGHEST), least) for most in greatest]

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: MIT
+"""A cache of keys and values in int8: its scales, its numbers, and where it cannot be."""
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from builders.decoders import decoder
+from builders.exports import exported
+from builders.sessions import CPU
+
+import ortplugins
+from ortplugins.errors import ModelFileError, OrtpluginsWarning, QuantizationError
+from ortplugins.quantization import quantize
+from ortplugins.runtime.stock_session import stock_options
+
+ROWS, PROMPT, STEPS, CAPACITY = 2, 9, 4, 20
+FLOAT = {"rules": {"re:.*": "float"}}
+
+
+@pytest.fixture(scope="module")
+def shared() -> ir.Model:
+    model = exported("llama-dynamo-sdpa")
+    passes = [ortplugins.TransformerFusion(kv_cache="shared")]
+    return ir.from_proto(ortplugins.optimize(model, passes=passes).model)
+
+
+def session_on(model: ir.Model) -> ort.InferenceSession:
+    content = ir.to_proto(model).SerializeToString()
+    return ort.InferenceSession(content, stock_options(), providers=CPU)
+
+
+def caches(session) -> list[tuple[str, list[int]]]:
+    return [(i.name, i.shape) for i in session.get_inputs() if "past" in i.name]
+
+
+def sample(session, seed=0, length=PROMPT):
+    """A prompt and empty caches."""
+    ids = np.random.default_rng(seed).integers(0, 20, (ROWS, length))
+    feed = {
+        "input_ids": ids,
+        "attention_mask": np.ones((ROWS, length), np.int64),
+        "position_ids": np.arange(length)[None].repeat(ROWS, 0),
+    }
+    feed = {i.name: feed[i.name] for i in session.get_inputs() if i.name in feed}
+    return feed | {
+        name: np.zeros((ROWS, shape[1], 0, shape[3]), np.float32)
+        for name, shape in caches(session)
+    }
+
+
+def generated(model: ir.Model):
+    """The logits of a prompt and of single tokens, and the buffers in the end."""
+    session, binding, found = session_on(model), None, []
+    binding, buffers = session.io_binding(), {}
+    dtypes = {
+        i.name: np.int8 if "int8" in i.type else np.float32 for i in session.get_inputs()
+    }
+    for name, shape in caches(session):
+        empty = np.zeros((ROWS, shape[1], CAPACITY, shape[3]), dtypes[name])
+        buffers[name] = ort.OrtValue.ortvalue_from_numpy(empty)
+        binding.bind_ortvalue_input(name, buffers[name])
+        present = name.replace("past_key_values", "present")
+        binding.bind_ortvalue_output(present, buffers[name])
+    whole = sample(session, 1, PROMPT + STEPS)
+    for start, stop in ((0, PROMPT), *((at, at + 1) for at in range(PROMPT, PROMPT + STEPS))):
+        for name in whole.keys() - buffers.keys():
+            first = 0 if name == "attention_mask" else start
+            binding.bind_cpu_input(name, np.ascontiguousarray(whole[name][:, first:stop]))
+        binding.bind_output("logits")
+        session.run_with_iobinding(binding)
+        found.append(binding.get_outputs()[-1].numpy().copy())
+    return np.concatenate(found, 1), {
+        name: value.numpy().copy() for name, value in buffers.items()
+    }
+
+
+def constants_of(model: ir.Model) -> dict[str, np.ndarray]:
+    return {name: v.const_value.numpy() for name, v in model.graph.initializers.items()}
+
+
+def test_codes_are_those_of_the_greatest_numbers_in_the_samples(shared):
+    samples = [sample(session_on(shared), seed) for seed in range(3)]
+    result = quantize(shared, kv_bits=8, calibration_data_reader=samples, **FLOAT)
+    expected, floats = generated(shared)
+    found, codes = generated(result.model)
+    assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
+    assert (found != expected).any()
+    scales = constants_of(result.model)
+    session = session_on(shared)
+    names = [output.name for output in session.get_outputs()][1:]
+    runs = [session.run(names, feed) for feed in samples]
+    for name, *arrays in zip(floats, *runs, strict=True):
+        greatest = np.abs(np.concatenate(arrays)).max(axis=(0, 2))
+        assert scales[f"{name}.scale"] == pytest.approx(greatest.reshape(-1) / 127)
+        assert codes[name].nbytes * 4 == floats[name].nbytes
+    # The first layer's keys and values depend on no cache.
+    for name in list(floats)[:2]:
+        steps = scales[f"{name}.scale"].reshape(1, floats[name].shape[1], 1, -1)
+        stored = np.clip(np.rint(floats[name] / steps), -128, 127)
+        assert np.abs(codes[name] - stored).max() <= 1  # a rounded tie
+    assert any("int8" in note for note in result.report.notes)
+
+
+@pytest.mark.parametrize("quant_format", ["QDQ", "MatMulNBits"])
+def test_weights_and_cache_are_quantised_in_one_call(shared, quant_format):
+    samples = [sample(session_on(shared), seed) for seed in range(3)]
+    given = {"calibration_data_reader": samples, "quant_format": quant_format, "bits": 8}
+    both = quantize(shared, kv_bits=8, **given)
+    assert both.report.bytes_after < both.report.bytes_before
+    found, _ = generated(both.model)
+    expected, _ = generated(quantize(shared, **given).model)
+    assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
+
+
+def test_the_graph_of_onnxruntimes_builder_is_taken_and_a_session_with_passes_opens_it():
+    model = ir.from_proto(decoder("genai"))
+    feed = {
+        "input_ids": np.arange(6)[None],
+        "seqlens_k": np.array([5], np.int32),
+        "total_sequence_length": np.array(6, np.int32),
+        **dict.fromkeys(
+            ("past_key_values_0_key", "past_key_values_0_value"),
+            np.zeros((1, 2, 0, 8), np.float32),
+        ),
+    }
+    made = quantize(model, kv_bits=8, calibration_data_reader=[feed], **FLOAT).model
+    empty = np.zeros((1, 2, 0, 8), np.int8)
+    given = feed | {name: empty for name in feed if name.startswith("past")}
+    expected = session_on(model).run(["logits"], feed)[0]
+    so = ort.SessionOptions()
+    ortplugins.configure(so, ortplugins.TransformerFusion(), ortplugins.TrimPadding())
+    content = ir.to_proto(made).SerializeToString()
+    session = ortplugins.InferenceSession(content, so, providers=CPU)
+    (found,) = session.run(["logits"], given)
+    assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
+
+
+def with_reader(model: ir.Model) -> ir.Model:
+    model = model.clone()
+    (past,) = [value for value in model.graph.inputs if value.name == "past_key_values_0_key"]
+    node = ir.node("Neg", [past], name="reader")
+    node.outputs[0].name, node.outputs[0].dtype = "read", past.dtype
+    model.graph.append(node)
+    model.graph.outputs.append(node.outputs[0])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda: ir.from_proto(decoder("torch")), "optimize the model first"),
+        (lambda: with_reader(ir.from_proto(decoder("genai"))), "'reader' reads"),
+    ],
+    ids=["as exported", "read by another node"],
+)
+def test_a_cache_that_cannot_be_int8_is_an_error(change, match):
+    with pytest.raises(ModelFileError, match=f"kv_bits: .*{match}"):
+        quantize(change(), kv_bits=8, calibration_data_reader=[{}])
+
+
+def test_bad_settings_of_a_cache(shared):
+    with pytest.raises(QuantizationError, match="kv_bits is 4: 8 is expected"):
+        quantize(shared, kv_bits=4)
+    with pytest.warns(OrtpluginsWarning, match="random inputs"):
+        quantize(shared, kv_bits=8, **FLOAT)
+    # A second time there is no float cache.
+    samples = [sample(session_on(shared))]
+    made = quantize(shared, kv_bits=8, calibration_data_reader=samples, **FLOAT).model
+    with pytest.raises(ModelFileError, match="it is int8"):
+        quantize(made, kv_bits=8, calibration_data_reader=samples)
