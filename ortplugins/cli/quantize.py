@@ -107,6 +107,7 @@ def quantize(
     recipe: str | None = None,
     settings: Annotated[dict[str, Any], _settings_of_a_recipe],
     checkpoint: Path | None = None,
+    imatrix: Path | None = None,
     source: opt.GivenSamples,
     providers: opt.Providers = opt.CPU,
     max_calibration_memory: Annotated[Any, typer.Option(parser=opt.parse_size)] = "1GiB",
@@ -126,6 +127,8 @@ def quantize(
             change it.
         checkpoint (FILE|FOLDER): Take the codes of a GGUF file, or of a GPTQ, AWQ, AutoRound
             or compressed-tensors checkpoint, of the same model.
+        imatrix (FILE): llama.cpp's importance matrix of the same model, in place of samples
+            for rtn and awq_lite.
         max_calibration_memory (SIZE): What activations and their statistics may take at once.
         scheduler (tcp://HOST:PORT): A Dask scheduler whose workers do the work; they have to
             see the output's folder, or --work-dir.
@@ -148,6 +151,7 @@ def quantize(
             output,
             recipe=chosen,
             checkpoint=checkpoint,
+            imatrix=imatrix,
             calibration_data_reader=source,
             calibration_providers=providers,
             max_calibration_memory=max_calibration_memory,

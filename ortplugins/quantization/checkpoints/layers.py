@@ -215,7 +215,7 @@ class Checkpoint(abc.ABC):
         ]
 
     def _found(self, use: WeightUse) -> Found | None:
-        for name in _module_names(use):
+        for name in module_names(use):
             if found := self.candidates(name):
                 return _most_alike(found, use)
         return None
@@ -258,7 +258,7 @@ def _cosine(columns: Floats, use: WeightUse) -> float:
     return float(np.mean(products / norms[some])) if some.any() else math.nan
 
 
-def _module_names(use: WeightUse) -> Iterator[str]:
+def module_names(use: WeightUse) -> Iterator[str]:
     """Yield what checkpoints may call the module of a node."""
     seen = set()
     for name in ((use.weight.name or "").removesuffix(".weight"), *use.names):

@@ -45,7 +45,8 @@ class ActivationStatistics:
     mean_abs: Floats  # [K], the mean of |x| over all tokens
     # [T, K], a uniform random sample in their order, or all where no more were asked for.
     tokens: Floats
-    gram: Floats | None = None  # [K, K], X^T X / count over all tokens; exactly symmetric
+    # [K, K], X^T X / count over all tokens; exactly symmetric. Or its diagonal alone, [K].
+    gram: Floats | None = None
     unit: float = 1.0  # a power of two, by which the numbers in all of these are divided
     # Where X is the quantised model's: the same tokens of the float model, and [K, K],
     # X^T (X_float - X) / count.
@@ -74,7 +75,7 @@ class ActivationStatistics:
     def energy(self) -> Floats:
         """Return the mean square of each channel, ``[K]``."""
         if self.gram is not None:
-            return np.diagonal(self.gram)
+            return self.gram if self.gram.ndim == 1 else np.diagonal(self.gram)
         mean: Floats = np.square(self.tokens).mean(axis=0)
         return mean
 
@@ -82,7 +83,7 @@ class ActivationStatistics:
         """Return the statistics of X / scales; what is the float model's stays."""
         gram = None if self.gram is None else self.gram / scales
         if gram is not None:
-            gram /= scales[:, None]
+            gram /= scales if gram.ndim == 1 else scales[:, None]
         return dataclasses.replace(
             self, mean_abs=self.mean_abs / scales, tokens=self.tokens / scales, gram=gram
         )

@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from ortplugins.errors import ModelFileError, QuantizationError
 from ortplugins.model_io.loading import lift_constants
+from ortplugins.quantization.checkpoints.imatrix import Imatrix
 from ortplugins.quantization.checkpoints.layers import Checkpoint, Layer
 from ortplugins.quantization.coverage import Coverage, coverage, float_weights
 from ortplugins.quantization.experts.unroll import Experts, unroll_mixtures
@@ -54,16 +55,19 @@ def plan_weights(
     recipe: Recipe,
     checkpoint: Checkpoint | None = None,
     experts: list[Experts] | None = None,
+    imatrix: Imatrix | None = None,
 ) -> WeightPlan:
     """Find what is to be quantised.
 
     Functions of the model are inlined; the graph's larger Constant nodes become initializers.
     Mixtures of experts are unrolled, unless ``experts`` says that they are.
     """
-    if checkpoint is not None and recipe.needs_statistics:
+    if imatrix is not None:
+        imatrix.check(recipe)
+    if checkpoint is not None and (recipe.needs_statistics or imatrix is not None):
         raise QuantizationError(
-            "a checkpoint brings its own codes: leave out methods that calibrate and "
-            "share_of_8_bits"
+            "a checkpoint brings its own codes: leave out methods that calibrate, "
+            "share_of_8_bits and imatrix"
         )
     try:
         left = inline_functions(model)
@@ -98,6 +102,7 @@ def plan_weights(
     methods = dict.fromkeys(weight.method for weight in weights)
     groups = [group for method in methods for group in _grouped(weights, method)]
     notes += [] if checkpoint is None else checkpoint.notes()
+    notes += [] if imatrix is None else imatrix.give(groups)
     return WeightPlan(model, groups, nodes, others, covered, notes, experts)
 
 

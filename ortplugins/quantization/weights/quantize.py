@@ -32,6 +32,7 @@ from ortplugins.model_io.saving import (
     save_with_data,
     scratch_within,
 )
+from ortplugins.quantization.checkpoints.imatrix import Imatrix
 from ortplugins.quantization.checkpoints.read import read_checkpoint
 from ortplugins.quantization.statistics.collect import Calibration
 from ortplugins.quantization.weights.plan import (
@@ -83,6 +84,7 @@ def quantize(
     *,
     recipe: Recipe | str | os.PathLike[str] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
+    imatrix: str | os.PathLike[str] | None = None,
     calibration_data_reader: Any = None,
     calibration_providers: Sequence[Any] = ("CPUExecutionProvider",),
     max_calibration_memory: int = 1 << 30,
@@ -109,6 +111,9 @@ def quantize(
             AutoRound or compressed-tensors (safetensors), of the same model, whose codes,
             scales and zero points are taken as they are. Its layers are found by the names of
             weights, nodes or modules; what is not in it stays in float.
+        imatrix: An importance matrix of llama.cpp of the same model, for the methods rtn and
+            awq_lite: the mean square of each input channel, in place of what samples would
+            say. Weights without an entry are rounded to nearest.
         calibration_data_reader: Samples, each a dict of input names and arrays: an object with
             ``get_next()``, an iterable, or paths of ``.npz`` files. None for random ones, with
             a warning. With ``method="rtn"`` they only measure the error of outputs.
@@ -157,17 +162,19 @@ def quantize(
         check_output(model, target, overwrite)
     loaded = load_model(model, map_inline=True)
     given = None if checkpoint is None else read_checkpoint(checkpoint)
-    plan = plan_weights(loaded.model, chosen, given)
+    matrix = None if imatrix is None else Imatrix(Path(imatrix))
+    plan = plan_weights(loaded.model, chosen, given, imatrix=matrix)
     check_not_empty(plan, chosen)
     if dry_run:
         return QuantizeResult(None, reported(plan, chosen), None)
     notes = _raise_opset(loaded.model, chosen, plan)
     if notes:  # the conversion made new nodes
-        plan = plan_weights(loaded.model, chosen, given, plan.experts)
+        plan = plan_weights(loaded.model, chosen, given, plan.experts, matrix)
     with contextlib.ExitStack() as stack:
         kept = NOTHING_KEPT
         if run_folder is not None:
             files = [*_files_of(model, loaded), *(given.files if given else ())]
+            files += [matrix.path] if matrix else []
             kept = stack.enter_context(RunFolder.opened(run_folder))
         # The system's own folder may be memory, or too small; the output has to fit anyway.
         beside = None if target is None else target.absolute().parent
@@ -175,7 +182,8 @@ def quantize(
         scratch = Path(stack.enter_context(scratch_within(place)))
         calibration = None
         reached = chosen.kv_bits or any(group.activations for group in plan.groups)
-        if reached and (chosen.needs_statistics or calibration_data_reader is not None):
+        needed = chosen.needs_statistics and (matrix is None or chosen.kv_bits)
+        if reached and (needed or calibration_data_reader is not None):
             calibration = Calibration(
                 KeptSamples(calibration_data_reader, loaded.model, scratch=scratch),
                 scratch,

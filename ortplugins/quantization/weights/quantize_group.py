@@ -71,7 +71,7 @@ def quantize_group(group: Group, recipe: Recipe, coordinator: str) -> Group:
     return dataclasses.replace(
         group,
         weights=[_quantized(weight, group, inputs, recipe) for weight in group.weights],
-        reached=bool(group.statistics),
+        reached=group.is_known,
         channel_scales=inputs.scales,
         alpha=inputs.alpha,
     )
@@ -115,6 +115,7 @@ class _Inputs:
     scales: Floats | None  # None for 1
     alpha: float
     known: ActivationStatistics | None = None
+    energy: Floats | None = None  # mean squares of channels, by an imatrix
     sample: Floats | None = None  # tokens that errors are measured on
     feedback: Gptq | None = None
 
@@ -122,24 +123,31 @@ class _Inputs:
     def of(cls, group: Group, recipe: Recipe) -> _Inputs:
         """Map the statistics, those of several activations together; search the scales."""
         steps, scales, alpha = group.steps, group.channel_scales, group.alpha
-        if not group.statistics:
+        if not group.is_known:
             return cls(scales, alpha)
         mapped = [{name: each.map() for name, each in one.items()} for one in group.statistics]
-        known = pooled(list(map(ActivationStatistics.of, mapped)))
+        none = np.zeros((0, group.weights[0].K), np.float32)
+        known = (
+            pooled(list(map(ActivationStatistics.of, mapped)))
+            if mapped
+            else ActivationStatistics(0, none, none)
+        )
+        if (energy := group.energy) is not None:
+            known = dataclasses.replace(known, mean_abs=np.sqrt(energy), gram=energy)
         if "gptq" in steps or "clip" in steps:
             known = known.with_gram()
         if "scales" in steps:
             scales, alpha = _search_scales(group, recipe, known)
         if scales is not None:
             known = known.over(scales)
-        tokens = sample = known.tokens
-        if len(tokens) > _ERROR_TOKENS:
+        tokens = sample = known.tokens if len(known.tokens) else None
+        if tokens is not None and len(tokens) > _ERROR_TOKENS:
             # A weight with several inputs has the tokens of one after those of the other.
             sample = tokens[np.linspace(0, len(tokens) - 1, _ERROR_TOKENS).astype(int)]
         feedback = None
         if known.gram is not None and "gptq" in steps:
             feedback = Gptq(known.gram, recipe.gptq)
-        return cls(scales, alpha, known, sample, feedback)
+        return cls(scales, alpha, known, group.energy, sample, feedback)
 
 
 def _search_scales(
@@ -200,7 +208,7 @@ def _codes(
     form, known = weight.form, inputs.known
     try:
         if not steps:
-            return search_blocks(scaled, form)
+            return search_blocks(scaled, form, inputs.energy if form.bits > 2 else None)
         assert known is not None
         if inputs.feedback is not None:
             residual = None if known.drift is None else known.drift @ floats

@@ -124,6 +124,7 @@ class Group:
     # Of each activation that tokens of the samples reach: the arrays of ActivationStatistics,
     # or of PairedModels.statistics, by name. None where nothing is calibrated.
     statistics: Sequence[Mapping[str, TensorReference]] = ()
+    energy: Floats | None = None  # [K], mean squares of its channels, by an imatrix
     statistics_key: str = ""  # in the run folder
     threads: int = 1  # that may share the columns of a weight; it changes no bit
     undecided: bool = False  # whether some weights may get more bits later
@@ -134,9 +135,14 @@ class Group:
     folded: str = ""  # as in NodeReport
 
     @property
+    def is_known(self) -> bool:
+        """Whether there is anything to calibrate by."""
+        return bool(self.statistics) or self.energy is not None
+
+    @property
     def steps(self) -> tuple[str, ...]:
         """What the method does; nothing but rounding to nearest without a token."""
-        return METHODS[self.method] if self.statistics else ()
+        return METHODS[self.method] if self.is_known else ()
 
     @property
     def names(self) -> list[str]:

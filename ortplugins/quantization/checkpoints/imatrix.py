@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: MIT
+"""llama.cpp's importance matrix: the mean square of each input channel of a weight.
+
+    GGUF     NAME.in_sum2 float32 [1, K], NAME.counts float32 [1]
+    legacy   int32 entries; of each: int32 length, name, int32 calls, int32 K, float32 [K]
+
+The latter are sums over calls, so both are known but for a factor, which decides nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import re
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ortplugins.errors import MissingFileError, ModelFileError, QuantizationError
+from ortplugins.quantization.checkpoints.gguf_file import MAGIC, GgufTensor, read_gguf
+from ortplugins.quantization.checkpoints.layers import module_names
+from ortplugins.quantization.methods.nearest import Floats
+from ortplugins.quantization.weights.recipe import METHODS, Recipe
+from ortplugins.quantization.weights.uses import WeightUse
+from ortplugins.quantization.weights.weight import Group
+
+_SUMS, _COUNTS = ".in_sum2", ".counts"
+
+
+class Imatrix:
+    """The entries of a file."""
+
+    def __init__(self, path: Path) -> None:
+        """Read a file.
+
+        Raises:
+            MissingFileError, ModelFileError: If there is no such file, or it is damaged.
+        """
+        self.path = path
+        if not path.is_file():
+            raise MissingFileError(f"{path}: no such file")
+        with open(path, "rb") as file:
+            is_gguf = file.read(len(MAGIC)) == MAGIC
+        self._entries = _of_gguf(path) if is_gguf else _of_legacy(path)
+        if not self._entries:
+            raise ModelFileError(f"{path} is no importance matrix: it has no entry")
+
+    def check(self, recipe: Recipe) -> None:
+        """Refuse what needs more than energies of channels."""
+        methods = {recipe.method, *(rule.method or recipe.method for rule in recipe.rules)}
+        others = sorted(methods - {"rtn", "awq_lite"})
+        if others or recipe.share_of_8_bits:
+            raise QuantizationError(
+                f"{self.path} has mean squares of channels alone, which is too little for "
+                f"{others[0] if others else 'share_of_8_bits'}: take rtn or awq_lite"
+            )
+
+    def give(self, groups: Sequence[Group]) -> list[str]:
+        """Note on groups what is known of their channels; return what is to be said of it."""
+        left = []
+        for group in groups:
+            uses = [use for weight in group.weights for use in weight.uses]
+            found = (self.energy_of(use) for use in uses)
+            group.energy = next((energy for energy in found if energy is not None), None)
+            if group.energy is not None:
+                continue
+            left += [weight.name for weight in group.weights]
+            if METHODS[group.method]:
+                group.method, group.reason = "rtn", "it has no entry in the importance matrix"
+                group.weights = [
+                    dataclasses.replace(weight, method="rtn") for weight in group.weights
+                ]
+        if not any(group.energy is not None for group in groups):
+            raise ModelFileError(
+                f"{self.path}: no entry is for a weight of this model; the first is "
+                f"{next(iter(self._entries))!r}"
+            )
+        return [f"{len(left)} weights have no entry in {self.path}: {left[0]}"] if left else []
+
+    def energy_of(self, use: WeightUse) -> Floats | None:
+        """Return the mean squares of a node's input channels, ``[K]``, but for a factor."""
+        for name in (llama for module in module_names(use) for llama in _names(module)):
+            energy = self._entries.get(f"{name}.weight")
+            if energy is None:
+                continue
+            if len(energy) != use.K:
+                raise ModelFileError(
+                    f"{self.path}: entry '{name}.weight' has {len(energy)} channels, node "
+                    f"{use.label!r} {use.K}: give the importance matrix of this model"
+                )
+            if not (np.isfinite(energy).all() and (energy >= 0).all()):
+                raise ModelFileError(
+                    f"{self.path}: entry '{name}.weight' has numbers that are no mean squares"
+                )
+            return energy if energy.any() else None
+        return None
+
+
+def _of_gguf(path: Path) -> Mapping[str, Floats]:
+    tensors, found = read_gguf(path).tensors, {}
+    for name, tensor in tensors.items():
+        module = name.removesuffix(_SUMS)
+        counts = tensors.get(module + _COUNTS)
+        if module == name or counts is None:
+            continue
+        sums, count = _vector(tensor), _vector(counts)
+        if len(count) == 1 and count[0] > 0:  # stacked experts have one each
+            found[module] = sums / count
+    return found
+
+
+def _vector(tensor: GgufTensor) -> Floats:
+    numbers = tensor.map() if tensor.is_float else np.zeros(0)
+    return np.asarray(numbers, np.float32).reshape(-1)
+
+
+def _of_legacy(path: Path) -> Mapping[str, Floats]:
+    data, at, found = path.read_bytes(), 4, {}
+    try:
+        (entries,) = struct.unpack_from("<i", data)
+        for _ in range(entries):
+            (length,) = struct.unpack_from("<i", data, at)
+            name, at = _part(data, at + 4, length).decode(), at + 4 + length
+            _, size = struct.unpack_from("<ii", data, at)
+            found[name] = np.frombuffer(_part(data, at + 8, 4 * size), "<f4")
+            at += 8 + 4 * size
+    except (struct.error, UnicodeDecodeError) as error:
+        raise ModelFileError(
+            f"{path} is no importance matrix, or cut short: byte {at} of {len(data)} ({error})"
+        ) from error
+    return found
+
+
+def _part(data: bytes, start: int, size: int) -> bytes:
+    if not 0 <= size <= len(data) - start:
+        raise struct.error(f"{size} bytes are expected")
+    return data[start : start + size]
+
+
+def _names(module: str) -> Iterator[str]:
+    """Yield what llama.cpp calls a module, in any of its architectures."""
+    number = re.search(r"\.(\d+)\.", module)
+    layer = number[1] if number else ""
+    pattern = module.replace(f".{layer}.", ".{bid}.", 1) if number else module
+    yield from (name.replace("{bid}", layer) for name in _llama_names().get(pattern, ()))
+
+
+@functools.cache
+def _llama_names() -> Mapping[str, list[str]]:
+    import gguf
+
+    known = gguf.TensorNameMap
+    names: dict[str, list[str]] = {}
+    for tensor, modules in itertools.chain(
+        known.mappings_cfg.items(), known.block_mappings_cfg.items()
+    ):
+        for module in modules:
+            names.setdefault(module, []).append(gguf.TENSOR_NAMES[tensor])
+    return names
