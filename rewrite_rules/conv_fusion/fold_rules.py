@@ -24,7 +24,7 @@ import onnx_ir as ir
 from onnxscript.rewriter import MatchContext, MatchResult, RewriteRule, RewriteRuleClassBase
 
 from rewrite_rules.conv_fusion.affine import KINDS, Affines, Kind, read
-from rewrite_rules.conv_fusion.linear import Affine, Float64, Linear, Linears
+from rewrite_rules.conv_fusion.linear import CANCELLED, Affine, Float64, Linear, Linears
 from rewrite_rules.graph.nodes import label, made_by, producer
 from rewrite_rules.graph.parameters import ints_attribute, source_of
 from rewrite_rules.remarks import Refusal, Remarks
@@ -197,6 +197,8 @@ class FoldInFront(FoldingRule):
             raise Refusal(f"the channels of {x.name!r} are not known")
         c = values["c"]
         affine = affines.per_channel(self._kind, source, c, channels, rank, linear.axis)
+        if affine.offset.any() and self._folding.refused.get(source) == CANCELLED:
+            raise Refusal(CANCELLED)
         return linear.in_front(affine)
 
     def rewrite(self, op: Any, out: ir.Value, **values: Any) -> ir.Value:
@@ -210,6 +212,8 @@ class FoldInFront(FoldingRule):
 class MergePair(FoldingRule):
     """Two scales, or two offsets, by constants -> one of them."""
 
+    candidate = "out"
+
     def __init__(self, folding: Folding, inner: Kind, outer: Kind) -> None:
         super().__init__(folding)
         self._inner, self._outer = inner, outer
@@ -221,7 +225,10 @@ class MergePair(FoldingRule):
     def find(self, out: ir.Value, **values: ir.Value) -> tuple[str, Float64 | None]:
         """Return the operator that is left, with its constant; None where x is the result."""
         affines = self._folding.affines
-        constants = [affines.constant(values[name]) for name in "cd"]
+        try:
+            constants = [affines.constant(values[name]) for name in "cd"]
+        except Refusal as refusal:
+            raise Differs(str(refusal)) from None
         both = read(self._inner, constants[0]).then(read(self._outer, constants[1]))
         scales = self._inner.op_type in ("Mul", "Div")
         op_type, array = ("Mul", both.scale) if scales else ("Add", both.offset)

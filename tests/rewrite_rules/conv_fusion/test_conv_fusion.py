@@ -50,6 +50,7 @@ CONSTANTS = {
     "magic": np.float32(12582912),
     "magic8": np.float32(49152),  # rounds to 8 bits behind the point
     "hundred": np.float32(100),
+    "balanced": normal(8, 1, 1, 1) * np.float32([1, -1] * 4).reshape(1, 8, 1, 1),
     "faint": normal(8, 8, 1, 1) * np.float32(1e-4),
     "double": np.ones((8, 1, 1)),
     "sizes": np.array([1, 8, 1, 1]),
@@ -387,6 +388,24 @@ def test_it_stays(name: str):
     assert not report.fired
     reasons = [remark.reason for remark in report.refused]
     assert any(case.expected in reason for reason in reasons) if case.expected else not reasons
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "a = Conv(x, w) d = Add(a, hundred) y = Sub(d, hundred)",
+        "a = Add(x, hundred) d = Sub(a, hundred) y = Conv(d, w)",
+        "a = Add(x, hundred) y = Conv(a, balanced)",
+        "a = Conv(x, w) d = Add(a, hundred) e = Sub(d, hundred) y = Conv(e, w)",
+    ],
+)
+def test_offsets_that_cancel_keep_what_they_round(nodes: str):
+    """Activations of 1e-3 lose bits beside 100."""
+    model = model_of(Case(nodes, ""))
+    result, _ = fused(model)
+    x = {"x": 1e-3 * normal(ROWS, 8, HEIGHT, WIDTH)}
+    (expected,), (found,) = (session(each).run(None, x) for each in (model, result))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
 def scaled_with_inputs(*names: str, opset: int = 17) -> onnx.ModelProto:
