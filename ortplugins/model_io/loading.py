@@ -229,7 +229,9 @@ def _check_parsed(model: ir.Model, name: str) -> None:
     if not model.graph.outputs or not model.opset_imports:
         missing = "outputs" if model.opset_imports else "opset imports"
         raise ModelFileError(f"{name}: has no graph {missing}; was the file cut off?")
+    _check_are_computed(model.graph.outputs, f"{name}: an output is")
     for node in model.graph.all_nodes():
+        _check_are_computed(node.inputs, f"{name}: node {node.name!r} ({node.op_type}) reads")
         for attribute in node.attributes.values():
             if attribute.is_ref():
                 raise ModelFileError(
@@ -240,6 +242,16 @@ def _check_parsed(model: ir.Model, name: str) -> None:
         model.graph.sort()
     except Exception as error:  # ValueError for a cycle, others for damaged bodies
         raise ModelFileError(f"{name}: its nodes can't be put in order: {error}") from error
+
+
+def _check_are_computed(values: Iterable[ir.Value | None], what: str) -> None:
+    for value in filter(None, values):
+        is_given = value.is_graph_input() or value.is_initializer()
+        if value.producer() is None and not is_given:
+            raise ModelFileError(
+                f"{what} {value.name!r}, which is no input, no initializer and no output of a "
+                "node"
+            )
 
 
 def _bind_external_data(model: ir.Model, folders: Sequence[str], name: str) -> dict[str, Path]:

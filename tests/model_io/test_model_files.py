@@ -36,18 +36,16 @@ def cut(name: str, size: int) -> Spoil:
 def reported(dims: Sequence[int] = (), **entries: str | int | None) -> Spoil:
     """Change the sizes of the first external tensor, and what it says of its data."""
 
-    def spoil(folder: Path) -> None:
-        proto = onnx.load(folder / "model.onnx", load_external_data=False)
-        tensor = next(t for t in proto.graph.initializer if t.external_data)
+    def change(graph: onnx.GraphProto) -> None:
+        tensor = next(t for t in graph.initializer if t.external_data)
         tensor.dims[:] = dims or tensor.dims
         given = {entry.key: entry.value for entry in tensor.external_data} | entries
         del tensor.external_data[:]
         for key, value in given.items():
             if value is not None:
-                tensor.external_data.add(key=key, value=str(value).format(folder=folder))
-        (folder / "model.onnx").write_bytes(proto.SerializeToString())
+                tensor.external_data.add(key=key, value=str(value))
 
-    return spoil
+    return changed(change)
 
 
 def instead(make: Callable[[Path], object]) -> Spoil:
@@ -60,14 +58,21 @@ def instead(make: Callable[[Path], object]) -> Spoil:
     return spoil
 
 
-def untyped_constant(folder: Path) -> None:
-    proto = onnx.load(folder / "model.onnx", load_external_data=False)
-    constant = helper.make_node(
-        "Constant", [], ["c"], value=helper.make_tensor("", 1, [0], [])
-    )
-    constant.attribute[0].type = onnx.AttributeProto.UNDEFINED
-    proto.graph.node.append(constant)
-    (folder / "model.onnx").write_bytes(proto.SerializeToString())
+def changed(change: Callable[[onnx.GraphProto], object]) -> Spoil:
+    """Change the graph."""
+
+    def spoil(folder: Path) -> None:
+        proto = onnx.load(folder / "model.onnx", load_external_data=False)
+        change(proto.graph)
+        (folder / "model.onnx").write_bytes(proto.SerializeToString())
+
+    return spoil
+
+
+def add_untyped_constant(graph: onnx.GraphProto) -> None:
+    value = helper.make_tensor("", 1, [0], [])
+    graph.node.append(helper.make_node("Constant", [], ["c"], value=value))
+    graph.node[-1].attribute[0].type = onnx.AttributeProto.UNDEFINED
 
 
 DATA = "model.onnx.data"
@@ -104,14 +109,22 @@ BAD: dict[str, tuple[Spoil, str]] = {
         reported(location="../secret"),
         r"location '\.\./secret' leaves the mod",
     ),
-    "absolute": (reported(location=f"{{folder}}/{DATA}"), "leaves the model's folder"),
+    "absolute": (reported(location=f"/{DATA}"), "leaves the model's folder"),
     "link outside": (
         instead(lambda data: data.symlink_to("../secret")),
         r"is a link to '.*secret', outside the model's folder",
     ),
     "constant without a type": (
-        untyped_constant,
+        changed(add_untyped_constant),
         r"model\.onnx: a Constant node has no valid",
+    ),
+    "a value of no node": (
+        changed(lambda graph: graph.node[-1].input.__setitem__(0, "gone")),
+        r"node 'matmul' \(MatMul\) reads 'gone', which is no input",
+    ),
+    "an output of no node": (
+        changed(lambda graph: graph.output[0].__setattr__("name", "gone")),
+        "an output is 'gone', which is no input",
     ),
     "folder as data": (instead(Path.mkdir), "is not a regular file"),
     "pipe as data": (instead(os.mkfifo), "is not a regular file"),
