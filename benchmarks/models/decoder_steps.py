@@ -31,6 +31,8 @@ class _Text:
         self._value = onnxruntime.OrtValue.ortvalue_from_numpy
         self._session = session
         inputs = {value.name: value.shape for value in session.get_inputs()}
+        kinds = {"tensor(int8)": np.int8}
+        self._types = {v.name: kinds.get(v.type, np.float32) for v in session.get_inputs()}
         self._own = inputs.keys() & {"attention_mask", "position_ids"}
         past = [name for name in inputs if name.startswith("past_key_values")]
         present = [name.replace("past_key_values", "present") for name in past]
@@ -44,7 +46,7 @@ class _Text:
                     inputs[name][1::2], (_HEADS, _SIZE), strict=True
                 )
             )
-            empty = np.zeros((1, heads, capacity, size), np.float32)
+            empty = np.zeros((1, heads, capacity, size), self._types[name])
             self._cache.append(self._value(empty))
 
     def append(self, ids: _Ids) -> tuple[Any, float]:

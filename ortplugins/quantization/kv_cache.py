@@ -12,7 +12,7 @@ on. It attends to what is stored, new tokens included.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -28,7 +28,6 @@ from ortplugins.quantization.statistics.collect import (
 )
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.graph.nodes import input_of, label
-from rewrite_rules.remarks import Refusal
 
 _PAST, _SCALES = (3, 4), {"k": 12, "v": 13}  # inputs of the operator
 _HIGHEST = 127
@@ -57,33 +56,31 @@ def find_caches(model: ir.Model) -> list[Cache]:
     """
     found: list[Cache] = []
     for node in model.graph.all_nodes():
-        if (node.domain, node.op_type) == ("com.microsoft", "GroupQueryAttention"):
-            try:
-                found += _caches_of(node, model.graph)
-            except Refusal as refusal:
-                where = f"kv_bits: the cache of {label(node)!r}"
-                raise ModelFileError(f"{where} stays: {refusal}; {_ADVICE}") from None
+        if (node.domain, node.op_type) != ("com.microsoft", "GroupQueryAttention"):
+            continue
+        for kind, index, present in zip("kv", _PAST, node.outputs[1:3], strict=False):
+            if (past := input_of(node, index)) is None:
+                continue
+            if reason := _refusal(node, past, present):
+                where = f"kv_bits: the cache of {label(node)!r} stays"
+                raise ModelFileError(f"{where}: {reason}; {_ADVICE}")
+            found.append(Cache(node, kind, past, present))
     if not found:
         raise ModelFileError(f"kv_bits: no GroupQueryAttention has a cache: {_ADVICE}")
     return found
 
 
-def _caches_of(node: ir.Node, main: ir.Graph) -> Iterator[Cache]:
-    if node.graph is not main:
-        raise Refusal("it lies in a subgraph of If, Loop or Scan")
-    if len(node.outputs) < 3:
-        raise Refusal("it is not returned")
-    for kind, index, present in zip("kv", _PAST, node.outputs[1:3], strict=True):
-        past = input_of(node, index)
-        if past is None or not past.is_graph_input() or not present.is_graph_output():
-            raise Refusal("it does not go from an input of the model to an output")
-        if past.dtype not in _FLOATS:
-            raise Refusal(f"it is {past.dtype.name.lower() if past.dtype else 'of no type'}")
-        for value in (past, present):
-            others = [n for n in value.consumers() if n.op_type != "Shape" and n is not node]
-            if others:
-                raise Refusal(f"{label(others[0])!r} reads {value.name!r} as well")
-        yield Cache(node, kind, past, present)
+def _refusal(node: ir.Node, past: ir.Value, present: ir.Value) -> str:
+    """Say why a cache can't be int8; nothing if it can."""
+    if not past.is_graph_input() or not present.is_graph_output():
+        return "it does not go from an input of the model to an output"
+    if past.dtype not in _FLOATS:
+        return f"it is {past.dtype.name.lower() if past.dtype else 'of no type'}"
+    for value in (past, present):
+        for reader in value.consumers():
+            if reader.op_type != "Shape" and reader is not node:
+                return f"{label(reader)!r} reads {value.name!r} as well"
+    return ""
 
 
 def quantize_caches(model: ir.Model, calibration: Calibration) -> str:

@@ -119,7 +119,7 @@ hidden = Mul(silu, up) -> hidden = Mul(silu, gate)
 gate, up = Split <axis = 1, num_outputs = 2> (h1) ->
     gate = Slice(h1, nought, half, one) u = Slice(h1, half, far, one)
     up = Slice(h1, to_half, half, one)
-== clipped apart: limits
+== clipped apart: one limit
 hidden = Mul(silu, up) -> c = Clip(up, lower, limit) hidden = Mul(silu, c)
 == a gate that is clipped from below: below
 squashed = Sigmoid(gate) -> g = Clip(gate, lower, limit) squashed = Sigmoid(g)

@@ -69,7 +69,7 @@ def find_mixtures(model: ir.Model) -> Iterator[tuple[ir.Node, Mixture | str]]:
             continue
         try:
             if node.graph is not model.graph:
-                raise Refusal("it lies in a subgraph of If, Loop or Scan")
+                raise Refusal("experts: they lie in a subgraph of If, Loop or Scan")
             if (mixture := read(node, facts)) is not None:
                 yield node, mixture
         except Refusal as refusal:
@@ -86,16 +86,16 @@ def _read_operator(node: ir.Node, facts: ProvedShapes) -> Mixture:
     x, logits, first, bias, last, last_bias, *third = (input_of(node, i) for i in range(8))
     kind = node.attributes.get_string("activation_type", "relu")
     if any(value is not None for value in third):
-        raise Refusal("onnxruntime's CPU kernel has no fc3; fuse it with fc1, interleaved")
+        raise Refusal("MoE: onnxruntime's CPU kernel has no fc3")
     if kind not in _KINDS:
-        raise Refusal(f"onnxruntime's CPU kernel has no activation {kind!r}: one of {_KINDS}")
+        raise Refusal(f"MoE: onnxruntime's CPU kernel has no activation {kind!r}")
     if kind == "swiglu" and int_attribute(node, "swiglu_fusion", 0) != 1:
-        raise Refusal("onnxruntime's CPU kernel takes swiglu with swiglu_fusion=1 alone")
+        raise Refusal("MoE: onnxruntime's CPU kernel takes swiglu_fusion=1 alone")
     for name in ("use_sparse_mixer", "swiglu_limit_after_activation"):
         if int_attribute(node, name, 0):
-            raise Refusal(f"onnxruntime's CPU kernel does not compute {name}")
+            raise Refusal(f"MoE: onnxruntime's CPU kernel does not compute {name}")
     if x is None or logits is None:
-        raise Refusal("it has no input or no router")
+        raise Refusal("MoE: it has no input or no router")
     down, up = _layer(last, True, last_bias), _layer(first, True, bias)
     gate, other = Columns(up, range(up.N)), None
     if kind == "swiglu":
@@ -122,9 +122,9 @@ def _checked(mixture: Mixture) -> Mixture:
     hidden, last = len(mixture.activation.gate.places), mixture.last
     counts = {layer.experts for layer in mixture.layers}
     if len(counts) > 1 or hidden != last.K or mixture.k > last.experts:
-        raise Refusal("the weights of its layers do not fit each other")
+        raise Refusal("experts: the sizes of their layers do not fit each other")
     if any(layer.K != last.N for layer in mixture.activation.layers):
-        raise Refusal("its output is not as wide as its input")
+        raise Refusal("experts: their output is not as wide as their input")
     return mixture
 
 
@@ -132,15 +132,14 @@ def _layer(matrices: ir.Value | None, k_last: bool, bias: ir.Value | None) -> La
     value, tensor = require_constant(matrices, "the experts' weight")
     if tensor.dtype not in _FLOATS or len(tensor.shape) != 3 or not tensor.size:
         raise Refusal(
-            f"weight {value.name!r} is {tensor.dtype.name.lower()} "
-            f"{list(tensor.shape.numpy())}: float32 or float16, a matrix for each expert, is "
-            "expected"
+            f"experts: weight {value.name!r} is {tensor.dtype.name.lower()} "
+            f"{list(tensor.shape.numpy())}, not a float32 or float16 matrix for each"
         )
     layer = Layer(value, tensor, k_last, None if bias is None else source_of(bias))
     if bias is not None:
         added, numbers = require_constant(bias, "the experts' bias")
         if tuple(numbers.shape.numpy()) != (layer.experts, layer.N):
-            raise Refusal(f"bias {added.name!r} is not one vector for each expert")
+            raise Refusal(f"experts: bias {added.name!r} is not one vector for each")
     return layer
 
 
@@ -156,7 +155,7 @@ def _read_sum(node: ir.Node, facts: ProvedShapes) -> Mixture | None:
     dims = site.dims(0)
     axes = site.axes(1) or ()
     if len(dims) != 3 or [axis_of(a, 3) for a in axes] != [1] or site.integer("keepdims", 1):
-        raise Refusal("the outputs of experts are not added up over the choices of a token")
+        raise Refusal("experts: their outputs are not added up over the choices of a token")
     weighted = made_by(_flat(site.input(0), reader.dtype), "Mul")
     product, shares = None, None
     for index in range(2 if weighted else 0):
@@ -166,13 +165,13 @@ def _read_sum(node: ir.Node, facts: ProvedShapes) -> Mixture | None:
         if product is not None:
             break
     if product is None or shares is None:
-        raise Refusal("the outputs of experts are not multiplied by one share each")
+        raise Refusal("experts: their outputs are not multiplied by one share each")
     last, hidden = product
     k, N = number(dims[1]), known(last.N)
     operands = [facts.dims(value) for value in weighted.inputs] if weighted else []
     one_each = [(reader.rows, N), (reader.rows, known(1))]
     if k is None or dims[2] != N or operands not in (one_each, one_each[::-1]):
-        raise Refusal("the outputs of experts are not proved to have one share each")
+        raise Refusal("experts: their outputs are not proved to have one share each")
     activation = reader.activation(hidden)
     router = reader.choice(_flat(shares, reader.dtype), k)
     x = reader.tokens(k, facts.dims(router.chosen))
@@ -192,7 +191,7 @@ class _Batches:
         self.dtype = tensor.dtype
         dims = None if self._numbers is None else facts.dims(self._numbers, 1)
         if self._numbers is None or dims is None:
-            raise Refusal("its experts are not picked by a list of their numbers")
+            raise Refusal("experts: they are not picked by a list of their numbers")
         self._ids, self.rows = _flat(self._numbers), dims[0]
         self._x: list[ir.Value] = []  # what the first layers read
 
@@ -207,7 +206,9 @@ class _Batches:
                 if picked is not None and gather is not None:
                     value, bias = added.inputs[index], gather
                     if self.facts.dims(value) != self.facts.dims(picked, 2):
-                        raise Refusal("a bias is not proved to be added to its own row")
+                        raise Refusal(
+                            "experts: a bias is not proved to be added to its own row"
+                        )
         node = made_by(None if value is None else _flat(value), "MatMul")
         if node is None:
             return None
@@ -228,7 +229,7 @@ class _Batches:
             one, K = known(1), known(layer.K)
             wanted = (self.rows, K, one) if on_left else (self.rows, one, K)
             if self.facts.dims(x) != wanted:
-                raise Refusal("experts are not proved to read one row for each choice")
+                raise Refusal("experts: they are not proved to read one row for each choice")
             return layer, x
         return None
 
@@ -236,7 +237,7 @@ class _Batches:
         numbers = _picked_by(gather)
         same = numbers is not None and _flat(numbers) is self._ids
         if not same or self.facts.dims(numbers) != (self.rows,):
-            raise Refusal("the matrices of its layers are not picked by the same numbers")
+            raise Refusal("experts: their layers are not picked by the same numbers")
 
     def _columns(self, value: ir.Value) -> Columns:
         """Read what is taken of a first layer's output."""
@@ -247,34 +248,34 @@ class _Batches:
         dims = self.facts.dims(whole)
         size = None if not dims else number(dims[-1])
         if whole is None or not dims or size is None:
-            raise Refusal("the halves of a gated layer are not proved")
+            raise Refusal("experts: the halves of a gated layer are not proved")
         start: int | None
         end: int | None
         if node.op_type == "Split":
             parts = [(self.facts.dims(output) or (known(0),))[-1] for output in node.outputs]
             width, place = size // len(parts), node.outputs.index(_flat(value))
             if parts != [known(width)] * len(parts):
-                raise Refusal("the halves of a gated layer are not proved")
+                raise Refusal("experts: the halves of a gated layer are not proved")
             axis, step = site.integer("axis", 0), 1
             start, end = place * width, (place + 1) * width
         else:
             starts, ends, axes, steps = site.slices()
             if len(axes) != 1:
-                raise Refusal("the halves of a gated layer are not proved")
+                raise Refusal("experts: the halves of a gated layer are not proved")
             axis, start, end, step = axes[0], number(starts[0]), number(ends[0]), steps[0]
         if axis_of(axis, len(dims)) != len(dims) - 1 or start is None or end is None:
-            raise Refusal("the halves of a gated layer are not proved")
+            raise Refusal("experts: the halves of a gated layer are not proved")
         return self._columns_of(whole, sliced(size, start, end, step))
 
     def _columns_of(self, value: ir.Value, places: range | None) -> Columns:
         found = self.layer_behind(value)
         if found is None:
-            raise Refusal("its activation is none that QMoE computes")
+            raise Refusal("experts: QMoE does not compute their activation")
         layer, x = found
         self._x.append(x)
         dims = self.facts.dims(value)
         if places is not None and (dims is None or dims[-1] != known(layer.N)):
-            raise Refusal("the halves of a gated layer are not proved")
+            raise Refusal("experts: the halves of a gated layer are not proved")
         for other in self._layers:
             if (other.matrices, other.bias) == (layer.matrices, layer.bias):
                 return Columns(other, places or range(layer.N))
@@ -302,22 +303,22 @@ class _Batches:
         numbers = [n for n in map(_scalar, scaled) if n is not None]
         gates = [factor for factor in scaled if _scalar(factor) is None]
         if len(gates) != 1 or gates[0] not in factors or len(factors) > 2:
-            raise Refusal("its activation is none that QMoE computes")
+            raise Refusal("experts: QMoE does not compute their activation")
         factors.remove(gates[0])
         alpha = math.prod(numbers, start=1.0)
         gate, least, most = self._clipped(gates[0])
         if least > -math.inf:
-            raise Refusal("its gate is clipped from below")
+            raise Refusal("experts: their gate is clipped from below")
         if not factors and alpha == 1 and most == math.inf:
             return Activation("silu", self._columns(gate))
         if not factors:
-            raise Refusal("its activation is none that QMoE computes")
+            raise Refusal("experts: QMoE does not compute their activation")
         other, beta = _without_constant(factors[0])
         other, least, limit = self._clipped(other)
         if not -least == limit == most:
-            raise Refusal("its gate and what that multiplies are clipped by different limits")
+            raise Refusal("experts: both halves are not clipped by one limit")
         if (dims := self.facts.dims(gate)) is None or self.facts.dims(other) != dims:
-            raise Refusal("the halves of a gated layer are not proved")
+            raise Refusal("experts: the halves of a gated layer are not proved")
         return Activation(
             "swiglu", self._columns(gate), self._columns(other), alpha, beta, limit
         )
@@ -336,13 +337,13 @@ class _Batches:
         if node is None or node.inputs[0] is None:
             return value, -math.inf, math.inf
         if node.attributes:  # as before opset 11
-            raise Refusal("its activation is none that QMoE computes")
+            raise Refusal("experts: QMoE does not compute their activation")
         bounds = []
         for index, default in ((1, -math.inf), (2, math.inf)):
             bound = input_of(node, index)
             given = default if bound is None else _scalar(bound)
             if given is None:
-                raise Refusal("its activation is clipped to what is computed at run time")
+                raise Refusal("experts: a limit is computed at run time")
             bounds.append(given)
         return node.inputs[0], bounds[0], bounds[1]
 
@@ -352,11 +353,11 @@ class _Batches:
         top = made_by(chosen, "TopK")
         dims = self.facts.dims(chosen, 2)
         if top is None or chosen is not top.outputs[1] or dims is None or dims[1] != known(k):
-            raise Refusal("its experts are not chosen by a TopK of each token's scores")
+            raise Refusal("experts: no TopK of a token's scores chooses them")
         if axis_of(int_attribute(top, "axis", -1), 2) != 1 or self.facts.dims(shares) != dims:
-            raise Refusal("its shares are not proved to be those of the chosen")
+            raise Refusal("experts: shares are not proved to be those of the chosen")
         if not _is_not_negative(shares):
-            raise Refusal("its shares are not proved to be positive, as QMoE wants them")
+            raise Refusal("experts: shares are not proved to be positive")
         return Choice(chosen, shares)
 
     def tokens(self, k: int, chosen: Dims | None) -> ir.Value:
@@ -373,7 +374,7 @@ class _Batches:
                 x = None if node is None else node.inputs[0]
             if spreads and x is not None:
                 return x
-        raise Refusal("its experts are not proved to read each token once for each choice")
+        raise Refusal("experts: they are not proved to read each token once a choice")
 
 
 def _flat(value: ir.Value, *casts: ir.DataType) -> ir.Value:
