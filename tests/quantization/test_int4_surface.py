@@ -114,14 +114,6 @@ def test_ranges_of_zero_points_include_0_and_do_not_wrap():
     assert abs(error).max() <= scales.max() * 0.51
 
 
-@pytest.mark.parametrize("axis", [0, 1, -1])
-def test_block_minus_1_is_the_whole_axis(axis):
-    w = numbers(2, 12, 7)
-    found = int4.quant_tensor(w, -1, axis), int4.quant_tensor(w, w.shape[axis], abs(axis))
-    for left, right in zip(*found, strict=True):
-        np.testing.assert_array_equal(left, right)
-
-
 def test_weight_statistics_are_of_neighbours():
     w = np.repeat(np.float32([1, 100]), 32)[:, None] * np.ones((1, 4), np.float32)
     np.testing.assert_array_equal(int4.get_weight_scale(w, 32), np.ones(64))
@@ -333,6 +325,26 @@ def test_float16_codes_are_the_nearest():
     nearest = np.rint(w / np.repeat(theirs, 32, axis=0).astype(np.float64)).clip(-8, 7)
     np.testing.assert_array_equal(found["w_i4"], nearest)
     assert 0 < (int4.rtn(w, theirs, 32) != nearest).mean() < 0.01  # ModelOpt's
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_one_weight_in_two_forms_has_two_names(dtype):
+    kind = dtype.removesuffix("32")
+    text = f"""g ({kind}[s, 32] x) => ({kind}[s, 32] y) {{
+        [a] h = MatMul (x, w) [b] y = MatMul (h, w)
+    }}"""
+    model, x = proto_of(text, {"w": numbers(3, 32, 32, dtype=dtype)}), numbers(1, 4, 32)
+    result = int4.quantize(model, "rtn", block_size=-1, layers_8bit="b", use_zero_point=True)
+    arrays = {t.name: numpy_helper.to_array(t) for t in result.graph.initializer}
+    names = {f"w{form}{part}" for form in ("", "_1") for part in ("_i4", "_scale", "_zp")}
+    assert arrays.keys() == names
+    first, second = (
+        (arrays[f"{form}_i4"].astype(float) - arrays[f"{form}_zp"].astype(float))
+        * arrays[f"{form}_scale"].astype(float)
+        for form in ("w", "w_1")
+    )
+    found = run_model(result, {"x": x.astype(dtype)})[0]
+    assert relative_error(found, x @ first @ second) < (1e-5 if dtype == "float32" else 5e-3)
 
 
 # Keywords

@@ -190,6 +190,7 @@ def made(calls: dict[str, int], method: str = "awq_clip", **options) -> tuple[by
 @pytest.mark.parametrize("method", ["rtn", "awq_clip", "gptq", "awq_gptq"])
 def test_a_run_that_was_interrupted_goes_on(method, quantized_inputs, calls, monkeypatch):
     options = {"method": method, "share_of_8_bits": 0.3, "quantized_inputs": quantized_inputs}
+    options["is_symmetric"] = quantized_inputs
     # One layer of five gets 8 bits; those that are quantised again get them then.
     tasks = 2 * LAYERS if quantized_inputs and "gptq" in method else LAYERS + 1
     expected, *_ = made(calls, **options, run_folder="other")

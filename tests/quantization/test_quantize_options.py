@@ -723,7 +723,7 @@ def test_values_of_bfloat16_between_layers(typed):
         [b] i = MatMul(wide, W)
         both = Cast <to = 1> (half)
         y = Add(i, both)
-        [c] z = MatMul(i, U)
+        [c] z = MatMul(y, U)
     }}"""
     weights = {name: normal(D, D, seed=seed) for seed, name in enumerate("UVW")}
     model = model_of(text, weights)

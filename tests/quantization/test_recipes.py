@@ -196,6 +196,8 @@ def test_a_file_that_is_not_a_recipe_is_named(model: ir.Model, content, message)
 def test_what_means_nothing_is_refused(model: ir.Model, recipe, message):
     with pytest.raises(QuantizationError, match=message):
         quantize(model, recipe=recipe)
+    notes = quantize(model, rules=[Rule("*z*", bits=8, optional=True)]).report.notes
+    assert notes == ("'*z*' matches no node",)
     with pytest.raises(TypeError, match="'blok_size'; did you mean 'block_size'"):
         quantize(model, blok_size=16)
 

@@ -52,6 +52,17 @@ def test_a_table_is_read_along_its_rows(axis, table, expected):
     assert found(text, {"W": table}) == {}
 
 
+def test_rows_that_end_within_a_byte_have_no_kernel():
+    text = (
+        """g (int64[A] x) => (float[A, 5] y) { [t] h = Gather(W, x) [m] y = MatMul(h, V) }"""
+    )
+    model = model_of(text, {"W": normal(9, 11), "V": normal(11, N)})
+    options = {"op_types": ["MatMul", "Gather"], "quant_format": "MatMulNBits"}
+    table, product = quantize(model, **options).report.nodes
+    assert (table.bits, product.bits) == (0, 4)
+    assert table.reason == "GatherBlockQuantized wants rows of whole bytes, not 11 x 4 bits"
+
+
 def test_two_constants_are_one_use_and_products_without_any_none():
     text = "g () => (float[R, S] y) { [m] y = MatMul(V, W) }"
     assert found(text, {"V": normal(N, K), **RIGHT}) == {"m": (1, "W", K, N, False)}

@@ -95,6 +95,16 @@ def test_a_budget_takes_as_few_as_it_needs():
     assert len(finer.promoted) > 1 and finer.after.cosine >= (one.after.cosine + 1) / 2
 
 
+def test_the_search_goes_on_where_the_rewrite_falls_short_and_puts_back_what_is_needless():
+    scales = [0.03, 0.1, 3, 0.03, 0.03, 3, 3]
+    plan = plan_precision(
+        chain(dict(zip(_SCALES, scales, strict=True))), feeds(), budget=0.9999
+    )
+    tried = {name for point in plan.curve for name in point.added}
+    assert tried - {*plan.promoted} == {"x"}
+    assert plan.after.cosine >= 0.9999
+
+
 def test_tensors_of_one_grid_are_promoted_and_counted_together():
     scales = {**_SCALES, "h3": 3.0}
     model = chain(scales, reshape="h3")
