@@ -689,13 +689,18 @@ linear (a, w) => (b) { [linear] b = MatMul(a, w) }
 """
 
 
+def with_functions(old: str, new: str) -> onnx.ModelProto:
+    proto = onnx.parser.parse_model(FUNCTIONS.replace(old, new))
+    for seed, name in enumerate("VW"):
+        weight = onnx.numpy_helper.from_array(normal(D, D, seed=seed), name)
+        proto.graph.initializer.append(weight)
+    return proto
+
+
 @pytest.mark.parametrize("opset", [17, 21])
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
 def test_weights_of_functions_are_quantised_where_these_are_called(opset, method):
-    proto = onnx.parser.parse_model(FUNCTIONS.replace('"": 21', f'"": {opset}'))
-    weights = {name: normal(D, D, seed=seed) for seed, name in enumerate("VW")}
-    for name, weight in weights.items():
-        proto.graph.initializer.append(onnx.numpy_helper.from_array(weight, name))
+    proto = with_functions('"": 21', f'"": {opset}')
     x = normal(3, D)
     result = quantize(proto, method=method, calibration_data_reader=[{"x": normal(40, D)}])
     assert [(row.weight, row.method) for row in result.report.nodes] == [
@@ -708,8 +713,7 @@ def test_weights_of_functions_are_quantised_where_these_are_called(opset, method
 
 
 def test_functions_that_call_themselves_are_refused():
-    text = FUNCTIONS.replace("b = Add(a, a)", "b = own.twice(a)")
-    proto = onnx.parser.parse_model(text)
+    proto = with_functions("b = Add(a, a)", "b = own.twice(a)")
     with pytest.raises(ModelFileError, match="'twice' calls itself"):
         quantize(proto)
 
