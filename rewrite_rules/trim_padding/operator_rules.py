@@ -321,7 +321,7 @@ def _cumulative_sum(site: Site) -> Axes:
     axis = axes[axis_of(number[0], len(axes))]
     if not site.exact or site.integer("reverse", 0) or len(axis) != 1:
         site.mixes([axis], beside=axes)
-    else:
+    elif not site.flow.is_made_of_inputs(site.input(0), most_axes=2):
         site.flow.unpackable = "padded positions count for others"
     beside = changed(axes, Sequence.reduced)
     # Where zeros are added, the sum stays.

@@ -15,14 +15,17 @@ from rewrite_rules.trim_padding.token_axes import BATCH, Sequence
 from rewrite_rules.trim_padding.token_flow import Side, TokenFlow
 
 _MICROSOFT = "com.microsoft"
-# What a product's other inputs are at most: a matrix for MatMul, any constants for the other.
-_PRODUCTS = {"MatMul": 2, "MatMulNBits": 9}
+# Axes of a product's other inputs, at most: a matrix, or any constants.
+_PRODUCTS = {"MatMul": 2, "MatMulIntegerToFloat": 2, "MatMulNBits": 9}
+_QUANTIZES = ("DequantizeLinear", "QuantizeLinear")
 _ALLOWZERO_SINCE = 14
 # A region has to save more than its gathers take.
 _MIN_PRODUCTS = 2
 
 
-def pack_regions(model: ir.Model, flow: TokenFlow, mask: ir.Value, names: FreshNames) -> int:
+def pack_regions(
+    model: ir.Model, flow: TokenFlow, mask: ir.Value, names: FreshNames, holds: ir.Value
+) -> int:
     """Pack in place; return how many nodes run on real tokens. The caller sorts the graph.
 
         x [batch, sequence, D] -> MatMul -> Add -> LayerNormalization -> y [batch, sequence, D]
@@ -32,12 +35,12 @@ def pack_regions(model: ir.Model, flow: TokenFlow, mask: ir.Value, names: FreshN
 
     Attention keeps its padding. A padded position gets the row of the real one before it,
     which the mask leaves out like what stood there; the first position of a row counts as
-    real, for models that pool it.
+    real, for models that pool it. Where ``holds`` is 0, the mask does not: all are real.
     """
     packed = [node for node in model.graph if _is_packable(node, flow)]
     if sum(node.op_type in _PRODUCTS for node in packed) < _MIN_PRODUCTS:
         return 0
-    _Packing(model, flow, mask, names).apply(packed)
+    _Packing(model, flow, mask, names, holds).apply(packed)
     return len(packed)
 
 
@@ -55,6 +58,9 @@ def _is_packable(node: ir.Node, flow: TokenFlow) -> bool:
         rank = _PRODUCTS[node.op_type]
         fixed = all(v is None or _is_constant(v, flow, rank) for v in others)
         return fixed and _rows_width(first, flow) is not None
+    if node.op_type in _QUANTIZES:  # by one number: an axis would be another one
+        one = all(v is None or (flow.is_constant(v) and _is_one(v, flow)) for v in others)
+        return one and _rows_width(first, flow) is not None
     row = per_token(node)
     if row is None or not row.packs or first is None:
         return False
@@ -91,11 +97,21 @@ def _is_constant(value: ir.Value, flow: TokenFlow, rank: int) -> bool:
     )
 
 
+def _is_one(value: ir.Value, flow: TokenFlow) -> bool:
+    axes = flow.tokens(value).axes
+    return axes is not None and not any(axes)
+
+
 class _Packing:
     """The nodes that pack and unpack, and what they were made for."""
 
     def __init__(
-        self, model: ir.Model, flow: TokenFlow, mask: ir.Value, names: FreshNames
+        self,
+        model: ir.Model,
+        flow: TokenFlow,
+        mask: ir.Value,
+        names: FreshNames,
+        holds: ir.Value,
     ) -> None:
         self._graph = model.graph
         self._flow = flow
@@ -103,7 +119,7 @@ class _Packing:
         self._rows = dict[ir.Value, ir.Value]()
         self._shaped = dict[int, ir.Value]()
         self._op = NewNodes(names)
-        self._index_rows(mask, model.opset_imports[""])
+        self._index_rows(mask, holds, model.opset_imports[""])
 
     def apply(self, packed: list[ir.Node]) -> None:
         inside = set(packed)
@@ -156,14 +172,15 @@ class _Packing:
             whole.name = name
             self._graph.outputs[i] = whole
 
-    def _index_rows(self, mask: ir.Value, opset: int) -> None:
+    def _index_rows(self, mask: ir.Value, holds: ir.Value, opset: int) -> None:
         """Rows of real tokens, and for each position the row that it gets back."""
         op, integers = self._op, self._op.integers
         zero, one, flat = integers(0), integers(1), integers([-1])
         shape = op.Shape(mask)
         length = op.Gather(shape, one, axis=0)
         first = op.Equal(op.Range(zero, length, one), zero)
-        kept = op.Reshape(op.Or(op.is_real(mask), first), flat)
+        all_or_first = op.Or(first, op.Not(op.Cast(holds, to=ir.DataType.BOOL)))
+        kept = op.Reshape(op.Or(op.is_real(mask), all_or_first), flat)
         self._real = op.Reshape(op.NonZero(kept), flat)
         counted = op.Cast(kept, to=ir.DataType.INT64)
         rows = op.Sub(op.CumSum(counted, zero), one)

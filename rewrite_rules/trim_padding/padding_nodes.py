@@ -67,7 +67,13 @@ class NewNodes(TapeBuilder):
 
 
 class PaddingNodes:
-    """Makes the nodes for one model; :meth:`insert` puts them into it."""
+    """Makes the nodes for one model; :meth:`insert` puts them into it.
+
+    Attributes:
+        holds: Of a batch: 1 where all holds that is asked, else 0.
+    """
+
+    holds: ir.Value
 
     def __init__(
         self, model: ir.Model, names: FreshNames, mask: ir.Value, flow: TokenFlow
@@ -123,7 +129,8 @@ class PaddingNodes:
         holds = [op.ReduceMin(rows, keepdims=0), *conditions]
         if self._opset < _MIN_OF_INTEGERS:
             holds = [functools.reduce(op.Mul, holds)]
-        longest = op.Mul(longest, op.Min(*holds) if len(holds) > 1 else holds[0])
+        self.holds = op.Min(*holds) if len(holds) > 1 else holds[0]
+        longest = op.Mul(longest, self.holds)
         backwards = op.Slice(longest, back, integers([_INT64_MIN + 1]), integers([0]), back)
         lowest = op.constant(np.array(np.iinfo(np.int32).min, np.int32))
         behind = op.Pad(backwards, integers([0, 1]), lowest)

@@ -211,11 +211,13 @@ class TokenFlow:
         found = self.value(value)
         return isinstance(found, Side) and not found.varies
 
-    def is_made_of_inputs(self, value: ir.Value) -> bool:
-        """Whether a value is computed from inputs without any weights."""
+    def is_made_of_inputs(self, value: ir.Value, most_axes: int | None = None) -> bool:
+        """Whether a value is computed from inputs without any weights, with so few axes."""
         pending = [value]
         for each in pending:
-            node = each.producer()
+            node, dims = each.producer(), self.roles.dims(each)
+            if most_axes is not None and (dims is None or len(dims) > most_axes):
+                return False
             if each.is_graph_input() or isinstance(self.value(each), Side):
                 continue
             by_element = node is not None and per_token(node) and node.op_type not in _NORMS

@@ -107,9 +107,6 @@ def trim_padding(
         nodes.whole_output(value)
     # Packing puts other values in place of outputs.
     places = [axes.get(value) for value in model.graph.outputs]
-    packed = (
-        pack_regions(model, flow, proof.mask, names) if pack and not flow.unpackable else 0
-    )
     gained = f"padding behind the longest row is cut off {_names(inputs)}"
     if outputs:
         gained += f" and given back to {_names(outputs)}"
@@ -118,13 +115,8 @@ def trim_padding(
             context.remarks.note(
                 str(value.name), "positions behind the longest row are 0 from now on"
             )
-    if packed:
-        gained += f"; {packed} nodes run on real tokens only"
-    elif pack:
-        unpacked = "nothing works token by token for long enough to pack it"
-        if flow.unpackable:
-            unpacked = f"{flow.unpackable}: not packed"
-        context.remarks.note(_MODEL, unpacked)
+    if pack:
+        gained += _pack(model, proof, names, nodes.holds, context)
     for value in inputs:
         nodes.cut_input(value, list(axes[value]))
     for value, at in zip(model.graph.outputs, places, strict=True):
@@ -134,6 +126,19 @@ def trim_padding(
     remove_unused(model)
     name_apart(model)
     context.remarks.fired(str(proof.mask.name), gained)
+
+
+def _pack(
+    model: ir.Model, proof: _Proof, names: FreshNames, holds: ir.Value, context: PassContext
+) -> str:
+    """Pack what can be; return what was gained, after a note where that is nothing."""
+    why_not = f"{proof.flow.unpackable}: not packed" if proof.flow.unpackable else ""
+    if not why_not:
+        if packed := pack_regions(model, proof.flow, proof.mask, names, holds):
+            return f"; {packed} nodes run on real tokens only"
+        why_not = "nothing works token by token for long enough to pack it"
+    context.remarks.note(_MODEL, why_not)
+    return ""
 
 
 def _axis_of_rows(known: Tokens) -> int | None:

@@ -15,6 +15,7 @@ from builders.sessions import options, start
 
 import ortplugins
 from ortplugins.optimization.optimize import OptimizeResult
+from ortplugins.quantization import quantize
 from rewrite_rules.remarks import PassContext, Remarks
 from rewrite_rules.trim_padding import operator_rules
 from rewrite_rules.trim_padding.trim import trim_padding
@@ -430,46 +431,56 @@ def test_exports_are_trimmed(name):
     assert outcome.outcome.value == "fired"
 
 
-@pytest.mark.parametrize("name", [n for n in ENCODERS if n.endswith("dynamo-sdpa")])
-def test_exports_compute_the_same(name):
-    model = exported(name)
-    result = trimmed(model)
-    assert result.report.fired
-    feed = batch("1", "111", "1011101", length=20)
-    feed["input_ids"][range(3), [0, 2, 6]] = 39  # where CLIP pools
+def fed(model: onnx.ModelProto, *rows: str) -> dict[str, np.ndarray]:
+    feed = batch(*rows, length=20)
+    feed["input_ids"][range(len(rows)), [len(row) - 1 for row in rows]] = 39  # CLIP's end
     if len(model.graph.input) == 3:
         feed["token_type_ids"] = np.zeros_like(feed["input_ids"])
+    return feed
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("name", [n for n in ENCODERS if n.endswith("dynamo-sdpa")])
+def test_exports_compute_the_same(name, pack):
+    model = exported(name)
+    result = trimmed(model, pack=pack)
+    assert result.report.fired
+    feed = fed(model, "1", "111", "1011101")
     assert_same(result.model, model, feed, rtol=1e-6, atol=1e-6)
 
 
 O2 = ("bert", "bert-mean", "bert-reranker", "distilbert", "roberta", "xlmr", "cliptext")
-O2_MASKS = (("1", "111", "1011101"), ("0011", "11"), ("11", "11111"), ("0000", "11"))
+O2_MASKS = (("11", "11111"), ("1", "111", "1011101"), ("0011", "11"), ("0000", "11"), ("1",))
 
 
-@pytest.mark.parametrize("mask", ["mask", "lengths"])
+@pytest.mark.parametrize(("mask", "pack"), [("mask", False), ("lengths", True)])
 @pytest.mark.parametrize("name", O2)
-def test_what_the_optimizer_of_onnxruntime_writes(name, mask):
+def test_what_the_optimizer_of_onnxruntime_writes(name, mask, pack):
     model = optimized(f"{name}-torchscript-eager", mask)
-    kinds = {node.op_type for node in model.graph.node if node.domain == "com.microsoft"}
-    assert {"Attention", "SkipLayerNormalization"} <= kinds
-    result = trimmed(model)
-    assert result.report.fired
-    rows = [*O2_MASKS, O2_MASKS[0][:1]]
-    for one in rows:
-        feed = batch(*one, length=20)
-        feed["input_ids"][range(len(one)), [0, 2, 6][: len(one)]] = 39  # where CLIP pools
-        if len(model.graph.input) == 3:
-            feed["token_type_ids"] = np.zeros_like(feed["input_ids"])
-        assert_same(result.model, model, feed, rtol=1e-5, atol=1e-5)
-    shown, longest = onnx.ModelProto(), max(map(len, O2_MASKS[2]))
-    shown.CopyFrom(result.model)
-    kept = next(node for node in shown.graph.node if node.op_type == "SkipLayerNormalization")
-    shown.graph.output.append(onnx.helper.make_empty_tensor_value_info(kept.output[0]))
-    feed = batch(*O2_MASKS[2], length=20)
-    feed["input_ids"][:, 0] = 39
-    if len(model.graph.input) == 3:
-        feed["token_type_ids"] = np.zeros_like(feed["input_ids"])
-    assert run(shown, feed, kept.output[0])[0].shape[1] == longest
+    norm = next(node for node in model.graph.node if node.op_type == "SkipLayerNormalization")
+    result = trimmed(model, pack=pack)
+    (fired,) = result.report.fired
+    for rows in O2_MASKS:
+        assert_same(result.model, model, fed(model, *rows), rtol=1e-5, atol=1e-5)
+    result.model.graph.output.append(onnx.helper.make_empty_tensor_value_info(norm.output[0]))
+    (found,) = run(result.model, fed(model, *O2_MASKS[0]), norm.output[0])
+    assert found.shape[:-1] == ((2 + 5,) if "real tokens only" in fired.reason else (2, 5))
+
+
+def test_codes_are_packed():
+    """encoder8's: one number scales all tokens."""
+    model = exported("roberta-dynamo-sdpa")
+    data = [fed(model, "1" * 12, "1" * 20)]
+    quantized = quantize(
+        model, recipe="encoder8", calibration_data_reader=data, least_cosine=0
+    ).model
+    codes = next(node for node in quantized.graph.node if node.op_type == "QuantizeLinear")
+    result = trimmed(quantized, pack=True)
+    for rows in O2_MASKS:
+        assert_same(result.model, quantized, fed(model, *rows), rtol=1e-4, atol=1e-4)
+    result.model.graph.output.append(onnx.helper.make_empty_tensor_value_info(codes.output[0]))
+    (found,) = run(result.model, fed(model, *O2_MASKS[0]), codes.output[0])
+    assert found.shape[:-1] == (2 + 5,)
 
 
 @pytest.mark.parametrize(
