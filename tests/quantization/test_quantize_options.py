@@ -576,10 +576,13 @@ def test_half_scales_are_cast_where_they_are_read(method, layout, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
-def test_weights_too_small_for_half_scales_are_reported(method):
-    model, data = matmul_of(normal(D, D) * np.float32(1e-8)), [{"x": normal(40, D)}]
+@pytest.mark.parametrize(
+    ("size", "reason"), [(1e-8, "below float16's least"), (1e7, "beyond 65504")]
+)
+def test_weights_that_half_scales_do_not_suit_are_named(method, size, reason):
+    model, data = matmul_of(normal(D, D) * np.float32(size)), [{"x": normal(40, D)}]
     options = {"method": method, "calibration_data_reader": data}
-    with pytest.raises(ValueError, match=r"'W' .* below float16's least"):
+    with pytest.raises(ValueError, match=f"weight 'W' cannot be quantised: .* {reason}"):
         quantize(model, half_scales=True, **options)
     assert quantize(model, **options).report.nodes[0].weight_error < 0.2
 
