@@ -26,11 +26,20 @@ Q, KEY, UP, DOWN = (
     f"model.layers.0.{name}"
     for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj", "mlp.down_proj")
 )
+VALUE = "model.layers.0.self_attn.v_proj"
 TABLE, NORM, BIAS = "model.embed_tokens", "model.layers.0.input_layernorm", f"{KEY}.bias"
-SHAPES = {Q: (64, K), KEY: (32, K), UP: (K, 32), DOWN: (64, K), TABLE: (ROWS, K)}
+SHAPES = {
+    Q: (64, K),
+    KEY: (32, K),
+    VALUE: (32, K),
+    UP: (K, 32),
+    DOWN: (64, K),
+    TABLE: (ROWS, K),
+}
 OF_LLAMA = {
     Q: "blk.0.attn_q",
     KEY: "blk.0.attn_k",
+    VALUE: "blk.0.attn_v",
     UP: "blk.0.ffn_up",
     DOWN: "blk.0.ffn_down",
     TABLE: "token_embd",
@@ -260,6 +269,62 @@ def test_rows_keep_the_order_that_the_graph_has(tmp_path):
     for node, name in (("q_proj", Q), ("k_proj", KEY)):
         (matrix,) = [matrix for label, matrix in found.items() if node in label]
         np.testing.assert_array_equal(matrix, weights[name].T.astype(float))
+
+
+QKV = "/model/layers.0/attn/qkv_proj/MatMul"
+
+
+def joined_model(weights: Mapping[str, np.ndarray]) -> ir.Model:
+    """One product for queries, keys and values, as onnxruntime-genai's builder has it."""
+    parts = [near(weights[name]) for name in (Q, KEY, VALUE)]
+    return model_of(
+        f"""g (float[T, {K}] x) => (float[T, N] y, float[T, 64] z) {{
+            ["{QKV}"] y = MatMul(x, w)
+            ["{DOWN}"] z = MatMul(x, v)
+        }}""",
+        {"w": np.concatenate(parts).T, "v": near(weights[DOWN]).T},
+    )
+
+
+@pytest.mark.parametrize("layout", ["QDQ", "MatMulNBits"])
+@pytest.mark.parametrize(
+    ("types", "form"),
+    [
+        (("Q4_K", "Q6_K", "Q4_0"), (8, 16)),
+        (("Q8_0", "Q8_0", "Q4_1"), (8, 32)),
+        (("Q4_0", "Q4_0", "Q4_0"), (4, 32)),
+        (("F16", "F32", "BF16"), None),
+    ],
+)
+def test_parts_become_one_weight(tmp_path, types, form, layout):
+    layers = dict(zip((Q, KEY, VALUE), types, strict=True)) | {DOWN: "Q4_0"}
+    weights = write(tmp_path / "m.gguf", layers)
+    model = joined_model(weights)
+    result = quantize(model, checkpoint=tmp_path / "m.gguf", quant_format=layout)
+    forms = {row.node: (row.bits, row.block_size) for row in result.report.quantized}
+    assert forms.get(QKV) == form and forms[DOWN] == (4, 32)
+    x = normal(5, K, seed=3)
+    expected = x @ np.concatenate([weights[name] for name in (Q, KEY, VALUE)]).astype(float).T
+    assert relative_error(run(result.model, {"x": x})[0], expected) < 2e-6
+    assert not any("checkpoint" in note for note in result.report.notes)
+
+
+@pytest.mark.parametrize(
+    ("types", "value", "match"),
+    [
+        (("Q4_0", "Q4_0", "F16"), None, "attn_v.weight' of the checkpoint is in parts.*float"),
+        (("Q4_0", "Q4_0", "IQ2_XS"), None, "'blk.0.attn_v.weight'.* is IQ2_XS"),
+        (("Q4_0", "Q4_0", "Q4_0"), normal(32, K, seed=77), "'blk.0.attn_v.weight'.*not the w"),
+        (("Q4_0", "Q4_0", "Q4_0"), normal(24, K), r"'blk.0.attn_v.weight' .* is \[256, 32\]"),
+    ],
+    ids=str,
+)
+def test_parts_that_make_no_weight_are_refused(tmp_path, types, value, match):
+    layers = dict(zip((Q, KEY, VALUE), types, strict=True)) | {DOWN: "Q4_0"}
+    weights = write(tmp_path / "m.gguf", layers)
+    weights |= {} if value is None else {VALUE: value}
+    with pytest.raises(ModelFileError, match=match):
+        quantize(joined_model(weights), checkpoint=tmp_path / "m.gguf")
 
 
 def test_half_precision(tmp_path):

@@ -37,6 +37,12 @@ _OPERATORS = (".MatMul", ".FusedMatMul", ".Gemm", ".Gather")
 # Columns of a weight that are compared, and the least mean cosine of their rows to the float
 # ones: codes of 2 bits have .8 and more, other weights 0.
 _COMPARED = 64
+# Modules that onnxruntime-genai's builder makes one of, and what stands between their names.
+PARTS = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+BETWEEN = " + "
 _LEAST_COSINE = 0.5
 
 
@@ -181,7 +187,7 @@ class Checkpoint(abc.ABC):
             if isinstance(use, WeightUse) and use.weight.is_initializer():
                 found = self._found(use)
                 if isinstance(found, FloatMatrix):
-                    self.taken.add(found.name)
+                    self.taken.update(found.name.split(BETWEEN))
                     found.put(use)
 
     def layer_of(self, use: WeightUse) -> Layer | str:
@@ -202,7 +208,7 @@ class Checkpoint(abc.ABC):
             return "float in the checkpoint, too"
         if found is None:
             return "not in the checkpoint"
-        self.taken.add(found.name)
+        self.taken.update(found.name.split(BETWEEN))
         return found
 
     def notes(self) -> list[str]:
@@ -217,17 +223,39 @@ class Checkpoint(abc.ABC):
     def _found(self, use: WeightUse) -> Found | None:
         for name in module_names(use):
             if found := self.candidates(name):
-                return _most_alike(found, use)
+                return _most_alike(found, use, slice(0, use.N))
+            parent, _, last = name.rpartition(".")
+            parts = [self.candidates(f"{parent}.{part}") for part in PARTS.get(last, ())]
+            if parts and all(parts):
+                return _side_by_side(parts, use)
         return None
 
 
-def _most_alike(found: Sequence[Found], use: WeightUse) -> Found:
-    """Return the one of several readings of a tensor that is the float weight."""
+def _side_by_side(parts: Sequence[Sequence[Found]], use: WeightUse) -> Found:
+    """Return parts of a weight, each as it is most alike to its columns, as one."""
+    from ortplugins.quantization.checkpoints.joined import joined
+
+    found, start = [], 0
+    for part in parts:
+        if isinstance(part[0], Unreadable):
+            return part[0]
+        stop = start + part[0].shape()[1]
+        found.append(_most_alike(part, use, slice(start, stop)))
+        start = stop
+    whole = joined(found)
+    return (
+        whole if isinstance(whole, Unreadable) else _most_alike([whole], use, slice(0, use.N))
+    )
+
+
+def _most_alike(found: Sequence[Found], use: WeightUse, place: slice) -> Found:
+    """Return the one of several readings of a tensor that is some columns of a weight."""
     shapes = [one.shape() for one in found if not isinstance(one, Unreadable)]
+    wanted = (use.K, place.stop - place.start)
     known = [
-        (one, _cosine(one.columns(slice(0, _COMPARED)), use))
+        (one, _cosine(one.columns(slice(0, _COMPARED)), use, place.start))
         for one in found
-        if not isinstance(one, Unreadable) and one.shape() == (use.K, use.N)
+        if not isinstance(one, Unreadable) and one.shape() == wanted and place.stop <= use.N
     ]
     if not shapes:
         return found[0]
@@ -246,10 +274,10 @@ def _most_alike(found: Sequence[Found], use: WeightUse) -> Found:
     return best
 
 
-def _cosine(columns: Floats, use: WeightUse) -> float:
+def _cosine(columns: Floats, use: WeightUse, start: int) -> float:
     """Return the mean cosine of rows: AWQ's are scaled, each by another number."""
-    floats = use.tensor.numpy()
-    own = np.asarray((floats.T if use.stored_k_last else floats)[:, :_COMPARED], np.float32)
+    floats = use.tensor.numpy().T if use.stored_k_last else use.tensor.numpy()
+    own = np.asarray(floats[:, start : start + columns.shape[1]], np.float32)
     norms = np.linalg.norm(own, axis=1) * np.linalg.norm(columns, axis=1)
     some = norms > 0
     if not norms.any():

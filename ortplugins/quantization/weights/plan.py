@@ -64,7 +64,7 @@ def plan_weights(
     """
     if imatrix is not None:
         imatrix.check(recipe)
-    if checkpoint is not None and (recipe.needs_statistics or imatrix is not None):
+    if checkpoint is not None and (recipe.chooses_by_samples or imatrix is not None):
         raise QuantizationError(
             "a checkpoint brings its own codes: leave out methods that calibrate, "
             "share_of_8_bits and imatrix"

@@ -294,11 +294,15 @@ class Recipe:
         return self.method == "w8a8"
 
     @property
+    def chooses_by_samples(self) -> bool:
+        """Whether the codes of a weight depend on its activations."""
+        methods = [self.method, *(rule.method or self.method for rule in self.rules)]
+        return self.share_of_8_bits > 0 or any(METHODS[name] for name in methods)
+
+    @property
     def needs_statistics(self) -> bool:
         """Whether activations have to be calibrated."""
-        methods = [self.method, *(rule.method or self.method for rule in self.rules)]
-        known = self.share_of_8_bits > 0 or self.kv_bits is not None
-        return known or any(METHODS[name] for name in methods)
+        return self.chooses_by_samples or self.kv_bits is not None
 
     def choose(self, use: WeightUse, *, table: bool) -> tuple[BlockFormat, str, str]:
         """Return form and method of a node's weight, and why it stays in float, if it does.
