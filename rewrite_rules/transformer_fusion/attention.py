@@ -41,11 +41,15 @@ from rewrite_rules.shapes.dimensions import known, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.attention_forms import Attention
 from rewrite_rules.transformer_fusion.conditions import Build, Conditions, check_shared, either
-from rewrite_rules.transformer_fusion.head_layout import SPLIT_HEADS, ints, token_dims
+from rewrite_rules.transformer_fusion.head_layout import (
+    SPLIT_HEADS,
+    ints,
+    token_dims,
+    unproved_splits,
+)
 from rewrite_rules.transformer_fusion.read_attention import (
-    INFERRED,
     Match,
-    asks_for,
+    keeps_order,
     read_attention,
 )
 from rewrite_rules.transformer_fusion.shared_cache import SharedCache
@@ -151,7 +155,10 @@ class FuseAttention(RewriteRuleClassBase):
         else:
             form, (rows, *cache) = self._cached(op, found, name)
         self._remarks.fired(label(producer(mixed)), f"attention: {form}")
-        split = op.Reshape(rows, ints(op, 0, 0, found.heads, found.size))
+        heads: Any = found.heads
+        if not found.proves_heads:
+            heads = op.Div(op.Shape(rows, start=2), ints(op, found.size))
+        split = op.Reshape(rows, ints(op, 0, 0, heads, found.size))
         self._facts.replace(out, split)
         for node in out.consumers():
             if self._merges(node, found):
@@ -167,9 +174,12 @@ class FuseAttention(RewriteRuleClassBase):
 
     def _merges(self, node: ir.Node, found: Attention) -> bool:
         """Whether a Reshape makes ``[B, S, H * D]`` of ``[B, S, H, D]``."""
-        length, width = found.tokens[1], found.heads * found.size
-        wanted = (length, INFERRED, (0, ())), ((width, ()), INFERRED)
-        return asks_for(self._facts, node, *wanted) and not node.outputs[0].is_graph_output()
+        shape = self._facts.dims(found.query, 4)
+        assert shape is not None
+        width = (known(found.heads * found.size),) if found.proves_heads else ()
+        wanted = zip(found.tokens, (shape[0], shape[2]), strict=True)
+        kept = keeps_order(self._facts, node, *wanted, width)
+        return kept and not node.outputs[0].is_graph_output()
 
     def _uncached(self, op: Any, found: Attention, name: str | None) -> Sequence[ir.Value]:
         fits = self._conditions.of_standard(op, found)
@@ -179,7 +189,7 @@ class FuseAttention(RewriteRuleClassBase):
 
     def _in_buffers(self, op: Any, found: Attention) -> Sequence[ir.Value]:
         assert self._cache is not None
-        key = "checked", found.mask
+        key = "checked", found.mask, *unproved_splits(op, found.splits, self._facts)
         if key not in self._shared:
             name = f"mask_hides_later_tokens_{len(self._shared)}"
             zero = check_shared(op, found, name)

@@ -8,7 +8,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from rewrite_rules.graph.nodes import producer
+from rewrite_rules.graph.nodes import made_by, producer
 from rewrite_rules.shapes.dimensions import Dim, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.head_layout import (
@@ -17,9 +17,12 @@ from rewrite_rules.transformer_fusion.head_layout import (
     in_order,
     ints,
     is_transposed_heads,
+    read_split,
     rows,
     same_tokens,
     token_dims,
+    unproved_splits,
+    unsplit,
 )
 from rewrite_rules.transformer_fusion.masks import GroupedLayout, Mask
 from rewrite_rules.transformer_fusion.repeated_heads import RepeatedHeads
@@ -102,6 +105,22 @@ class Attention:
         return all(self.same_tokens(heads) == (True, True) for heads in self.both)
 
     @property
+    def splits(self) -> list[ir.Value]:
+        """Queries, keys and values as ``[B, S, H, D]``, where they have been that."""
+        heads = [self.query, *map(self.new, self.both)]
+        split = [each.source for each in self.both if each.split]
+        return [*split, *(unsplit(each) for each in heads if is_transposed_heads(each))]
+
+    @property
+    def proves_heads(self) -> bool:
+        """Whether heads are as many in each run, whatever its questions say."""
+        shapes = [self.facts.dims(split) or () for split in self.splits]
+        return all(
+            number(shape[2]) or not unproved_splits(None, [split], self.facts)
+            for shape, split in zip(shapes, self.splits, strict=True)
+        )
+
+    @property
     def fits_kernel(self) -> bool:
         """Whether GroupQueryAttention takes the heads; a run asks what the mask hides."""
         return bool(self.masks) and self.size % _KERNEL_SIZES == 0
@@ -160,11 +179,11 @@ class Attention:
     def any_tokens(self, op: Any) -> list[Any]:
         """Emit ``[B, S, H * D]`` by nodes that broadcast as those of the model do."""
         heads, groups = self.heads, self.groups
-        query = self._split(op, self.query, heads)
+        query = self._split(op, self.query)
         held, values = (self._cache(op, each) for each in self.both)
         if heads == groups:
             mixed = op.MatMul(self._weights(op, self._scores(op, query, held)), values)
-            return self._results(self._merged(op, mixed), held, values)
+            return self._results(self._merged(op, mixed, query), held, values)
         repeats = ints(op, heads // groups)
 
         def reshape(value: Any, *sizes: int | ir.Value) -> Any:
@@ -179,7 +198,7 @@ class Attention:
         tokens, keys = (op.Shape(weights, start=axis, end=axis + 1) for axis in (2, 3))
         grouped = reshape(weights, groups, op.Mul(tokens, repeats), keys)
         mixed = reshape(op.MatMul(grouped, values), heads, tokens, self.size)
-        return self._results(self._merged(op, mixed), held, values)
+        return self._results(self._merged(op, mixed, query), held, values)
 
     def by_kernel(
         self, op: Any, last: ir.Value, total: ir.Value, cached: bool = False
@@ -223,11 +242,14 @@ class Attention:
             # A cache is not laid out anew.
             stored = [self._stored(op, heads) for heads in self.both]
             mixed = op.Attention(self.query, *stored, mask, scale=self.scale)
-            return [self._merged(op, mixed)]
+            return [self._merged(op, mixed, self.query)]
         width = self.groups * self.size
         attended = op.Attention(
             self._rows(op, self.query, self.heads),
-            *(rows(op, heads.source, self.facts, width, heads.split) for heads in self.both),
+            *(
+                rows(op, heads.source, self.facts, width, heads.split, asked=True)
+                for heads in self.both
+            ),
             mask,
             q_num_heads=self.heads,
             kv_num_heads=self.groups,
@@ -236,14 +258,19 @@ class Attention:
         return [attended]
 
     def _rows(self, op: Any, split: Any, heads: int) -> ir.Value:
-        return rows(op, split, self.facts, heads * self.size)
+        return rows(op, split, self.facts, heads * self.size, asked=True)
 
-    def _merged(self, op: Any, mixed: ir.Value) -> Any:
-        """Emit ``[B, S, H * D]`` of ``[B, H, S, D]``."""
+    def _merged(self, op: Any, mixed: ir.Value, query: ir.Value) -> Any:
+        """Emit ``[B, S, H * D]`` of ``[B, H, S, D]``, for queries of the same axes."""
         split = op.Transpose(mixed, perm=SPLIT_HEADS)
         # Nodes would repeat one text or token for a mask of more.
-        sizes = self.sizes(op) if self.keeps_tokens else (0, 0)
-        return op.Reshape(split, ints(op, *sizes, self.heads * self.size))
+        sizes: list[Any] = [0, 0]
+        if self.keeps_tokens:
+            sizes = [op.Shape(query, start=axis, end=axis + 1) for axis in (0, 2)]
+        width: Any = self.heads * self.size
+        if not self.proves_heads:  # nor can -1 be inferred of nothing
+            width = op.Mul(op.Shape(split, start=2, end=3), ints(op, self.size))
+        return op.Reshape(split, ints(op, *sizes, width))
 
     def _results(self, mixed: Any, keys: Any, values: Any) -> list[Any]:
         return [mixed, keys, values] if self.joins else [mixed]
@@ -256,12 +283,12 @@ class Attention:
     def _cache(self, op: Any, heads: RepeatedHeads, one: bool = False) -> Any:
         """Emit ``[B, G, T, D]`` of past and new tokens, or take it as it is."""
         if not self.cached:
-            return self._split(op, self._stored(op, heads), self.groups)
+            return self._split(op, self._stored(op, heads))
         if not self.joins:
             return heads.source
         past, new = producer(heads.source).inputs
         assert new is not None
-        new = self._one_new(op, heads.source) if one else self._split(op, new, self.groups)
+        new = self._one_new(op, heads.source) if one else self._split(op, new)
         return op.Concat(past, new, axis=2)
 
     def _one_new(self, op: Any, whole: ir.Value) -> Any:
@@ -273,11 +300,19 @@ class Attention:
             new if flat is new else op.Reshape(flat, ints(op, -1, self.groups, 1, self.size))
         )
 
-    def _split(self, op: Any, heads: ir.Value, count: int) -> Any:
-        """Emit ``[B, H, S, D]``, from what its Transpose reads."""
+    def _split(self, op: Any, heads: ir.Value) -> Any:
+        """Emit ``[B, H, S, D]``, from what its Transpose and the Reshape before that read."""
         if not is_transposed_heads(heads):
             return heads
-        split = op.Reshape(self._rows(op, heads, count), ints(op, 0, 0, count, self.size))
+        split = unsplit(heads)
+        found, node = read_split(split, self.facts), made_by(split, "Reshape")
+        if node is not None and found is not None:
+            if found.unproved:
+                split = op.Reshape(*node.inputs, **node.attributes)
+            else:
+                # Sizes that are proved need not be computed.
+                sizes = ints(op, 0, 0, found.heads, found.size)
+                split = op.Reshape(found.source, sizes)
         return op.Transpose(split, perm=SPLIT_HEADS)
 
     def _scores(self, op: Any, query: Any, keys: Any) -> Any:

@@ -19,7 +19,7 @@ from onnxscript import TapeBuilder
 
 from rewrite_rules.shapes.dimensions import number
 from rewrite_rules.transformer_fusion.attention_forms import Attention
-from rewrite_rules.transformer_fusion.head_layout import in_order, ints
+from rewrite_rules.transformer_fusion.head_layout import in_order, ints, unproved_splits
 
 # Added to a score, it hides it: no two scores are as far apart as these numbers.
 _HIDDEN, _VISIBLE = -1e8, -5e7
@@ -76,14 +76,16 @@ class Conditions:
         """Emit which form takes the tokens of attention with a cache."""
         unproved = [each for each in found.both if found.same_tokens(each) != (True, True)]
         compared = [(found.tokens[0], each.source) for each in unproved]
-        key = found.mask, found.tokens, *compared
+        splits = unproved_splits(op, found.splits, found.facts)
+        key = found.mask, found.tokens, *compared, *splits
         if key not in self._answers:
             batch, length = found.sizes(op)
             some = op.Less(ints(op, 0), batch)
             for heads in unproved:
                 pairs = zip(found.new_sizes(op, heads), (batch, length), strict=True)
                 some = functools.reduce(op.And, itertools.starmap(op.Equal, pairs), some)
-            some = functools.reduce(op.And, _of_more_texts(op, found, batch), some)
+            asked = [*_of_more_texts(op, found, batch), *(ask() for ask in splits.values())]
+            some = functools.reduce(op.And, asked, some)
             if found.mask is None:
                 one = op.And(op.Equal(length, ints(op, 1)), some)
                 no = _false(op)
@@ -96,9 +98,10 @@ class Conditions:
         """Emit whether the standard operator computes the same; None where that is proved."""
         batches = [found.same_tokens(each)[0] or each.source for each in found.both]
         count = found.facts.count
-        key = found.mask, found.tokens, found.key_count, *batches, count(found.query)
+        splits = unproved_splits(op, found.splits, found.facts)
+        key = found.mask, found.tokens, found.key_count, *batches, count(found.query), *splits
         if key not in self._fits:
-            unproved = _unproved(op, found)
+            unproved = [*_unproved(op, found), *(ask() for ask in splits.values())]
             fits = functools.reduce(op.And, unproved) if unproved else None
             mask = found.mask
             if mask is not None and fits is not None:
@@ -117,7 +120,8 @@ class Conditions:
 def check_shared(op: Any, found: Attention, name: str) -> ir.Value:
     """Emit an int32 0, by a node that fails where the mask shows what the kernel hides.
 
-    A cache in buffers leaves no other form. Rows of a mask may be those of several query heads
+    It fails as well where heads are split otherwise: a cache in buffers leaves no other form.
+    Rows of a mask may be those of several query heads
     in turn, which the kernel takes for alike.
     """
     mask, repeated, repeats = found.mask, found.repeated_mask, found.layout.repeats
@@ -126,6 +130,8 @@ def check_shared(op: Any, found: Attention, name: str) -> ir.Value:
     first = op.Add(op.Sub(columns, rows), ints(op, 1))
     later = op.Trilu(_shown(op, mask), op.Squeeze(first), upper=1)
     wrong = op.ReduceMax(op.Cast(later, to=ir.DataType.FLOAT), keepdims=0)
+    for ask in unproved_splits(op, found.splits, found.facts).values():
+        wrong = op.Max(wrong, op.Cast(op.Not(ask()), to=ir.DataType.FLOAT))
     if repeated is not mask:
         same = op.Equal(op.Tile(mask, ints(op, 1, 1, repeats, 1)), repeated)
         differs = op.ReduceMax(op.Cast(op.Not(same), to=ir.DataType.FLOAT), keepdims=0)

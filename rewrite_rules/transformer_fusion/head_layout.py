@@ -3,16 +3,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import onnx_ir as ir
 
-from rewrite_rules.graph.nodes import made_by, producer
+from rewrite_rules.graph.nodes import made_by
 from rewrite_rules.shapes.dimensions import Dim, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
 SPLIT_HEADS = (0, 2, 1, 3)
+# Operators that take a part of heads that are packed.
+_PARTS = ("Gather", "Slice", "Split", "Squeeze")
 
 
 def ints(op: Any, *numbers: int | ir.Value) -> Any:
@@ -77,9 +82,8 @@ def tokens_of(heads: ir.Value, facts: ProvedShapes) -> tuple[ir.Value, int]:
     split = unsplit(heads)
     if split is heads:
         return heads, 2
-    source = producer(split).inputs[0] if count_heads(split, facts) else split
-    assert source is not None
-    return source, 1
+    found = read_split(split, facts)
+    return split if found is None or found.unproved or found.packed else found.source, 1
 
 
 def rows(
@@ -88,54 +92,90 @@ def rows(
     facts: ProvedShapes,
     width: int | ir.Value,
     are_split: bool = False,
+    asked: bool = False,
 ) -> ir.Value:
-    """Return ``[B, S, H * D]`` of ``[B, H, S, D]``; if ``are_split``, of ``[B, S, H, D]``."""
+    """Return ``[B, S, H * D]`` of ``[B, H, S, D]``; if ``are_split``, of ``[B, S, H, D]``.
+
+    If ``asked``, the run has said yes to :func:`unproved_splits`.
+    """
     split = heads if are_split else unsplit(heads)
     if split is heads and not are_split:
         split = op.Transpose(heads, perm=SPLIT_HEADS)
-    elif count_heads(split, facts):
-        return producer(split).inputs[0]  # type: ignore[return-value]
+    else:
+        found = read_split(split, facts)
+        if found is not None and not found.packed and (asked or not found.unproved):
+            return found.source
     made: ir.Value = op.Reshape(split, ints(op, 0, 0, width))
     return made
 
 
-def count_heads(split: ir.Value, facts: ProvedShapes, exact: bool = True) -> int | None:
-    """Return H of a Reshape ``[B, S, H * D] -> [B, S, H, D]``, for the batch of all inputs.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Split:
+    """A Reshape ``[B, S, H * D] -> [B, S, H, D]``, if it keeps B and S.
 
-    Unless ``exact``, a Reshape back to H * D has to check S.
+    Attributes:
+        source, sizes: What it reads.
+        heads, size: H, D.
+        unproved: Which of the first axes is not proved to stay; other sizes make other heads
+            of the same elements. Exporters take the sizes from whichever input is at hand.
+        packed: Whether these heads are a part of the result, ``[B, S, 3, H, D]``.
     """
-    node = made_by(split, "Reshape")
-    if node is None:
-        return None if exact else _count_packed(split, facts)
-    before, asked = facts.dims(node.inputs[0], 3), facts.numbers(node.inputs[1])
-    width = None if before is None else number(before[2])
-    if before is None or width is None or asked is None or len(asked) != 4:
-        return None
-    batch, length, heads, size = map(number, asked)
-    if size is None or size < 1 or width % size or heads not in (-1, width // size):
-        return None
-    # The batch of another input counts as this one's; a number may merge rows.
-    if batch not in (None, 0, -1, number(before[0])):
-        return None
-    is_length = not exact or asked[1] in (before[1], (0, ()))
-    same = heads != -1 if length == -1 else is_length
-    return width // size if same else None
+
+    source: ir.Value
+    sizes: ir.Value
+    heads: int
+    size: int
+    unproved: tuple[int, ...]
+    packed: bool
 
 
-def _count_packed(split: ir.Value, facts: ProvedShapes) -> int | None:
-    """Return H of a part of a Reshape ``[B, S, 3 * H * D] -> [B, S, 3, H, D]``."""
-    node = split.producer()
-    while node is not None and node.op_type in ("Gather", "Slice", "Split", "Squeeze"):
-        node = None if node.inputs[0] is None else node.inputs[0].producer()
-    if node is None or node.op_type != "Reshape" or node.inputs[0] is None:
+def read_split(split: ir.Value, facts: ProvedShapes) -> Split | None:
+    """Read what splits heads; where two of B, S and H are proved, the third is as well."""
+    node, packed = split.producer(), False
+    while node is not None and node.op_type in _PARTS and node.inputs[0] is not None:
+        node, packed = node.inputs[0].producer(), True
+    if node is None or node.op_type != "Reshape" or node.domain:
         return None
-    before, after = facts.dims(node.inputs[0], 3), facts.dims(node.outputs[0], 5)
-    shape = facts.dims(split, 4)
-    if before is None or after is None or shape is None or shape[2] not in after[2:]:
+    source, sizes = node.inputs
+    before, shape = facts.dims(source, 3), facts.dims(split, 4)
+    after = facts.dims(node.outputs[0], 5 if packed else 4)
+    if source is None or sizes is None or before is None or shape is None or after is None:
         return None
-    width = number(before[2])
     others = [number(dim) for dim in after[2:] if dim != shape[2]]
-    if width is None or len(others) != 2 or None in others:
+    width, size, count = number(before[2]), number(shape[3]), math.prod(n or 0 for n in others)
+    if not width or not size or len(others) != len(after) - 3 or not count or width % count:
         return None
-    count = math.prod(size for size in others if size is not None)
-    return width // count if count and width % count == 0 else None
+    heads = number(shape[2])
+    if heads not in (None, width // count):
+        return None
+    kept = [a == b == c for a, b, c in zip(before[:2], after[:2], shape[:2], strict=True)]
+    proved = sum(kept) + (heads is not None) >= 2
+    unproved = () if proved else tuple(axis for axis in (0, 1) if not kept[axis])
+    return Split(source, sizes, width // count, size, unproved, packed)
+
+
+def count_heads(split: ir.Value, facts: ProvedShapes) -> int | None:
+    """Return H of ``[B, S, H, D]``, as it is or as :func:`unproved_splits` asks."""
+    dims, found = facts.dims(split, 4), read_split(split, facts)
+    proved = None if dims is None else number(dims[2])
+    return proved if found is None else found.heads
+
+
+def unproved_splits(
+    op: Any, splits: Iterable[ir.Value], facts: ProvedShapes
+) -> dict[object, Callable[[], ir.Value]]:
+    """Return questions whether ``[B, S, H, D]`` are split as supposed, by what is compared."""
+    asked = dict[object, Callable[[], ir.Value]]()
+    for split in splits:
+        found = read_split(split, facts)
+        if found is None:
+            continue
+        values = (found.source, split)
+        for axis in found.unproved:
+            key = tuple((facts.dims(value) or ())[axis] for value in values)
+            asked[key] = functools.partial(_same_size, op, *values, axis)
+    return asked
+
+
+def _same_size(op: Any, one: ir.Value, other: ir.Value, axis: int) -> Any:
+    return op.Equal(*(op.Shape(value, start=axis, end=axis + 1) for value in (one, other)))

@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container
 
 import onnx_ir as ir
 
 from rewrite_rules.graph.nodes import made_by, producer
 from rewrite_rules.graph.parameters import int_attribute
 from rewrite_rules.remarks import Refusal
-from rewrite_rules.shapes.dimensions import number
+from rewrite_rules.shapes.dimensions import Dim, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.attention_forms import Attention
 from rewrite_rules.transformer_fusion.head_layout import (
@@ -30,7 +29,7 @@ from rewrite_rules.transformer_fusion.repeated_heads import (
 from rewrite_rules.transformer_fusion.scores import Scores, factor, read_scores, unscaled
 
 # What a Reshape may ask for instead of a size.
-INFERRED, _COPIED = (-1, ()), (0, ())
+_COPIED = (0, ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +65,7 @@ class _Parts:
         """H: the MatMul wants as many as keys have, where they have more than one."""
         dims = self.facts.dims(self.query, len(SPLIT_HEADS))
         asked = None if dims is None else number(dims[1])
-        asked = asked or count_heads(unsplit(self.query), self.facts, exact=False)
+        asked = asked or count_heads(unsplit(self.query), self.facts)
         shared = self.keys.groups * self.keys.repeats * self.layout.repeats
         found = asked if shared == 1 else shared
         return found if dims is not None and asked in (None, found) else None
@@ -80,6 +79,8 @@ class _Parts:
 def read_attention(match: Match, facts: ProvedShapes) -> Attention:
     """Return the attention whose result is transposed; a Refusal for anything else."""
     parts = _read_parts(match, facts)
+    for whole in (parts.keys, parts.values):
+        _note_heads(whole.source.producer(), facts)
     for applies, reason in _REFUSALS:
         if applies(parts):
             raise Refusal(reason.format(parts.query))
@@ -173,20 +174,27 @@ def _moves_heads(parts: _Parts) -> bool:
     )
     if node.op_type == "MatMul":
         return parts.layout.repeats != 1
-    wanted = () if shape is None else ((parts.heads, ()), *shape[2:])
-    return not asks_for(parts.facts, node, *((size, INFERRED) for size in wanted))
+    if shape is None or parts.heads is None:
+        return True
+    heads = (parts.heads, ())
+    return not keeps_order(parts.facts, node, *((d,) for d in (shape[0], heads, *shape[2:])))
 
 
-def asks_for(facts: ProvedShapes, reshape: ir.Node, *wanted: Sequence[object]) -> bool:
-    """Whether a Reshape asks for the batch of all inputs, then for sizes among others."""
+def keeps_order(facts: ProvedShapes, reshape: ir.Node, *wanted: Container[Dim | None]) -> bool:
+    """Whether a Reshape makes these sizes of as many elements: all but one are proved."""
     is_reshape = reshape.op_type == "Reshape"
     asked = facts.numbers(reshape.inputs[1]) if is_reshape else None
-    if asked is None or len(asked) != 1 + len(wanted):
+    before = facts.dims(reshape.inputs[0]) if is_reshape else None
+    if asked is None or before is None or len(asked) != len(wanted):
         return False
-    batch, *rest = asked
-    # The batch of another input counts as this one's; a number does not.
-    known = bool(batch and (batch[1] or batch == _COPIED))
-    return all(map(operator.contains, wanted, rest)) and (known or INFERRED not in rest)
+    # The first axes stay where they are.
+    stays = len(asked) if len(asked) == len(before) else 2
+    copies = not int_attribute(reshape, "allowzero", 0)
+    proved = [
+        one in sizes or (axis < stays and (one == before[axis] or (copies and one == _COPIED)))
+        for axis, (one, sizes) in enumerate(zip(asked, wanted, strict=True))
+    ]
+    return sum(proved) >= len(wanted) - 1
 
 
 _REFUSALS: tuple[tuple[Callable[[_Parts], bool], str], ...] = (
@@ -221,6 +229,17 @@ def _number(facts: ProvedShapes, heads: ir.Value) -> int | None:
 def _is_cached(found: Attention) -> bool:
     """Whether keys and values are inputs that come back, longer, as outputs."""
     return all(_appends(made_by(whole, "Concat")) for whole in (found.keys, found.values))
+
+
+def _note_heads(cache: ir.Node | None, facts: ProvedShapes) -> None:
+    """Note that what is appended to a cache has its heads: a run fails where it has not."""
+    past, new = cache.inputs if cache is not None and _appends(cache) else (None, None)
+    held, dims = facts.dims(past, 4), facts.dims(new, 4)
+    heads = None if held is None else number(held[1])
+    if new is not None and heads and dims is not None and not number(dims[1]):
+        facts.note(new, (dims[0], (heads, ()), *dims[2:]))
+        if (split := unsplit(new)) is not new:
+            facts.note(split, (dims[0], dims[2], (heads, ()), dims[3]))
 
 
 def _appends(node: ir.Node | None) -> bool:

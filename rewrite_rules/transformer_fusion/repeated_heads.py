@@ -119,7 +119,7 @@ def _own_heads(
             continue
         split = order not in _HEADS_FIRST
         made = source if split else unsplit(source)
-        groups = number(dims[2 if split else _HEADS]) or count_heads(made, facts, exact=False)
+        groups = number(dims[2 if split else _HEADS]) or count_heads(made, facts)
         if groups is not None:
             found = RepeatedHeads(source, groups, 1, split=split)
             return _laid_out(found, order, chain[:count])

@@ -553,3 +553,34 @@ def test_batches_and_masks_that_broadcast_are_right(case: str):
                 if masked == PLAIN:
                     break
     assert agrees(model, feeds)
+
+
+@pytest.mark.parametrize("part", ["q", "k", "v"])
+def test_one_row_split_for_a_batch_has_other_heads(part: str):
+    """[1, S, 32] split as [2, S, -1, 8] has two heads, which a MatMul repeats or refuses."""
+    model = proto_of(
+        f"""g (float[B, S, 32] x, int64[C, T] ids) => (float[B, S, 32] y)
+        <float scale = {{0.3}}, int64[2] rest = {{-1, 8}}, int64[1] zero = {{0}},
+         int64[1] one = {{1}}, int64[3] flat = {{0, 0, -1}}> {{
+            texts = Shape(ids) sizes = Concat<axis = 0>(texts, rest)
+            row = Slice(x, zero, one, zero)
+            q0 = Sin({"row" if part == "q" else "x"})
+            k0 = Cos({"row" if part == "k" else "x"})
+            v0 = Neg({"row" if part == "v" else "x"})
+            q1 = Reshape(q0, sizes) k1 = Reshape(k0, sizes) v1 = Reshape(v0, sizes)
+            q = Transpose<perm = [0, 2, 1, 3]>(q1)
+            k = Transpose<perm = [0, 2, 3, 1]>(k1)
+            v = Transpose<perm = [0, 2, 1, 3]>(v1)
+            scores = MatMul(q, k) scaled = Mul(scores, scale)
+            weights = Softmax<axis = -1>(scaled) mixed = MatMul(weights, v)
+            out = Transpose<perm = [0, 2, 1, 3]>(mixed)
+            y = Reshape(out, flat) }}"""
+    )
+    rng = np.random.default_rng(4)
+
+    def feed(rows: int, length: int, texts: int, tokens: int) -> dict[str, NDArray]:
+        x = rng.standard_normal((rows, length, 32)).astype(np.float32)
+        return {"x": x, "ids": np.zeros((texts, tokens), np.int64)}
+
+    runs = [(1, 4, 1, 4), (4, 5, 4, 5), (1, 6, 2, 3), (1, 6, 4, 6), (4, 3, 4, 3)]
+    assert agrees(model, [feed(*sizes) for sizes in runs]) >= 3
