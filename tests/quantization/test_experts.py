@@ -87,6 +87,9 @@ w1 = GatherND(W1, picks) -> w1 = Gather(W1, ids)
 w2 = GatherND(W2, picks) -> w2 = Gather(W2, ids)
 gate, up = Split <axis = 1, num_outputs = 2> (h1) ->
     gate = Slice(h1, nought, half, last) up = Slice(h1, half, far, last)
+== scores of another type
+s = Softmax <axis = -1> (l) -> wide = Cast <to = 11> (l) s = Softmax <axis = -1> (wide)
+share = Reshape(shares, flat) -> narrow = Cast <to = 1> (shares) share = Reshape(narrow, flat)
 == operands swapped
 silu = Mul(gate, squashed) -> silu = Mul(squashed, up)
 hidden = Mul(silu, up) -> hidden = Mul(gate, silu)
@@ -208,8 +211,11 @@ OPERATOR = {
 }  # fmt: skip
 
 
+INPUTS = "x, l, W1, B1, W2, B2"
+
+
 def operator(
-    kind="swiglu", *, attributes="", dtype="float", normalize=1, inputs="x, l, W1, B1, W2, B2"
+    kind="swiglu", *, attributes="", dtype="float", normalize=1, inputs=INPUTS, opset=21
 ):
     """The model of one MoE."""
     activation, extra = kind.split(",")[0], attributes or OPERATOR[kind]
@@ -224,7 +230,7 @@ def operator(
     found = {name: constants(numpy_type)[name] for name in ("R", "W1", "W2", "B1", "B2")}
     if not wide:
         found |= {"W1": found["W1"][:, :D].copy(), "B1": found["B1"][:, :D].copy()}
-    return proto_of(text, found)
+    return proto_of(text, found, opset=opset)
 
 
 def run(model, x):
@@ -355,6 +361,7 @@ OPERATORS_REFUSED = {
     "a sparse mixer": ({"attributes": SPARSE}, "use_sparse_mixer"),
     "halves behind each other": ({"attributes": "swiglu_fusion = 2"}, "swiglu_fusion=1"),
     "geglu": ({"kind": "geglu", "attributes": "swiglu_fusion = 1"}, "no activation 'geglu'"),
+    "an old opset": ({"opset": 12}, "opset 12"),
     "weights that are computed": ({"inputs": "x, l, W1, , C2"}, "computed at run time"),
     "weights of other sizes": ({"kind": "relu", "inputs": "x, l, W2, , W2"}, "fit each"),
 }  # fmt: skip

@@ -45,6 +45,7 @@ from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 _RESHAPES = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
+_FIRST_OPSET = 13  # of what is written
 _KINDS = ("relu", "gelu", "silu", "identity", "swiglu")
 # Results that are not negative, whatever the input; and that are not where no input is.
 _POSITIVE = frozenset({"Abs", "Exp", "Relu", "Sigmoid", "Softmax", "Softplus"})
@@ -70,6 +71,8 @@ def find_mixtures(model: ir.Model) -> Iterator[tuple[ir.Node, Mixture | str]]:
         try:
             if node.graph is not model.graph:
                 raise Refusal("experts: they lie in a subgraph of If, Loop or Scan")
+            if (opset := facts.opset(node)) < _FIRST_OPSET:
+                raise Refusal(f"experts: the model has opset {opset}, not {_FIRST_OPSET}")
             if (mixture := read(node, facts)) is not None:
                 yield node, mixture
         except Refusal as refusal:

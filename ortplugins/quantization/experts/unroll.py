@@ -162,7 +162,8 @@ class _Unroller:
         router, count = mixture.router, mixture.last.experts
         dtype = mixture.last.tensor.dtype
         if isinstance(router, Choice):
-            routes = _scattered(op, router.chosen, router.shares, count, dtype)
+            shares = op.Cast(router.shares, to=dtype)
+            routes = _scattered(op, router.chosen, shares, count, dtype)
             # QMoE takes the k greatest. What it takes beyond the chosen has a share of 0.
             return [mixture.x, routes, routes], routes
         probabilities = op.Softmax(router.logits, axis=-1)
