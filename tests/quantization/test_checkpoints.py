@@ -12,6 +12,7 @@ from builders.command_line import ortplugins_command, printed
 from builders.dequantized_models import relative_error, run
 from builders.quantized_files import FORMATS, dequantised, read
 from builders.text_models import model_of, normal
+from onnx import numpy_helper
 
 from ortplugins.errors import MissingFileError, ModelFileError, QuantizationError
 from ortplugins.quantization import quantize
@@ -129,6 +130,15 @@ def test_codes_scales_and_norms_are_those_of_the_checkpoint(tmp_path, kind, bits
         for node, weight in zip(NODES, weights.values(), strict=True):
             np.testing.assert_allclose(matrices[node], weight, rtol=1e-7)
         assert relative_error(run(result.model, {"x": x})[0], expected) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq"])
+def test_a_wrapper_around_the_model_does_not_matter(tmp_path, kind):
+    weights = checkpoint(tmp_path / "c", kind)
+    model = float_model(weights, f"model.{NORM}")
+    result = quantize(model, checkpoint=tmp_path / "c")
+    norms = [tensor for tensor in read(result.model).graph.initializer if NORM in tensor.name]
+    np.testing.assert_array_equal(numpy_helper.to_array(*norms), normal(K, seed=9))
 
 
 @pytest.mark.parametrize("kind", ["gptq", "auto_gptq"])

@@ -15,6 +15,7 @@ from builders.dequantized_models import relative_error, run
 from builders.quantized_files import FORMATS, arrays_of, dequantised, kinds, read
 from builders.text_models import model_of, normal
 
+from examples.smollm2.llama import LlamaConfig, build_llama
 from ortplugins.errors import MissingFileError, ModelFileError
 from ortplugins.quantization import quantize
 
@@ -262,6 +263,20 @@ def test_norms_are_those_of_the_graph(tmp_path, architecture, stored):
     np.testing.assert_allclose(found, norm * 1.001, rtol=1e-6)
 
 
+@pytest.mark.parametrize("wrapper", ["", "model."])
+def test_a_wrapper_around_the_model_does_not_matter(tmp_path, wrapper):
+    vectors = {"blk.0.attn_norm.weight": normal(K, seed=1) * np.float32(1.01)}
+    weights = write(tmp_path / "m.gguf", {DOWN: "Q4_0"}, vectors=vectors)
+    model = float_model(weights)
+    for name in (f"{NORM}.weight", f"{DOWN}.weight"):
+        value = model.graph.initializers[name]
+        value.name = value.const_value.name = f"{wrapper}{name}"
+    result = quantize(model, checkpoint=tmp_path / "m.gguf")
+    assert len(result.report.quantized) == 1
+    found = arrays_of(read(result.model))[f"{wrapper}{NORM}.weight"]
+    np.testing.assert_array_equal(found, vectors["blk.0.attn_norm.weight"])
+
+
 def test_rows_keep_the_order_that_the_graph_has(tmp_path):
     weights = write(tmp_path / "m.gguf", {Q: "Q4_0", KEY: "Q8_0"}, architecture="qwen2")
     result = quantize(float_model(weights), checkpoint=tmp_path / "m.gguf")
@@ -325,6 +340,74 @@ def test_parts_that_make_no_weight_are_refused(tmp_path, types, value, match):
     weights |= {} if value is None else {VALUE: value}
     with pytest.raises(ModelFileError, match=match):
         quantize(joined_model(weights), checkpoint=tmp_path / "m.gguf")
+
+
+MODULES = {
+    "attn_q": ("self_attn.q_proj", (64, 64)),
+    "attn_k": ("self_attn.k_proj", (32, 64)),
+    "attn_v": ("self_attn.v_proj", (32, 64)),
+    "attn_output": ("self_attn.o_proj", (64, 64)),
+    "ffn_gate": ("mlp.gate_proj", (96, 64)),
+    "ffn_up": ("mlp.up_proj", (96, 64)),
+    "ffn_down": ("mlp.down_proj", (64, 96)),
+}
+TINY = LlamaConfig(2, 64, 96, HEADS, KV_HEADS, 16, 48, 1e-5, 1e4)
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+def test_a_decoder_gives_the_logits_of_the_dequantised_weights(tmp_path, layout):
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_block_count(2)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    floats, rounded = {}, {}
+
+    def add(name: str, of_llama: str, shape: tuple[int, ...], kind: str) -> None:
+        seed = len(floats)
+        weight = floats[name] = (normal(*shape, seed=seed) / 8).astype(np.float32)
+        heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(of_llama.split(".")[-1], 0)
+        stored = neighbours(weight, heads) if heads else weight
+        known = gguf.GGMLQuantizationType[kind]
+        data = quants.quantize(stored, known)
+        back_again = quants.dequantize(data, known)
+        rounded[name] = back(back_again, heads) if heads else back_again
+        writer.add_tensor(f"{of_llama}.weight", data, raw_dtype=known)
+
+    add("model.embed_tokens.weight", "token_embd", (48, 64), "Q8_0")
+    add("model.norm.weight", "output_norm", (64,), "F32")
+    for layer in range(2):
+        for number, (of_llama, (module, shape)) in enumerate(MODULES.items()):
+            kind = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")[(number + layer) % 5]
+            name = f"model.layers.{layer}.{module}.weight"
+            add(name, f"blk.{layer}.{of_llama}", shape, kind)
+        for of_llama, module in (
+            ("attn_norm", "input_layernorm"),
+            ("ffn_norm", "post_attention_layernorm"),
+        ):
+            add(
+                f"model.layers.{layer}.{module}.weight",
+                f"blk.{layer}.{of_llama}",
+                (64,),
+                "F32",
+            )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    cache = np.zeros((1, KV_HEADS, 0, 16), np.float32)
+    feed = {"input_ids": np.array([[5, 1, 40, 7, 7, 2]]), "position_ids": np.arange(6)[None]}
+    for layer in range(2):
+        feed |= {f"past_key_values.{layer}.{part}": cache for part in ("key", "value")}
+    result = quantize(
+        build_llama(TINY, floats),
+        checkpoint=tmp_path / "m.gguf",
+        quant_format=layout,
+        op_types=ALL,
+    )
+    assert len(result.report.quantized) == 16 and not result.report.refused
+    found, wanted = (run(made, feed)[0] for made in (result.model, build_llama(TINY, rounded)))
+    assert relative_error(found, wanted) < 3e-6
+    assert relative_error(run(build_llama(TINY, floats), feed)[0], wanted) > 0.01
 
 
 def test_half_precision(tmp_path):

@@ -31,6 +31,7 @@ from ortplugins.quantization.checkpoints.layers import (
     LayerCodes,
     Unreadable,
     as_tensor,
+    spellings,
 )
 from ortplugins.quantization.methods.nearest import BlockFormat
 
@@ -136,7 +137,8 @@ class GgufCheckpoint(Checkpoint):
         """Give a model its norms and biases, by name."""
         for name, value in model.graph.initializers.items():
             module, _, suffix = name.rpartition(".")
-            tensor = self._tensors.get(f"{self._names.get(module)}.{suffix}")
+            known = filter(None, map(self._names.get, spellings(module)))
+            tensor = self._tensors.get(f"{next(known, None)}.{suffix}")
             old = value.const_value
             if (
                 tensor is None

@@ -293,11 +293,18 @@ def module_names(use: WeightUse) -> Iterator[str]:
         name = name.replace("/", ".").removeprefix(".")
         for operator in _OPERATORS:
             name = name.removesuffix(operator)
-        # onnxruntime-genai's builder says attn where transformers says self_attn.
-        for spelled in (name, name.replace(".attn.", ".self_attn.")):
+        for spelled in spellings(name):
             if spelled and spelled not in seen:
                 seen.add(spelled)
                 yield spelled
+
+
+def spellings(name: str) -> tuple[str, ...]:
+    """Return what transformers may call what the graph calls so."""
+    # Exports often have a wrapper around the model. onnxruntime-genai's builder says attn
+    # where transformers says self_attn.
+    inner = name.removeprefix("model.") if name.startswith("model.model.") else name
+    return (name, inner, inner.replace(".attn.", ".self_attn."))
 
 
 def as_tensor(

@@ -21,6 +21,7 @@ from ortplugins.quantization.checkpoints.layers import (
     Found,
     Layer,
     as_tensor,
+    spellings,
 )
 from rewrite_rules.weights.bit_packing import unpack_rows
 
@@ -186,15 +187,24 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def put_vectors(self, model: ir.Model) -> None:
         """Give a model its norms and biases, by name."""
-        for name, tensor in self.tensors.items():
-            named = name.endswith((".weight", ".bias"))
-            if named and len(tensor.shape) == 1 and tensor.dtype in FLOATS:
-                value = model.graph.initializers.get(name)
-                old = None if value is None else value.const_value
-                if value is None or old is None or tuple(old.shape.numpy()) != tensor.shape:
-                    self.check_missing(name)
-                else:
-                    value.const_value = as_tensor(name, tensor.read(), old)
+        vectors = {
+            name: tensor
+            for name, tensor in self.tensors.items()
+            if name.endswith((".weight", ".bias"))
+            and len(tensor.shape) == 1
+            and tensor.dtype in FLOATS
+        }
+        missing = dict.fromkeys(vectors)
+        for name, value in model.graph.initializers.items():
+            old = value.const_value
+            for spelled in spellings(name):
+                tensor = vectors.get(spelled)
+                if tensor and old is not None and tuple(old.shape.numpy()) == tensor.shape:
+                    value.const_value = as_tensor(spelled, tensor.read(), old)
+                    missing.pop(spelled, None)
+                    break
+        for name in missing:
+            self.check_missing(name)
 
     def check_missing(self, name: str) -> None:
         """Refuse to go on without a vector, if the format needs it."""
