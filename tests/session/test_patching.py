@@ -709,18 +709,6 @@ print("runs")
     assert "has no ortplugins: its sessions stay as they are" in done.stderr
 
 
-def test_a_start_from_the_cache_imports_none_of_onnx(model_path):
-    code = """
-import sys, onnxruntime, ortplugins
-with ortplugins.enabled():
-    session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
-print(session.ortplugins_report.source, {"onnx", "onnx_ir", "onnxscript"} & set(sys.modules))
-"""
-    with ortplugins.enabled():
-        open_stock(model_path)
-    assert python("-c", code, str(model_path), cwd=Path.cwd()).stdout == "cache set()\n"
-
-
 def test_nothing_is_patched_at_import():
     code = """
 import onnxruntime

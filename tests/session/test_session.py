@@ -305,10 +305,18 @@ session = ortplugins.InferenceSession(sys.argv[1], so, providers=["CPUExecutionP
 assert session.ortplugins_report.source == sys.argv[3], session.ortplugins_report
 """
 
+CAUGHT = """
+import onnxruntime as ort, ortplugins
+with ortplugins.enabled():
+    session = ort.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
+assert session.ortplugins_report.source == "cache", session.ortplugins_report
+"""
+
 
 def test_hits_and_starts_with_nothing_to_do_import_none_of_onnx(model_path):
     assert HEAVY & modules_after(START, str(model_path), "on", "built")
     assert not HEAVY & modules_after(START, str(model_path), "on", "cache")
+    assert not HEAVY & modules_after(CAUGHT, str(model_path))
     assert not HEAVY & modules_after(START, str(model_path), "off", "stock")
     opened = START.rpartition("assert")[0]
     path = model_path.with_name("float.onnx")

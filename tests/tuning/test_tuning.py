@@ -523,23 +523,19 @@ def test_a_real_search_keeps_outputs_and_is_found_again(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("general", "message"),
+    ("passes", "general", "message"),
     [
-        ({"hint": "speed"}, "one of , latency, throughput, memory, start is expected"),
-        ({"hint": 1}, "a str is expected"),
-        ({"hint_dims": "batch"}, "'batch' is not NAME=SIZE"),
-        ({"hint_seconds": "60"}, "a int is expected"),
+        ((), {"hint": "speed"}, "one of , latency, throughput, memory, start is expected"),
+        ((), {"hint": 1}, "a str is expected"),
+        ((), {"hint_dims": "batch"}, "'batch' is not NAME=SIZE"),
+        ((), {"hint_seconds": "60"}, "a int is expected"),
+        ((ortplugins.DqMatMulNBitsFusion(),), {}, "hint chooses the passes"),
     ],
 )
-def test_wrong_options(general, message):
+def test_wrong_options(passes, general, message):
+    options = onnxruntime.SessionOptions()
     with pytest.raises(ortplugins.OptionError, match=message):
-        ortplugins.configure(onnxruntime.SessionOptions(), **{"hint": "start", **general})
-
-
-def test_a_hint_takes_the_place_of_passes():
-    passes = ortplugins.DqMatMulNBitsFusion()
-    with pytest.raises(ortplugins.OptionError, match="hint chooses the passes"):
-        ortplugins.configure(onnxruntime.SessionOptions(), passes, hint="latency")
+        ortplugins.configure(options, *passes, **{"hint": "start", **general})
 
 
 @pytest.mark.parametrize(
