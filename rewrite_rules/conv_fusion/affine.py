@@ -24,6 +24,9 @@ from rewrite_rules.graph.parameters import float_attribute, int_attribute, requi
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
+# Of the pattern of a node: whatever else it has.
+ANY = {"_allow_other_inputs": True, "_allow_other_attributes": True}
+
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
@@ -45,8 +48,7 @@ class Kind:
         """Return the pattern of the node, of the operand and the constant."""
         operands = (c, x) if self.is_first else (x, c)
         # Of a norm, c is the first of four constants.
-        others = {"_allow_other_inputs": True, "_allow_other_attributes": True}
-        return getattr(op, self.op_type)(*operands, **others, _outputs=[out])
+        return getattr(op, self.op_type)(*operands, **ANY, _outputs=[out])
 
 
 KINDS: Mapping[str, Kind] = {

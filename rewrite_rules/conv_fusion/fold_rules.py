@@ -23,14 +23,12 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter import MatchContext, MatchResult, RewriteRule, RewriteRuleClassBase
 
-from rewrite_rules.conv_fusion.affine import KINDS, Affines, Kind, read
+from rewrite_rules.conv_fusion.affine import ANY, KINDS, Affines, Kind, read
 from rewrite_rules.conv_fusion.linear import CANCELLED, Affine, Float64, Linear, Linears
 from rewrite_rules.graph.nodes import label, made_by, producer
 from rewrite_rules.graph.parameters import ints_attribute, source_of
 from rewrite_rules.remarks import Refusal, Remarks
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
-
-_ANY = {"_allow_other_inputs": True, "_allow_other_attributes": True}
 
 
 class Folding:
@@ -125,10 +123,10 @@ class FoldBehind(FoldingRule):
         self._kind, self._op_type, self._form = kind, op_type, form
 
     def pattern(self, op, x, w, b, c):  # type: ignore[no-untyped-def]
-        others = {} if self._op_type == "MatMul" else _ANY
+        others = {} if self._op_type == "MatMul" else ANY
         value = getattr(op, self._op_type)(x, w, **others, _outputs=["linear"])
         if self._form == "turned":
-            value = op.Transpose(value, **_ANY, _outputs=["turned"])
+            value = op.Transpose(value, **ANY, _outputs=["turned"])
         elif self._form == "biased":
             value = op.Add(value, b)
         return self._kind.pattern(op, value, c, "out")
@@ -155,8 +153,8 @@ class FoldBehind(FoldingRule):
         result = self._folding.linears.write(op, linear)
         if (turned := values.get("turned")) is not None:
             made = producer(turned)
-            made_again = op.Transpose(result, **made.attributes, _name=made.name)
-            result = like(turned, made_again)
+            result = op.Transpose(result, **made.attributes, _name=made.name)
+            result = like(turned, result)
         self._folding.fired(linear.node, f"{node.op_type} {label(node)!r} is in its weights")
         return result
 
@@ -172,7 +170,7 @@ class FoldInFront(FoldingRule):
 
     def pattern(self, op, x, w, c):  # type: ignore[no-untyped-def]
         scaled = self._kind.pattern(op, x, c, "scaled")
-        return getattr(op, self._op_type)(scaled, w, **_ANY, _outputs=["out"])
+        return getattr(op, self._op_type)(scaled, w, **ANY, _outputs=["out"])
 
     def find(self, out: ir.Value, **values: ir.Value) -> Linear:
         """Return the convolution that reads x itself."""

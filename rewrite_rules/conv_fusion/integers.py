@@ -22,13 +22,13 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from rewrite_rules.conv_fusion.affine import ANY
 from rewrite_rules.conv_fusion.fold_rules import Differs, Folding, FoldingRule, like
 from rewrite_rules.conv_fusion.linear import Linear, Weight
 from rewrite_rules.graph.nodes import input_of, made_by, producer
 from rewrite_rules.graph.parameters import constant
 from rewrite_rules.remarks import Refusal
 
-_OTHERS = {"_allow_other_inputs": True, "_allow_other_attributes": True}
 _REMARKS = {
     "keep": "slow_kernels=float makes it a Conv, in .02 to .9 of the time",
     "float": "its result is not multiplied by the scale of its input alone",
@@ -45,7 +45,7 @@ class UnsignedWeight(FoldingRule):
         self._remark = _REMARKS[slow_kernels]
 
     def pattern(self, op, q, w):  # type: ignore[no-untyped-def]
-        return op.ConvInteger(q, w, **_OTHERS, _outputs=["out"])
+        return op.ConvInteger(q, w, **ANY, _outputs=["out"])
 
     def find(self, out: ir.Value, **_: ir.Value) -> Weight:
         """Return the weight."""
@@ -73,7 +73,7 @@ class FloatConvolution(FoldingRule):
     candidate = "integers"
 
     def pattern(self, op, q, w, s):  # type: ignore[no-untyped-def]
-        integers = op.ConvInteger(q, w, **_OTHERS, _outputs=["integers"])
+        integers = op.ConvInteger(q, w, **ANY, _outputs=["integers"])
         return op.Mul(op.Cast(integers, to=ir.DataType.FLOAT), s, _outputs=["out"])
 
     def find(

@@ -126,6 +126,11 @@ class Weight:
         return (self.of_columns if self.rows_are_outputs else self.of_rows).size
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the constant in the file; what is derived from it may have another."""
+        return _shape(self.value)
+
+    @property
     def is_depthwise(self) -> bool:
         """Whether each input channel of a convolution has filters of its own."""
         return self.groups > 1 and self.of_columns.shape[1] == 1
@@ -139,50 +144,45 @@ class Weight:
             of_columns = of_columns * columns.reshape(of_columns.shape)
         return dataclasses.replace(self, of_rows=of_rows, of_columns=of_columns)
 
-    def pieces(self) -> Iterator[tuple[slice, Float64]]:
-        """Yield the scaled weight in float64, some rows at a time."""
+    def pieces(self) -> Iterator[tuple[slice, NDArray[np.intp], Float64]]:
+        """Yield rows, their groups, and the scaled weight in float64."""
         tensor = self.value.const_value
         assert tensor is not None
         stored = tensor.numpy().reshape(len(self.of_rows), self.of_columns.shape[1], -1)
         step = max(1, _CHUNK // max(1, stored[0].size))
-        group = np.arange(len(stored)) // (len(stored) // self.groups)
+        groups = np.arange(len(stored)) // (len(stored) // self.groups)
         for start in range(0, len(stored), step):
             rows = slice(start, start + step)
-            factors = self.of_rows[rows, None] * self.of_columns[group[rows]]
+            factors = self.of_rows[rows, None] * self.of_columns[groups[rows]]
             piece = stored[rows].astype(np.float64)
             if self.zeros is not None:
                 piece -= np.broadcast_to(self.zeros, len(stored))[rows, None, None]
-            yield rows, piece * factors[:, :, None]
+            yield rows, groups[rows], piece * factors[:, :, None]
 
-    def sums(self, offsets: Float64, magnitudes: bool = False) -> Float64:
+    def sums(self, offsets: Float64, *, magnitudes: bool = False) -> Float64:
         """Return what a constant in each input channel, [C], adds to each output, [M].
 
-        With ``magnitudes`` nothing that is added cancels.
+        ``magnitudes``: of the weight's magnitudes, which do not cancel.
         """
-        assert self.rows_are_outputs
-        result = np.zeros(len(self.of_rows))
-        offsets = offsets.reshape(self.of_columns.shape)
-        group = np.arange(len(result)) // (len(result) // self.groups)
-        for rows, piece in self.pieces():
-            terms = piece * offsets[group[rows]][:, :, None]
-            result[rows] = (np.abs(terms) if magnitudes else terms).sum(axis=(1, 2))
-        return result
+        result = np.zeros(
+            self.of_rows.shape if self.rows_are_outputs else self.of_columns.shape
+        )
+        for rows, groups, piece in self.pieces():
+            with np.errstate(invalid="ignore"):
+                taps = (np.abs(piece) if magnitudes else piece).sum(axis=2)
+            if self.rows_are_outputs:
+                of_columns = offsets.reshape(self.of_columns.shape)[groups]
+                result[rows] = (taps * of_columns).sum(axis=1)
+            else:
+                np.add.at(result, groups, taps * offsets[rows, None])
+        return result.reshape(-1)
 
     def check(self) -> Float64:
         """Return the sum of the magnitudes behind each output channel, [M].
 
         Refuses factors that leave the range of float32, above or below.
         """
-        sums = np.zeros(self.outputs)
-        for rows, piece in self.pieces():
-            with np.errstate(invalid="ignore"):
-                found = np.abs(piece).sum(axis=2)
-            if self.rows_are_outputs:
-                sums[rows] = found.sum(axis=1)
-            else:
-                each = sums.reshape(self.of_columns.shape)
-                group = np.arange(rows.start, rows.start + len(found))
-                np.add.at(each, group // (len(self.of_rows) // self.groups), found)
+        sums = self.sums(np.ones(self.inputs), magnitudes=True)
         factors = np.abs(np.concatenate([self.of_rows, self.of_columns.reshape(-1)]))
         if not np.all(sums <= _FLOAT32.max):
             raise Refusal(f"folded, weight {self.value.name!r} overflows or is not a number")
@@ -223,8 +223,8 @@ class Linear:
         if affine.offset.any():
             if may_read_padding(self.node):
                 raise Refusal("padding would be read instead of an offset in front of it")
-            sums = [self.weight.sums(affine.offset, each) for each in (False, True)]
-            bias = added(bias, *sums)
+            sizes = self.weight.sums(np.abs(affine.offset), magnitudes=True)
+            bias = added(bias, self.weight.sums(affine.offset), sizes)
         weight.check()
         return self._checked(weight, bias)
 
@@ -321,14 +321,12 @@ class Linears:
 
     def new_weight(self, weight: Weight, shape: tuple[int, ...] | None = None) -> ir.Value:
         """Register the scaled weight; in another shape, if one is given."""
-        tensor = weight.value.const_value
-        assert tensor is not None
         name = self._names.take(f"{weight.value.name}.folded")
 
         def rounded() -> Iterator[NDArray[np.float32]]:
-            return (piece.astype(np.float32) for _, piece in weight.pieces())
+            return (piece.astype(np.float32) for *_, piece in weight.pieces())
 
-        shape = shape or tuple(tensor.shape.numpy())
+        shape = shape or weight.shape
         made = _register(weight.graph, ChunkedTensor(rounded, ir.DataType.FLOAT, shape, name))
         self._weights[made] = weight
         return made

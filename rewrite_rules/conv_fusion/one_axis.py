@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from rewrite_rules.conv_fusion.affine import ANY
 from rewrite_rules.conv_fusion.fold_rules import Differs, Folding, FoldingRule
 from rewrite_rules.conv_fusion.linear import Float64, Linear
 from rewrite_rules.graph.nodes import input_of, label, producer
-from rewrite_rules.graph.parameters import constant, constant_ints, int_attribute
+from rewrite_rules.graph.parameters import constant_ints, int_attribute
 
 _LEAST_CHANNELS, _LEAST_KERNEL, _BLOCK = 32, 7, 16
 _LONGEST_FRAME, _LONGEST_POWER = 2048, 256
@@ -36,8 +37,7 @@ class DepthwiseLine(FoldingRule):
     """A depthwise convolution along one axis -> along the second of two."""
 
     def pattern(self, op, x, w):  # type: ignore[no-untyped-def]
-        others = {"_allow_other_inputs": True, "_allow_other_attributes": True}
-        return op.Conv(x, w, **others, _outputs=["out"])
+        return op.Conv(x, w, **ANY, _outputs=["out"])
 
     def find(self, out: ir.Value, **_: ir.Value) -> Linear:
         """Return the convolution, if it is a depthwise one that gains."""
@@ -45,23 +45,19 @@ class DepthwiseLine(FoldingRule):
         if int_attribute(node, "group", 1) < _LEAST_CHANNELS:
             raise Differs("it has few groups")
         linear = self._folding.linears.read(node)
-        weight = linear.weight
-        tensor = constant(node.inputs[1])
-        assert tensor is not None
-        channels, each, *kernel = tensor.shape.numpy()
-        if len(kernel) != 1 or each != 1 or weight.groups != channels or channels % _BLOCK:
-            raise Differs("it is not a depthwise convolution along one axis, in blocks")
-        if kernel[0] < _LEAST_KERNEL:
-            raise Differs("its kernel is short")
+        if linear.rank != 3:
+            raise Differs("it does not run along one axis")
+        channels, each, kernel = linear.weight.shape
+        if each != 1 or linear.weight.groups != channels:
+            raise Differs("it is not depthwise")
+        if channels % _BLOCK or kernel < _LEAST_KERNEL:
+            raise Differs("its channels are no blocks, or its kernel is short")
         return linear
 
     def rewrite(self, op: Any, x: ir.Value, out: ir.Value, **_: Any) -> ir.Value:
         """Emit the three nodes."""
         linear, node = self._found, producer(out)
-        weight = linear.weight
-        tensor = constant(node.inputs[1])
-        assert tensor is not None
-        shape = (weight.outputs, 1, 1, tensor.size // weight.outputs)
+        channels, _, kernel = linear.weight.shape
         attributes: dict[str, Any] = {
             name: attribute for name, attribute in node.attributes.items() if name != "pads"
         }
@@ -72,8 +68,8 @@ class DepthwiseLine(FoldingRule):
             begin, end = pads.as_ints()
             attributes["pads"] = [0, begin, 0, end]
         wide = _with_axis(self._folding, node, op.Unsqueeze, op, x)
-        constant_weight = self._folding.linears.new_weight(weight, shape)
-        made = op.Conv(wide, constant_weight, *node.inputs[2:], **attributes, _name=node.name)
+        weight = self._folding.linears.new_weight(linear.weight, (channels, 1, 1, kernel))
+        made = op.Conv(wide, weight, *node.inputs[2:], **attributes, _name=node.name)
         self._folding.fired(node, "runs along two axes, the first of one element")
         return _with_axis(self._folding, node, op.Squeeze, op, made)
 
@@ -89,8 +85,7 @@ class FourierFrames(FoldingRule):
     """An STFT of real frames of constant length -> a convolution."""
 
     def pattern(self, op, x, c):  # type: ignore[no-untyped-def]
-        others = {"_allow_other_inputs": True, "_allow_other_attributes": True}
-        return op.STFT(x, c, **others, _outputs=["out"])
+        return op.STFT(x, c, **ANY, _outputs=["out"])
 
     def find(self, out: ir.Value, **values: ir.Value) -> tuple[int, Float64]:
         """Return the step, and the window."""
