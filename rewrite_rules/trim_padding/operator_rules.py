@@ -28,7 +28,7 @@ from rewrite_rules.graph.parameters import axes_of, axis_of, constant_ints, type
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import known
 from rewrite_rules.trim_padding.sample_masks import LOW
-from rewrite_rules.trim_padding.scores import sees_itself
+from rewrite_rules.trim_padding.scores import keeps_order, sees_itself
 from rewrite_rules.trim_padding.token_axes import (
     BATCH,
     UNFIT,
@@ -248,7 +248,7 @@ def _attention(site: Site) -> list[Axes | Side]:
         if any(BATCH in axis for axis in axes[len(of_rows) :]) or sequences_of(*axes[:-2]):
             raise Refusal("is under a mask that has its axes at other places")
     hides = any(one.low for axes in seen for one in sequences_of(axes[-1]))
-    hides = hides and all(site.flow.opens(site.node, *mask) for mask in masks)
+    hides = hides and all(keeps_order(site.flow, site.node, *mask) for mask in masks)
     hides = hides and site.node.attributes.get_float("mask_filter_value", -math.inf) < LOW
     # Infinity times 0 is NaN.
     hides = hides and not any(one.low for one in sequences_of(value[-2]))

@@ -113,7 +113,8 @@ class PaddingNodes:
         self._real = op.is_real(mask)
         numbers = op.Cast(self._real, to=ir.DataType.INT32)
         any_row = longest = self._reduced("ReduceMax", numbers, 0, keepdims=0)
-        self._length = op.Gather(op.Shape(self._mask), integers([1]), axis=0)
+        self._sizes = op.Shape(self._mask)
+        self._length = op.Gather(self._sizes, integers([1]), axis=0)
         conditions = [
             *self._sizes_agree(sizes),
             *self._asked(any_row, repeated),
@@ -263,7 +264,6 @@ class PaddingNodes:
         self, asked: Mapping[ir.Value, tuple[int | None, ...]]
     ) -> Iterator[ir.Value]:
         op = self._before
-        sizes = op.Shape(self._mask)
         for rows in (True, False):
             compared = [
                 self._sizes_at(value, [axis] if row is None else [row, axis])
@@ -272,7 +272,7 @@ class PaddingNodes:
                 if (row is not None) == rows
             ]
             if compared:
-                own = [sizes if rows else self._length] * len(compared)
+                own = [self._sizes if rows else self._length] * len(compared)
                 same = op.Equal(self._joined(own), self._joined(compared))
                 yield self._always(same)
 
@@ -442,8 +442,7 @@ class PaddingNodes:
                 continue
             asked.add((place, joined))
             # Whatever the sizes are, it is a place in the mask.
-            sizes = op.Shape(self._mask)
-            size = sizes if joined else op.Size(self._mask)
+            size = self._sizes if joined else op.Size(self._mask)
             inside = op.Mod(place, self._above_0(size))
             numbers = op.Cast(self._real, to=ir.DataType.INT32)
             if joined:

@@ -19,6 +19,7 @@ import onnx_ir as ir
 from rewrite_rules.facts.operator_table import per_token
 from rewrite_rules.graph.parameters import constant
 from rewrite_rules.trim_padding.sample_masks import ORDINARY
+from rewrite_rules.trim_padding.token_axes import sequences_of
 from rewrite_rules.trim_padding.token_flow import RESHAPES, How, Side, TokenFlow
 
 _MOVES = RESHAPES | {"Cast", "Gather", "Identity", "Slice", "Transpose"}
@@ -28,6 +29,15 @@ _Part = tuple[ir.Node, int, How]
 def sees_itself(flow: TokenFlow, scores: ir.Value) -> bool:
     """Return whether each position sees itself, and nothing that the mask hides."""
     return all(part is not None and flow.opens(*part) for part in _parts(flow, scores))
+
+
+def keeps_order(flow: TokenFlow, node: ir.Node, index: int, how: How) -> bool:
+    """Return the same of a mask or bias that a node reads."""
+    value = node.inputs[index]
+    assert value is not None
+    if _is_made(flow, value):
+        return flow.opens(node, index, how)
+    return value.dtype is not ir.DataType.BOOL and sees_itself(flow, value)
 
 
 def _parts(flow: TokenFlow, scores: ir.Value) -> Iterator[_Part | None]:
@@ -69,6 +79,10 @@ def _chosen(node: ir.Node, made: dict[int, tuple[float, float]]) -> Iterator[_Pa
 
 
 def _is_made(flow: TokenFlow, value: ir.Value) -> bool:
+    """Whether a value can be asked as a whole; sums of a mask and others are asked by part."""
+    axes = () if isinstance(flow.value(value), Side) else flow.tokens(value).axes or ()
+    if any(one.low for one in sequences_of(*axes)):
+        return False
     return flow.is_made_of_inputs(value) or not flow.roles.sources(value)
 
 
