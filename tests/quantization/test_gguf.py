@@ -332,7 +332,6 @@ def test_parts_become_one_weight(tmp_path, types, form, layout):
         (("Q4_0", "Q4_0", "Q4_0"), normal(32, K, seed=77), "'blk.0.attn_v.weight'.*not the w"),
         (("Q4_0", "Q4_0", "Q4_0"), normal(24, K), r"'blk.0.attn_v.weight' .* is \[256, 32\]"),
     ],
-    ids=str,
 )
 def test_parts_that_make_no_weight_are_refused(tmp_path, types, value, match):
     layers = dict(zip((Q, KEY, VALUE), types, strict=True)) | {DOWN: "Q4_0"}
@@ -444,7 +443,6 @@ def test_half_precision(tmp_path):
             r"layer 'blk.0.ffn_down.weight' .* is \[256, 64\], node 'down' .*\[256, 96\]",
         ),
     ],
-    ids=str,
 )
 def test_another_model_or_type_is_refused_by_name(tmp_path, kinds_of, change, match):
     weights = write(tmp_path / "m.gguf", kinds_of) | change
