@@ -153,7 +153,8 @@ class DecoderInputs:
             sizes = self._sizes(value, role, run)
             assert value.dtype is not None
             array: NDArray[Any]
-            rows = slice(1) if run.one_row and role.kind is Kind.POSITIONS else slice(None)
+            one = run.one_row and role.kind is Kind.POSITIONS and not self._is_batch(value)
+            rows = slice(1) if one else slice(None)
             if role.known and role.kind is Kind.MASK and "total" in role.axes:
                 array = kept
             elif role.kind is Kind.POSITIONS and len(sizes) == 2:
@@ -175,8 +176,11 @@ class DecoderInputs:
         takes no chunks in batches.
         """
         found, aligned = [], self._aligned()
-        roles = self._roles.values()
-        beside = any(r.kind is Kind.POSITIONS or "source" in r.axes for r in roles)
+        beside = any(
+            (role.kind is Kind.POSITIONS or "source" in role.axes)
+            and not self._is_batch(value)
+            for value, role in self._roles.items()
+        )
         tried = [*(run for run in TRIED if beside or not run.one_row), *self._long_runs()]
         if shared_cache:  # nor in none
             tried = [run for run in tried if run.batch and run.length]
@@ -206,6 +210,16 @@ class DecoderInputs:
             )  # fmt: skip
         return found
 
+    def _is_batch(self, value: ir.Value) -> bool:
+        """Whether a first axis is declared as that of the tokens.
+
+        onnxruntime gives values of one name one buffer, where another size is an error.
+        """
+        tokens = self.all(Kind.IDS, "sequence") + self.all(Kind.EMBEDDINGS, "sequence")
+        named = [v.shape[0] for v in (value, *tokens) if v.shape]
+        names = [dim.value for dim in named if isinstance(dim, ir.SymbolicDim)]
+        return len(names) == len(named) and None not in names and names[0] in names[1:]
+
     def _aligned(self) -> set[ir.Value]:
         """Return the outputs that may have a row for each token; all, if nothing says less."""
         outputs = self._model.graph.outputs
@@ -232,7 +246,7 @@ class DecoderInputs:
         # Whatever a caller adds to scores, or hides of them, is the same for all heads.
         asked = dict(zip(_SCORES, (run.batch, 1, run.length, total), strict=True))
         asked["past"] = run.past
-        if run.one_row and "source" in role.axes:
+        if run.one_row and "source" in role.axes and not self._is_batch(value):
             asked["batch"] = 1
         axes = _with_batch(role.axes)
         if not role.known:

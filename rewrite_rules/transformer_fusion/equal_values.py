@@ -8,6 +8,7 @@ from collections.abc import Hashable
 import onnx_ir as ir
 
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
+from rewrite_rules.graph.nodes import remove_unused
 from rewrite_rules.graph.parameters import constant
 from rewrite_rules.shapes.evaluator import CannotEvaluate, GraphEvaluator, NodeEvaluator
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
@@ -92,3 +93,20 @@ def fold_scalars(model: ir.Model) -> None:
                 continue
             tensor = ir.Tensor(array, name=names.take(f"{value.name}_folded"))
             node.replace_input_with(index, new_initializer(model.graph, tensor))
+
+
+def drop_reshapes(model: ir.Model) -> None:
+    """Remove Reshapes that are proved to change no size.
+
+    onnxruntime's optimiser infers one of their sizes, which fails where nothing is reshaped.
+    """
+    facts = ProvedShapes(model, on_demand=True)
+    for node in model.graph:
+        if node.op_type != "Reshape" or node.domain or node.inputs[0] is None:
+            continue
+        source, result = node.inputs[0], node.outputs[0]
+        dims = facts.dims(source)
+        if dims is not None and dims == facts.dims(result) and not result.is_graph_output():
+            result.replace_all_uses_with(source)
+            model.graph.remove(node, safe=True)
+    remove_unused(model)  # what computed their sizes

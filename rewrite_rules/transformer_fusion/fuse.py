@@ -25,6 +25,7 @@ from rewrite_rules.transformer_fusion.attention import (
     refuse_the_rest,
 )
 from rewrite_rules.transformer_fusion.equal_values import (
+    drop_reshapes,
     fold_scalars,
     share_constants,
     share_nodes,
@@ -163,6 +164,7 @@ def _fuse_attention(
             raise ValueError(f"kv_cache=shared: {refusal}") from refusal
         remarks.note("model", f"no run tries the result: {refusal}")
     written = Written()
+    drop_reshapes(model)
     fold_scalars(model)
     rules = list[RewriteRule]()
     if options.rotary:

@@ -93,6 +93,8 @@ class Rotary(RewriteRuleClassBase):
                 return result.fail("cos is not [B, 1, S, D]", cos)
         try:
             kind = self._kind(x, parts, size)
+            if kind is not None and self._facts.dims(cos) != self._facts.dims(sin):
+                raise Refusal("cos and sin are not known to have one shape")
             if kind is not None and len(parts) == 1:
                 self._check_tables(cos, sin, *kind)
         except Refusal as refusal:
@@ -236,8 +238,9 @@ def _tables(
     once = [op.Slice(value, *bounds) if found.doubled else value for value in (cos, sin)]
     flat = ints(op, -1, half)
     tables = [op.Reshape(value, flat) for value in once]
-    if dims is None or dims[0] != (1, ()):
-        # The kernel wants S rows where the batch is empty, too.
+    tokens = token_dims(found.x, facts)
+    if dims is None or tokens is None or (dims[0], dims[2]) != ((1, ()), tokens[1]):
+        # The kernel wants S rows of a table that serves all tokens, or an empty batch, too.
         pads = ints(op, 0, 0, sizes[1], 0)
         tables = [op.Pad(table, pads) for table in tables]
     own = op.Gather(op.Shape(cos), ints(op, 0, 2))

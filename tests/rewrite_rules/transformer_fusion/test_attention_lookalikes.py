@@ -555,6 +555,16 @@ def test_batches_and_masks_that_broadcast_are_right(case: str):
     assert agrees(model, feeds)
 
 
+@pytest.mark.parametrize("rotary", [HALVES, SIGNED])
+@pytest.mark.parametrize("tables", [("cos",), ("sin",), ("cos", "sin")])
+def test_a_table_of_one_row_serves_all_tokens(rotary: str, tables: tuple[str, ...]):
+    for table in tables:
+        rotary = rotary.replace(f"({table}_table, positions)", f"({table}_table, last)")
+    model = small_decoder(rotary=rotary)
+    feeds = [decoder_feeds(model, sizes, seed) for seed, sizes in enumerate(SIZES)]
+    assert agrees(model, feeds) == len(SIZES)
+
+
 @pytest.mark.parametrize("part", ["q", "k", "v"])
 def test_one_row_split_for_a_batch_has_other_heads(part: str):
     """[1, S, 32] split as [2, S, -1, 8] has two heads, which a MatMul repeats or refuses."""
