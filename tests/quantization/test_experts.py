@@ -133,8 +133,11 @@ top, chosen = TopK(s, k) -> top, places = TopK(s, k) chosen = Mod(places, k)
 top, chosen = TopK(s, k) ->
     st = Transpose <perm = [1, 0]> (s) tt, ct = TopK <axis = 0> (st, k)
     top = Transpose <perm = [1, 0]> (tt) chosen = Transpose <perm = [1, 0]> (ct)
-== other experts in the second layer: numbers
-w2 = GatherND(W2, picks) -> other = Sub(picks, picks) w2 = GatherND(W2, other)
+== other experts in the second layer: same numbers
+w2 = GatherND(W2, picks) ->
+    other = Sub(ids, ids) picks2 = Unsqueeze(other, last) w2 = GatherND(W2, picks2)
+== one expert for all: TopK
+ids = Reshape(chosen, flat) -> given = Reshape(chosen, flat) ids = Sub(given, given)
 == shares that may be negative: positive
 shares = Div(top, sum) -> shares = Sub(top, sum)
 == shares of logits: positive
