@@ -50,6 +50,7 @@ CONSTANTS = {
     "magic": np.float32(12582912),
     "magic8": np.float32(49152),  # rounds to 8 bits behind the point
     "hundred": np.float32(100),
+    "almost": np.float32(99.99),
     "balanced": normal(8, 1, 1, 1) * np.float32([1, -1] * 4).reshape(1, 8, 1, 1),
     "faint": normal(8, 8, 1, 1) * np.float32(1e-4),
     "double": np.ones((8, 1, 1)),
@@ -166,6 +167,11 @@ FIRES = {
     "hard swish by Min": Case(
         """a = Conv(x, w, b) t = Add(a, three) l = Max(t, zero) u = Min(l, six)
         p = Mul(a, u) y = Div(p, six)""",
+        "Conv HardSigmoid Mul Identity",
+    ),
+    "hard swish by Max, constants first": Case(
+        """a = Conv(x, w, b) t = Add(three, a) l = Min(six, t) u = Max(zero, l)
+        p = Mul(u, a) y = Div(p, six)""",
         "Conv HardSigmoid Mul Identity",
     ),
     "hard swish, scaled": Case(
@@ -302,6 +308,9 @@ STAYS = {
     "clipped elsewhere": Case(
         "t = Add(x, three) u = Clip(t, zero, three) p = Mul(x, u) y = Div(p, six)", ""
     ),
+    "of the sum": Case(
+        "t = Add(x, three) u = Clip(t, zero, six) p = Mul(t, u) y = Div(p, six)", ""
+    ),
     "of another value": Case(
         "r = Relu(x) t = Add(r, three) u = Clip(t, zero, six) p = Mul(x, u) y = Div(p, six)",
         "",
@@ -394,6 +403,7 @@ def test_it_stays(name: str):
     "nodes",
     [
         "a = Conv(x, w) d = Add(a, hundred) y = Sub(d, hundred)",
+        "a = Conv(x, w) d = Add(a, hundred) y = Sub(d, almost)",
         "a = Add(x, hundred) d = Sub(a, hundred) y = Conv(d, w)",
         "a = Add(x, hundred) y = Conv(a, balanced)",
         "a = Conv(x, w) d = Add(a, hundred) e = Sub(d, hundred) y = Conv(e, w)",
