@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -35,6 +35,7 @@ from rewrite_rules.trim_padding.sample_masks import LOW, ORDINARY
 from rewrite_rules.trim_padding.token_axes import BATCH, UNFIT, Axes, Sequence, sequences_of
 from rewrite_rules.trim_padding.token_flow import How, Side, TokenFlow
 
+T = TypeVar("T")
 _ATTRIBUTE_AXES_UNTIL = 18  # ReduceMax has its axes as an attribute before this opset
 _MIN_OF_INTEGERS = 12  # before it, Min is of floats alone
 _INT64_MIN = np.iinfo(np.int64).min
@@ -105,8 +106,8 @@ class PaddingNodes:
         """
         op, integers, back = self._before, self._before.integers, self._before.integers([-1])
         mask = self._mask
-        picked = (node.inputs[index] for node, index in self._flow.picked)
-        sources = [v for value in picked if value for v in self._flow.roles.sources(value)]
+        picked = (value for *_, value, _ in _inputs(self._flow.picked))
+        sources = [source for value in picked for source in self._flow.roles.sources(value)]
         for source in dict.fromkeys(sources):
             if source is not mask:  # one of length 1 stands for all positions
                 mask = op.Expand(mask, op.Shape(source))
@@ -160,9 +161,7 @@ class PaddingNodes:
         left = op.Sub(self._length, self._cut)
         kept = op.Where(nothing, integers([_INT64_MAX]), left)
         ends, made = {1: kept}, dict[ir.Value, Any]()
-        for (node, index), (axes, how) in self._flow.read.items():
-            value = node.inputs[index]
-            assert value is not None
+        for node, index, value, (axes, how) in _inputs(self._flow.read):
             along = [i for i, axis in enumerate(axes) if sequences_of(axis)]
             along = [] if how is How.COUNT else along
             if value not in made:
@@ -175,9 +174,7 @@ class PaddingNodes:
                     made[value] = op.Slice(made[value], starts, ends[count], integers(along))
                     made[value].type = value.type
             self._replace(node, index, made[value])
-        for (node, index), joined in self._flow.picked.items():
-            value = node.inputs[index]
-            assert value is not None
+        for node, index, value, joined in _inputs(self._flow.picked):
             place = self._whole(value)
             if not joined:
                 # The position, and the rows before it, which are shorter now.
@@ -285,9 +282,7 @@ class PaddingNodes:
     def _asked(self, any_row: Any, repeated: bool) -> Iterator[ir.Value]:
         """Ask of side values what :meth:`SampleMasks.flagged` found."""
         done = set[tuple[Any, Axes]]()
-        for (node, index), (axes, how) in self._flow.read.items():
-            value = node.inputs[index]
-            assert value is not None
+        for _, _, value, (axes, how) in _inputs(self._flow.read):
             whole = self._seen(value, how)
             if (whole, axes) in done:
                 continue
@@ -304,9 +299,7 @@ class PaddingNodes:
         What the padding mask hides has to stay hidden.
         """
         op, done = self._before, set[Any]()
-        for (node, index), (axes, how) in self._flow.opened.items():
-            value = node.inputs[index]
-            assert value is not None
+        for _, _, value, (axes, how) in _inputs(self._flow.opened):
             seen = self._seen(value, how)
             if seen in done:
                 continue
@@ -434,9 +427,7 @@ class PaddingNodes:
     def _picks(self) -> Iterator[ir.Value]:
         """Ask whether positions that are picked are real; none counts from the end."""
         op, asked = self._before, set[tuple[Any, bool]]()
-        for (node, index), joined in self._flow.picked.items():
-            value = node.inputs[index]
-            assert value is not None
+        for _, _, value, joined in _inputs(self._flow.picked):
             place = self._int64(self._whole(value))
             if (place, joined) in asked:
                 continue
@@ -575,3 +566,13 @@ class PaddingNodes:
         if not parts:
             return self._before.integers([])
         return parts[0] if len(parts) == 1 else self._before.Concat(*parts, axis=0)
+
+
+def _inputs(
+    known: Mapping[tuple[ir.Node, int], T],
+) -> Iterator[tuple[ir.Node, int, ir.Value, T]]:
+    """Yield inputs of nodes, with what is known of each."""
+    for (node, index), one in known.items():
+        value = node.inputs[index]
+        assert value is not None
+        yield node, index, value, one
