@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PACKAGES := ortplugins session_options rewrite_rules
 SOURCES := $(PACKAGES) tests benchmarks examples
 
-.PHONY: help demo test test-exhaustive test-mutations test-strength test-versions test-packages test-exporters test-servers test-packaging test-pythons test-tutorial test-pages check lint bench bench-quantizers docs dist clean
+.PHONY: help demo test test-exhaustive test-mutations test-strength test-arm64 test-versions test-packages test-exporters test-servers test-packaging test-pythons test-tutorial test-pages check lint bench bench-peers bench-quantizers docs dist clean
 
 help:
 	@echo "make demo       SmolLM2-135M: plain onnxruntime against ortplugins, one table (5 minutes)"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-exhaustive  every layout, bad input and long fuzzes (25 minutes)"
 	@echo "make test-strength  breaks the code in one place at a time: the nearest tests notice (30 minutes)"
 	@echo "make test-mutations  5,000 mutants of models, rewritten and compared (40 minutes)"
+	@echo "make test-arm64 the core on aarch64, emulated: fusion, packing, cache, trim, conv (20 minutes)"
 	@echo "make test-versions  the same files on onnxruntime 1.22 to 1.32 (5 minutes)"
 	@echo "make test-packaging  wheel and sdist, installed in empty environments (5 minutes)"
 	@echo "make test-pythons  the wheel on Python 3.11 to 3.14, where installed (10 minutes)"
@@ -23,6 +24,7 @@ help:
 	@echo "make test-exporters  exports of the newest torch and transformers, fused (10 minutes)"
 	@echo "make test-servers  uvicorn, gunicorn, uWSGI, LitServe, BentoML, Ray Serve, Triton (20 minutes)"
 	@echo "make bench      every figure of docs/benchmarks.md, measured here (15 minutes)"
+	@echo "make bench-peers  ours beside onnxruntime and OpenVINO on six nets, time and error (20 minutes)"
 	@echo "make bench-quantizers  ours beside ModelOpt and onnxruntime, quality included (2 hours)"
 	@echo "make docs       the documentation, as a site in site/"
 	@echo "make dist       the wheel, in dist/"
@@ -53,6 +55,10 @@ test-exhaustive: $(VENV)/.installed-dev
 	ORTPLUGINS_EXHAUSTIVE=1 ORTPLUGINS_FUZZ=20 $(BIN)/python -m pytest -n 2 --dist loadgroup \
 	  tests/rewrite_rules/weights/test_layout_matrix.py tests/rewrite_rules/test_bad_input.py tests/rewrite_rules/test_fuzz.py \
 	  tests/rewrite_rules/shapes/test_shape_fuzz.py
+
+# Needs Debian's packages and a registry; emulated by qemu, which goes to .cache/arm64.
+test-arm64: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -p no:randomly tests/checks/arm64/check_arm64.py
 
 # Each line of tests/checks/strength/mutations.txt, in a copy of the project.
 test-strength: $(VENV)/.installed-dev
@@ -97,6 +103,9 @@ test-servers: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks.run
+
+bench-peers: $(VENV)/.installed-bench
+	$(BIN)/python -m benchmarks.run --only runtimes
 
 # The other quantizers go to .cache (4 GB with torch); ORTPLUGINS_PEERS names a Python that has them.
 # All parts run, whatever bounds one of them misses.

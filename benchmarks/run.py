@@ -21,6 +21,7 @@ from benchmarks.figures.bounds import Figure, report_missed, table
 from benchmarks.figures.figures_page import origin, write_section
 from benchmarks.figures.overview import overview
 from benchmarks.figures.ratio_plot import ratio_plot
+from benchmarks.runtimes import measure_runtimes
 from benchmarks.sessions.conv_fusion import measure_conv_fusion, measure_rapidocr
 from benchmarks.sessions.encoder8 import measure_encoder8
 from benchmarks.sessions.exactness import measure_exactness
@@ -63,14 +64,15 @@ BENCHMARKS: dict[str, Callable[[Path, int], list[Figure]]] = {
     "conv_fusion": measure_conv_fusion,
     "rapidocr": measure_rapidocr,
     "encoder8": measure_encoder8,
+    "runtimes": measure_runtimes,
     **{f"hint_{hint}": functools.partial(measure_hint, hint) for hint in HINTS},
     "held_out": measure_held_out,
     "repeated_tuning": measure_repeated_tuning,
     "passes": measure_passes,
     "olive_tuning": measure_olive_tuning,
 }
-# Needs the environment of benchmarks.quantizers.peers, and is run by name.
-_WITH_PEERS = "olive_tuning"
+# Need other packages, and are run by name: make bench-quantizers, make bench-peers.
+_WITH_PEERS = ("olive_tuning", "runtimes")
 TITLES = {
     "smollm2": "SmolLM2-135M-Instruct, int4 block 32, plain onnxruntime beside ortplugins",
     "start_cost": "What a start costs beside onnxruntime's own",
@@ -86,6 +88,7 @@ TITLES = {
     "trim_padding": "Padded batches on MiniLM-L6, beside plain onnxruntime",
     "transformer_fusion": "SmolLM2-135M and MiniLM-L6, fused beside plain onnxruntime",
     "encoder8": "Sentence encoders by the recipe encoder8, beside float and other 8 bits",
+    "runtimes": "Nets of six kinds, tuned for latency, beside onnxruntime and OpenVINO",
     "conv_fusion": "Convolution nets, folded, beside plain onnxruntime",
     "rapidocr": "rapidocr's pipeline under `ortplugins run`, a page of 14 lines, beside plain",
     "hint_latency": "One key, tuned for latency, beside plain onnxruntime: time of a run",
@@ -120,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("onnx_ir").setLevel(logging.WARNING)
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory(prefix="ortplugins-bench-") as folder:
-        for name in chosen.only or [name for name in BENCHMARKS if name != _WITH_PEERS]:
+        for name in chosen.only or [name for name in BENCHMARKS if name not in _WITH_PEERS]:
             print(f"{TITLES[name]} ...", flush=True)
             found = BENCHMARKS[name](Path(folder), chosen.rounds)
             print(table(found), flush=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ortplugins.measurement.measure import Candidate, SessionProcess, write_feed
 
@@ -49,19 +50,31 @@ def beside_openvino(
 
 def start(session: Any, model: str, feed: str, precision: str) -> float:
     """Compile a model, read its inputs; return the seconds that compiling took."""
-    import openvino
-
-    settings = {"PERFORMANCE_HINT": "LATENCY"}
-    if precision:
-        settings["INFERENCE_PRECISION_HINT"] = precision
     begin = time.perf_counter()
-    compiled = openvino.Core().compile_model(model, "CPU", settings)
+    compiled = _compiled(model, precision)
     seconds = time.perf_counter() - begin
     with np.load(feed, allow_pickle=False) as file:
         names = json.loads(str(file["names"]))
         _opened["feed"] = {name: file[f"input{i}"] for i, name in enumerate(names)}
     _opened["request"] = compiled.create_infer_request()
     return seconds
+
+
+def outputs_of_openvino(
+    model: Path, feed: Mapping[str, Any], precision: str
+) -> list[npt.NDArray[Any]]:
+    """Return what OpenVINO computes, output by output."""
+    found = _compiled(str(model), precision).create_infer_request().infer(dict(feed))
+    return [np.array(value) for value in found.values()]
+
+
+def _compiled(model: str, precision: str) -> Any:
+    import openvino
+
+    settings = {"PERFORMANCE_HINT": "LATENCY"}
+    if precision:
+        settings["INFERENCE_PRECISION_HINT"] = precision
+    return openvino.Core().compile_model(model, "CPU", settings)
 
 
 def run(session: Any) -> float:
