@@ -154,7 +154,7 @@ def test_sessions_are_compared_wherever_their_data_lies(tmp_path):
     so.add_session_config_entry(DATA_FOLDER_KEY, str(path.parent))
     plain = onnxruntime.InferenceSession(path.read_bytes(), so, providers=CPU)
     for session in (opened(path), plain):
-        found = ortplugins.compare(path, session, layers=True, runs=1, rounds=1)
+        found = ortplugins.compare(path, session, runs=1, rounds=1)
         assert found.outputs[0].max_abs == 0
         ortplugins_testing.assert_runs_in_order(session, [])
 
