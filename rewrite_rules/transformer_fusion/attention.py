@@ -6,7 +6,8 @@
               nothing cached: GroupQueryAttention(q, k, v), with attention_bias=mask
                               where that hides any earlier token
               else:        grouped queries)               where k and v are a cache
-        -> Attention(q, k, v, mask)                       elsewhere
+        -> If(few scores: Attention(q, k, v, mask)
+              else:       blocks of scores, text by text)  elsewhere, see :mod:`.long_texts`
 
 Grouped queries are one MatMul for all query heads that share a key and value head. For one
 token they beat GroupQueryAttention, which clears the whole new cache before it copies the old
@@ -47,6 +48,7 @@ from rewrite_rules.transformer_fusion.head_layout import (
     token_dims,
     unproved_splits,
 )
+from rewrite_rules.transformer_fusion.long_texts import by_text
 from rewrite_rules.transformer_fusion.read_attention import (
     Match,
     keeps_order,
@@ -149,7 +151,7 @@ class FuseAttention(RewriteRuleClassBase):
         found = self._with_mask(op, self._read(softmax, mixed, out, guarded))
         name = producer(mixed).name
         if not found.cached:
-            form, (rows, *cache) = "Attention", self._uncached(op, found, name)
+            form, (rows, *cache) = self._uncached(op, found, name)
         elif self._cache is not None:
             form, (rows, *cache) = "GroupQueryAttention", self._in_buffers(op, found)
         else:
@@ -181,11 +183,21 @@ class FuseAttention(RewriteRuleClassBase):
         kept = keeps_order(self._facts, node, *wanted, width)
         return kept and not node.outputs[0].is_graph_output()
 
-    def _uncached(self, op: Any, found: Attention, name: str | None) -> Sequence[ir.Value]:
-        fits = self._conditions.of_standard(op, found)
-        if fits is None:
-            return found.whole(op)
-        return either(op, fits, found.whole, found.any_tokens, name)
+    def _uncached(
+        self, op: Any, found: Attention, name: str | None
+    ) -> tuple[str, Sequence[ir.Value]]:
+        """Emit the forms of attention without a cache; return what to call them."""
+        answers, form = self._conditions.of_uncached(op, found), "Attention"
+        others, long = cast(Build, found.any_tokens), answers.texts
+        if long is not None:
+            form = f"{form}, MultiHeadAttention for long texts"
+
+            def others(op: Any) -> Sequence[ir.Value]:
+                return either(op, long, functools.partial(by_text, found), found.any_tokens)
+
+        if answers.standard is None:
+            return form, found.whole(op)
+        return form, either(op, answers.standard, found.whole, others, name)
 
     def _in_buffers(self, op: Any, found: Attention) -> Sequence[ir.Value]:
         assert self._cache is not None

@@ -20,9 +20,8 @@ from onnxscript import TapeBuilder
 from rewrite_rules.shapes.dimensions import number
 from rewrite_rules.transformer_fusion.attention_forms import Attention
 from rewrite_rules.transformer_fusion.head_layout import in_order, ints, unproved_splits
-
-# Added to a score, it hides it: no two scores are as far apart as these numbers.
-_HIDDEN, _VISIBLE = -1e8, -5e7
+from rewrite_rules.transformer_fusion.long_texts import is_long
+from rewrite_rules.transformer_fusion.masks import HIDDEN, VISIBLE
 
 Build = Callable[[Any], Sequence[ir.Value]]
 
@@ -40,6 +39,19 @@ class Answers:
     one: ir.Value
     kernel: ir.Value
     plain: ir.Value
+
+
+@dataclasses.dataclass(frozen=True)
+class Uncached:
+    """What a run says of attention without a cache, each a bool; None for what is proved.
+
+    Attributes:
+        standard: The standard operator computes the same, and texts are short.
+        texts: Texts are long, and a kernel computes the same of each: None for never.
+    """
+
+    standard: ir.Value | None
+    texts: ir.Value | None
 
 
 def either(
@@ -70,7 +82,7 @@ class Conditions:
 
     def __init__(self) -> None:
         self._answers: dict[object, Answers] = {}
-        self._fits: dict[object, ir.Value] = {}
+        self._uncached: dict[object, Uncached] = {}
 
     def of_cached(self, op: Any, found: Attention) -> Answers:
         """Emit which form takes the tokens of attention with a cache."""
@@ -94,27 +106,17 @@ class Conditions:
                 self._answers[key] = _ask(op, found.mask, length, some)
         return self._answers[key]
 
-    def of_standard(self, op: Any, found: Attention) -> ir.Value | None:
-        """Emit whether the standard operator computes the same; None where that is proved."""
+    def of_uncached(self, op: Any, found: Attention) -> Uncached:
+        """Emit which form takes the tokens of attention without a cache."""
         batches = [found.same_tokens(each)[0] or each.source for each in found.both]
         count = found.facts.count
         splits = unproved_splits(op, found.splits, found.facts)
         key = found.mask, found.tokens, found.key_count, *batches, count(found.query), *splits
-        if key not in self._fits:
+        if key not in self._uncached:
             unproved = [*_unproved(op, found), *(ask() for ask in splits.values())]
             fits = functools.reduce(op.And, unproved) if unproved else None
-            mask = found.mask
-            if mask is not None and fits is not None:
-                (fits,) = either(
-                    op, fits, lambda op: [_sees(op, mask)], lambda op: [_false(op)],
-                    dtype=ir.DataType.BOOL,
-                )  # fmt: skip
-            elif mask is not None:
-                fits = _sees(op, mask)
-            if fits is None:
-                return None
-            self._fits[key] = fits
-        return self._fits[key]
+            self._uncached[key] = _ask_uncached(op, found, fits)
+        return self._uncached[key]
 
 
 def check_shared(op: Any, found: Attention, name: str) -> ir.Value:
@@ -167,6 +169,43 @@ def _ask(op: Any, mask: ir.Value, length: ir.Value, some: ir.Value) -> Answers:
     return Answers(*either(op, is_one, one, several, dtype=ir.DataType.BOOL))
 
 
+def _ask_uncached(op: Any, found: Attention, fits: ir.Value | None) -> Uncached:
+    mask, long = found.mask, is_long(found, op)
+    if mask is None:
+        if long is None or fits is None:
+            return Uncached(fits if long is None else op.Not(long), long)
+        return Uncached(op.And(fits, op.Not(long)), op.And(fits, long))
+
+    def no(op: Any) -> Sequence[ir.Value]:
+        return [_false(op), _false(op)]
+
+    def any_length(op: Any) -> Sequence[ir.Value]:
+        return [_sees(op, mask), _false(op)]
+
+    def long_ones(op: Any) -> Sequence[ir.Value]:
+        # NaN is not like itself. Bools of one byte: a mask may be as large as scores.
+        first = op.Slice(mask, ints(op, 0), ints(op, 1), ints(op, 2))
+        alike = op.Cast(op.Equal(mask, first), to=ir.DataType.UINT8)
+        alike = op.Cast(op.ReduceMin(alike, keepdims=0), to=ir.DataType.BOOL)
+        texts = op.And(alike, _sees(op, first))
+
+        def by_text(op: Any) -> Sequence[ir.Value]:
+            return [_false(op), op.Identity(texts)]
+
+        return either(op, texts, by_text, any_length, dtype=ir.DataType.BOOL)
+
+    def fitting(op: Any) -> Sequence[ir.Value]:
+        if long is None:
+            return any_length(op)
+        return either(op, long, long_ones, any_length, dtype=ir.DataType.BOOL)
+
+    if fits is None:
+        standard, texts = fitting(op)
+    else:
+        standard, texts = either(op, fits, fitting, no, dtype=ir.DataType.BOOL)
+    return Uncached(standard, None if long is None else texts)
+
+
 def _unproved(op: Any, found: Attention) -> list[ir.Value]:
     """Emit the questions for sizes that the standard operator wants, unless proved."""
     facts, keys, mask = found.facts, found.read_keys, found.full_mask
@@ -203,7 +242,7 @@ def _size(op: Any, value: ir.Value, axis: int) -> Any:
 
 def _shown(op: Any, mask: ir.Value) -> Any:
     """Emit which scores a mask does not hide; NaN hides none."""
-    return op.Not(op.LessOrEqual(mask, op.Constant(value_float=_HIDDEN)))
+    return op.Not(op.LessOrEqual(mask, op.Constant(value_float=HIDDEN)))
 
 
 def _all_hidden(op: Any, shown: ir.Value) -> Any:
@@ -213,7 +252,7 @@ def _all_hidden(op: Any, shown: ir.Value) -> Any:
 
 def _sees(op: Any, mask: ir.Value) -> Any:
     """Emit whether each row of a mask shows a score; there are rows and columns."""
-    shown = op.Greater(mask, op.Constant(value_float=_VISIBLE))
+    shown = op.Greater(mask, op.Constant(value_float=VISIBLE))
     counts = op.ReduceSum(op.Cast(shown, to=ir.DataType.FLOAT), ints(op, -1))
     return op.Greater(op.ReduceMin(counts, keepdims=0), op.Constant(value_float=0.0))
 

@@ -22,6 +22,9 @@ from rewrite_rules.shapes.dimensions import Dim, Dims, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.head_layout import ints
 
+# Added to a score, it hides it: no two scores are as far apart as these numbers.
+HIDDEN, VISIBLE = -1e8, -5e7
+
 
 @dataclasses.dataclass(frozen=True)
 class GroupedLayout:

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: MIT
+"""Long texts are computed one by one, where a mask adds the same for all queries."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from builders.decoders import small_decoder
+from builders.exports import ENCODERS, decoder_feeds, exported, fused
+from builders.order_graphs import profile
+from builders.same_numbers import session as opened
+from builders.text_models import proto_of
+from numpy.typing import NDArray
+
+from rewrite_rules.facts.made_up_batches import Run
+from rewrite_rules.transformer_fusion import long_texts
+
+TEXTS, LENGTH = 3, 6
+LOWEST = float(np.finfo(np.float32).min)
+WEIGHTS = {
+    name: np.random.default_rng(number).standard_normal((32, 32)).astype(np.float32) / 5
+    for number, name in enumerate(("wq", "wk", "wv"))
+} | {"scale": np.float32(0.35)}
+
+
+def attention(mask: str = "batch, 1, rows, columns", *, masked: str = "") -> onnx.ModelProto:
+    """Four heads of 8: queries of x, keys and values of t."""
+    heads = " ".join(
+        f"""{name}2 = MatMul({source}, w{name}) {name}3 = Reshape({name}2, split)
+        {name} = Transpose<perm = [0, 2, 1, 3]>({name}3)"""
+        for name, source in (("q", "x"), ("k", "t"), ("v", "t"))
+    )
+    text = f"""g (float[batch, rows, 32] x, float[batch, columns, 32] t, float[{mask}] m)
+        => (float[batch, rows, 32] y)
+        <int64[4] split = {{0, 0, 4, 8}}, int64[3] flat = {{0, 0, 32}}> {{
+        {heads} turned = Transpose<perm = [0, 1, 3, 2]>(k) product = MatMul(q, turned)
+        scaled = Mul(product, scale) {masked or "scores = Add(scaled, m)"}
+        weights = Softmax<axis = -1>(scores) mixed = MatMul(weights, v)
+        merged = Transpose<perm = [0, 2, 1, 3]>(mixed) y = Reshape(merged, flat) }}"""
+    return proto_of(text, WEIGHTS)
+
+
+def feeds_of(mask: NDArray, rows: int = LENGTH, texts: int = TEXTS) -> dict[str, NDArray]:
+    rng = np.random.default_rng(1)
+    x, t = (
+        rng.standard_normal((texts, length, 32)).astype(np.float32)
+        for length in (rows, mask.shape[-1])
+    )
+    return {"x": x, "t": t, "m": mask.astype(np.float32)}
+
+
+def is_by_text(model: onnx.ModelProto, folder: Path, *feeds: dict[str, NDArray]) -> list[bool]:
+    """Compare the model with its fusion; return which runs took the form of long texts."""
+    result, taken = ir.to_proto(fused(model)[0]), []
+    before, after = opened(model), opened(result)
+    for feed in feeds:
+        expected = before.run(None, feed)
+        for actual, wanted in zip(after.run(None, feed), expected, strict=True):
+            np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-5)
+        events = profile(result, folder, inputs=feed)
+        taken.append("MultiHeadAttention" in {one["args"]["op_name"] for one in events})
+    return taken
+
+
+@pytest.fixture(autouse=True)
+def _few_tokens_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_texts, "_LONG", LENGTH * LENGTH)
+
+
+def hiding(*hidden: tuple[Any, ...], value: float = LOWEST, rows: int = 1) -> NDArray:
+    mask = np.zeros((TEXTS, 1, rows, LENGTH), np.float32)
+    for place in hidden:
+        mask[place] = value
+    return mask
+
+
+ALL, KEYS, PAIRS = slice(None), "batch, 1, 1, columns", "batch, 1, rows, columns"
+RIGHT, LEFT, HOLE = ((1, ..., slice(4, 6)), (0, ..., slice(0, 3)), (2, ..., slice(2, 4)))
+CAUSAL = np.where(np.tri(LENGTH, dtype=np.bool_), 0, -1e30)
+RANDOM = np.random.default_rng(2).standard_normal((TEXTS, 1, LENGTH, LENGTH))
+# The axes of a mask, what it adds, and whether texts are computed one by one.
+MASKS = {
+    "nothing": (KEYS, hiding(), True),
+    "nothing, for each query": (PAIRS, hiding(rows=LENGTH), True),
+    "padding of some texts": (KEYS, hiding(RIGHT, LEFT), True),
+    "padding, for each query": (PAIRS, hiding(RIGHT, LEFT, HOLE, rows=LENGTH), True),
+    "infinity": (KEYS, hiding(RIGHT, LEFT, HOLE, value=-np.inf), True),
+    "a low number": (KEYS, hiding(RIGHT, LEFT, HOLE, value=-1e4), True),
+    "one mask of all texts": ("columns", hiding(LEFT)[0, 0, 0], True),
+    "rows of one mask": ("rows, columns", hiding(LEFT, rows=LENGTH)[0, 0], True),
+    "one key": (KEYS, hiding((ALL, ..., slice(1, 6))), True),
+    "a bias of keys": (KEYS, RANDOM[:, :, :1], True),
+    "a bias of keys, some hidden": (KEYS, np.minimum(RANDOM[:, :, :1], hiding(RIGHT)), True),
+    "all keys of a text": (KEYS, hiding((1,)), False),
+    "all keys of a text, by infinity": (KEYS, hiding((1,), value=-np.inf), False),
+    "all keys of a query": (PAIRS, hiding((1, 0, 2), rows=LENGTH), False),
+    "one pair": (PAIRS, hiding((2, 0, 5, 0), rows=LENGTH), False),
+    "pairs by infinity": (PAIRS, hiding((2, 0, 5, 0), value=-np.inf, rows=LENGTH), False),
+    "later keys and padding": (PAIRS, hiding(LEFT, rows=LENGTH, value=-1e30) + CAUSAL, False),
+    "a bias of pairs": (PAIRS, RANDOM, False),
+    "a bias of each head": ("batch, 4, 1, columns", RANDOM[:, :, :4].swapaxes(1, 2), False),
+    "not a number": (KEYS, hiding(RIGHT, (1, 0, 0, 1), value=np.nan), False),
+    "not a number, hidden": (PAIRS, hiding((1, 0, 2, 1), value=np.nan, rows=LENGTH), False),
+}
+
+
+@pytest.mark.parametrize("case", MASKS)
+def test_masks_of_keys_alone_are_taken(case: str, tmp_path: Path):
+    axes, mask, taken = MASKS[case]
+    assert is_by_text(attention(axes), tmp_path, feeds_of(mask)) == [taken]
+
+
+def test_texts_are_long_by_queries_and_keys(tmp_path: Path):
+    """Their number does not count; empty ones are left to nodes."""
+    sizes = [(6, 6, 1), (6, 5, 4), (4, 9, 2), (1, 36, 1), (1, 35, 1), (36, 1, 1), (36, 0, 1)]
+    sizes += [(0, 36, 1), (6, 6, 0)]
+    feeds = [feeds_of(np.zeros((texts, 1, 1, t)), s, texts) for s, t, texts in sizes]
+    found = is_by_text(attention(KEYS), tmp_path, *feeds)
+    assert found == [s * t >= 36 and texts > 0 for s, t, texts in sizes]
+
+
+def test_attention_without_a_mask(tmp_path: Path):
+    model = attention(masked="scores = Mul(scaled, scale)")
+    short, long = (feeds_of(np.zeros((2, 1, 1, size)), size, 2) for size in (5, 7))
+    assert is_by_text(model, tmp_path, short, long) == [False, True]
+
+
+def test_sizes_that_are_declared_short_have_one_form():
+    for size, forms in ((5, 1), (6, 2)):
+        model = attention()
+        for value in model.graph.input[:2]:
+            value.type.tensor_type.shape.dim[1].dim_value = size
+        fired = fused(model)[1]["fired"]
+        assert [text.count("Attention") for text in fired] == [forms]
+
+
+def test_numbers_of_padding_do_not_reach_others(tmp_path: Path):
+    feeds = feeds_of(hiding(RIGHT))
+    feeds["t"][1, 4:] = 1e30
+    assert is_by_text(attention(KEYS), tmp_path, feeds) == [True]
+
+
+def test_query_heads_may_share_keys(tmp_path: Path):
+    fed = """, int64[B, T] attention_mask,
+         float[B, 2, P, 8] past_key, float[B, 2, P, 8] past_value"""
+    model = small_decoder(
+        (fed, ", int64[B, S] attention_mask"),
+        ("past = Shape<start = 2, end = 3>(past_key)", "past = Sub(one_axis, one_axis)"),
+        ("Concat<axis = 2>(past_key, k_turned)", "Identity(k_turned)"),
+        ("Concat<axis = 2>(past_value, v)", "Identity(v)"),
+        ("LessOrEqual(columns, rows)", "GreaterOrEqual(columns, zero)"),
+    )
+    feeds = [decoder_feeds(model, Run(3, 7, 0, side), 1) for side in ("left", "right")]
+    assert is_by_text(model, tmp_path, *feeds) == [True, True]
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in ENCODERS if n.startswith(("bert-d", "bert-t", "distilbert"))]
+)
+def test_exported_encoders(name: str, tmp_path: Path):
+    model = exported(name)
+    feeds = [decoder_feeds(model, Run(3, 7, 0, side), 1) for side in ("", "left", "right")]
+    assert all(is_by_text(model, tmp_path, *feeds))
