@@ -50,8 +50,10 @@ def by_text(found: Attention, op: Any) -> list[Any]:
     """Emit ``[B, S, H * D]``; of a mask, all rows are alike, and each text sees a key."""
     width = found.groups * found.size
     read = [rows(op, found.query, found.facts, found.heads * found.size, asked=True)]
-    for each in found.both:
-        read.append(rows(op, each.source, found.facts, width, each.split, asked=True))
+    read += [
+        rows(op, each.source, found.facts, width, each.split, asked=True)
+        for each in found.both
+    ]
     kinds = [ir.DataType.FLOAT] * len(read)
     if found.mask is not None:
         sizes = ints(op, found.sizes(op)[0], 1, 1, _key_count(op, found))
