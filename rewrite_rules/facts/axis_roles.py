@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable, Iterator
 import onnx_ir as ir
 
 from rewrite_rules.facts.operator_table import ATTENTIONS, SKIP_NORMS
-from rewrite_rules.graph.nodes import captures
+from rewrite_rules.graph.nodes import DOMAINS, captures
 from rewrite_rules.graph.parameters import int_attribute
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import Dim, Dims, known
@@ -157,6 +157,8 @@ class AxisRoles:
         self, node: ir.Node, inputs: list[Dims | None], result: Dims | None
     ) -> Iterable[_Pair]:
         kind, given = node.op_type, [dims for dims in inputs if dims is not None]
+        if node.domain not in DOMAINS:
+            return ()
         if (node.domain, kind) in ATTENTIONS:
             return self._attended(node, inputs)
         if kind == "EmbedLayerNormalization":

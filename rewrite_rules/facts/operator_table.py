@@ -20,6 +20,8 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
+from rewrite_rules.graph.nodes import DOMAINS
+
 Join = Callable[[list[bool]], bool]
 _JOINS: dict[str, Join] = {
     "all": all,
@@ -58,7 +60,6 @@ chosen chosen -      Where
 -      -      yes    SkipLayerNormalization SkipSimplifiedLayerNormalization
 -      -      yes    LayerNormalization RMSNormalization SimplifiedLayerNormalization
 """
-DOMAINS = ("", "com.microsoft")
 _ROWS = [line.split() for line in _TABLE.strip().splitlines()[1:]]
 PER_TOKEN = {
     name: PerToken(_JOINS[zero], _JOINS[low], packs == "yes")

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 
 import onnx_ir as ir
 
-_QUANTIZING_DOMAINS = ("", "com.microsoft")
+# Of onnxruntime's own operators; those of others that have their names are unknown.
+DOMAINS = ("", "com.microsoft")
 # Of functions in them, onnxruntime runs its own operators of the same name.
 _OWN_DOMAINS = ("ai.onnx", "com.microsoft")
 # Domains of others that begin alike: those of onnxruntime-extensions.
@@ -69,12 +70,12 @@ def is_constant(node: ir.Node) -> bool:
 
 def is_dequantize_linear(node: ir.Node) -> bool:
     """Whether a node is ONNX's DequantizeLinear, or onnxruntime's of the same meaning."""
-    return node.op_type == "DequantizeLinear" and node.domain in _QUANTIZING_DOMAINS
+    return node.op_type == "DequantizeLinear" and node.domain in DOMAINS
 
 
 def is_quantize_linear(node: ir.Node) -> bool:
     """Whether a node is ONNX's QuantizeLinear, or onnxruntime's of the same meaning."""
-    return node.op_type == "QuantizeLinear" and node.domain in _QUANTIZING_DOMAINS
+    return node.op_type == "QuantizeLinear" and node.domain in DOMAINS
 
 
 def made_by(value: ir.Value | None, *op_types: str) -> ir.Node | None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import onnx
 import onnx_ir as ir
 
-from rewrite_rules.graph.nodes import input_of, is_constant
+from rewrite_rules.graph.nodes import DOMAINS, input_of, is_constant
 from rewrite_rules.graph.parameters import constant
 
 # Operators of onnxruntime, by the input whose type their results have.
@@ -44,6 +44,8 @@ def derive_types(model: ir.Model) -> None:
 def _types(node: ir.Node, opset: int) -> Iterator[ir.DataType | None]:
     """The types of a node's results, as far as they are known."""
     index, filled = _LIKE_INPUT.get(node.op_type), node.attributes.get("value")
+    if node.domain not in DOMAINS:
+        return
     if is_constant(node):
         tensor = constant(node.outputs[0])
         yield None if tensor is None else tensor.dtype

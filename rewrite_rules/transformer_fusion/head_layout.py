@@ -131,10 +131,11 @@ class Split:
 
 def read_split(split: ir.Value, facts: ProvedShapes) -> Split | None:
     """Read what splits heads; where two of B, S and H are proved, the third is as well."""
-    node, packed = split.producer(), False
-    while node is not None and node.op_type in _PARTS and node.inputs[0] is not None:
-        node, packed = node.inputs[0].producer(), True
-    if node is None or node.op_type != "Reshape" or node.domain:
+    whole = split
+    while (part := made_by(whole, *_PARTS)) is not None and part.inputs[0] is not None:
+        whole = part.inputs[0]
+    node, packed = made_by(whole, "Reshape"), whole is not split
+    if node is None:
         return None
     source, sizes = node.inputs
     before, shape = facts.dims(source, 3), facts.dims(split, 4)

@@ -17,13 +17,13 @@ import numpy as np
 
 from rewrite_rules.facts.operator_table import (
     ATTENTIONS,
-    DOMAINS,
     NORMS,
     PER_TOKEN,
     SKIP_NORMS,
     PerToken,
     per_token,
 )
+from rewrite_rules.graph.nodes import DOMAINS
 from rewrite_rules.graph.parameters import axes_of, axis_of, constant_ints, type_attribute
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import known

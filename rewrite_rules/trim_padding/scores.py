@@ -45,7 +45,7 @@ def _parts(flow: TokenFlow, scores: ir.Value) -> Iterator[_Part | None]:
     pending, seen = [(scores, False)], {scores}
     for value, grown in pending:
         node = value.producer()
-        if node is None or not (per_token(node) or node.op_type in _MOVES):
+        if node is None or not (per_token(node) or _moves(node)):
             continue
         kind = node.op_type if node.domain == "" else ""
         read = {i: one for i, one in enumerate(node.inputs) if one is not None}
@@ -94,6 +94,11 @@ def _bounds(flow: TokenFlow, value: ir.Value) -> tuple[float, float]:
         numbers = found.arrays[0]
     if numbers is not None and numbers.size:
         return float(numbers.min()), float(numbers.max())
-    if node is not None and node.op_type in _MOVES and node.inputs[0] is not None:
+    if node is not None and _moves(node) and node.inputs[0] is not None:
         return _bounds(flow, node.inputs[0])
     return -math.inf, math.inf
+
+
+def _moves(node: ir.Node) -> bool:
+    """Whether a node gives numbers that it reads, elsewhere or in another type."""
+    return node.op_type in _MOVES and not node.domain

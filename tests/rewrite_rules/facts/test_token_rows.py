@@ -22,6 +22,13 @@ g (int64[b, s] input_ids, int64[b, s] attention_mask, int64[b, t] decoder_input_
 => (float[b, s, 8] y, float[b, t, 8] z) {
     x = Gather(table, input_ids) d = Gather(table, decoder_input_ids)
     y = MatMul(x, w) z = MatMul(d, w) }"""
+
+
+def joined(domain: str) -> str:
+    norm = f"j = {domain}.SkipLayerNormalization(x, d, flat)"
+    return TWO_TEXTS.replace("z = MatMul(d, w)", f"{norm} z = MatMul(j, w)")
+
+
 CROSS = """g (int64[b, s] input_ids, int64[b, s] mask_x, int64[b, s] other_ids)
 => (float[b, u, 8] y) {
     d = Gather(table, input_ids) x = Gather(table, other_ids)
@@ -38,6 +45,8 @@ ADDED = TURNED.replace("int64[b, s] attention", "float[b, s] attention")
 CASES = {
     "two texts, of the mask": (TWO_TEXTS, "x", (4, 4, 8), "rows"),
     "two texts, the other": (TWO_TEXTS, "d", (4, 4, 8), ""),
+    "two texts, joined by onnxruntime": (joined("com.microsoft"), "d", (4, 4, 8), "rows"),
+    "two texts, joined by others": (joined("own"), "d", (4, 4, 8), ""),
     "attended to": (CROSS, "x", (4, 4, 8), "rows"),
     "attending": (CROSS, "d", (4, 4, 8), ""),
     "embeddings": (EMBEDDED, "x", (4, 4, 8), "rows"),
