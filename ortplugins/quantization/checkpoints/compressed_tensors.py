@@ -27,7 +27,9 @@ import numpy.typing as npt
 from ortplugins.errors import ModelFileError
 from ortplugins.quantization.checkpoints.layers import Found, LayerCodes, Unreadable
 from ortplugins.quantization.checkpoints.safetensors_folder import (
+    BITS,
     FLOATS,
+    WORD,
     SafetensorsCheckpoint,
     StoredLayer,
     StoredTensor,
@@ -35,8 +37,6 @@ from ortplugins.quantization.checkpoints.safetensors_folder import (
 )
 from ortplugins.quantization.methods.nearest import BlockFormat
 
-_WORD = 32
-_BITS = (2, 4, 8)
 _INTEGERS = ("I32", "I64")
 
 
@@ -76,8 +76,8 @@ class CompressedLayer(StoredLayer):
         if not self._packed:
             return 8
         (k, n), stored = self.shape(), self.part("weight_packed", 2, ("I32",)).shape
-        for bits in _BITS:
-            if stored == (n, -(-k // (_WORD // bits))):
+        for bits in BITS:
+            if stored == (n, -(-k // (WORD // bits))):
                 return bits
         raise ModelFileError(
             f"layer {self.name!r} of the checkpoint has {list(stored)} words for [{n}, {k}] "

@@ -24,7 +24,9 @@ import numpy.typing as npt
 from ortplugins.errors import ModelFileError
 from ortplugins.quantization.checkpoints.layers import Found, LayerCodes
 from ortplugins.quantization.checkpoints.safetensors_folder import (
+    BITS,
     FLOATS,
+    WORD,
     SafetensorsCheckpoint,
     StoredLayer,
     StoredTensor,
@@ -32,8 +34,6 @@ from ortplugins.quantization.checkpoints.safetensors_folder import (
 )
 from ortplugins.quantization.methods.nearest import BlockFormat, ZeroPoints
 
-_WORD = 32
-_BITS = (2, 4, 8)
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _WORDS = ("I32", "U32")
 
@@ -54,7 +54,7 @@ class GptqLayer(StoredLayer):
     def shape(self) -> tuple[int, int]:
         """Return K and N."""
         rows, columns = self.part("qweight", 2, _WORDS).shape
-        packed = _WORD // self.bits
+        packed = WORD // self.bits
         return (rows, columns * packed) if self.packing == "awq" else (rows * packed, columns)
 
     def with_own_bits(self) -> GptqLayer:
@@ -64,13 +64,13 @@ class GptqLayer(StoredLayer):
         """
         columns = self.part("qweight", 2, _WORDS).shape[1]
         words = self.part("qzeros", 2, _WORDS).shape[1]
-        if self.packing == "awq" or words == -(-columns * self.bits // _WORD):
+        if self.packing == "awq" or words == -(-columns * self.bits // WORD):
             return self
-        for bits in _BITS:
-            if words == -(-columns * bits // _WORD):
+        for bits in BITS:
+            if words == -(-columns * bits // WORD):
                 return dataclasses.replace(self, bits=bits)
         raise ModelFileError(
-            f"layer {self.name!r} of the checkpoint has {words * _WORD / columns:.3g} bits: "
+            f"layer {self.name!r} of the checkpoint has {words * WORD / columns:.3g} bits: "
             "2, 4 and 8 are read"
         )
 
@@ -125,7 +125,7 @@ class GptqCheckpoint(SafetensorsCheckpoint):
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         self._packing, self._zero_offset = _packing(config, folder)
         self._bits = config.get("bits", config.get("w_bit", 4))
-        if self._bits not in _BITS or (self._packing == "awq" and self._bits != 4):
+        if self._bits not in BITS or (self._packing == "awq" and self._bits != 4):
             raise ModelFileError(
                 f"{folder}: {self._packing} checkpoints of {self._bits} bits are not read"
             )

@@ -27,6 +27,8 @@ from rewrite_rules.weights.bit_packing import unpack_rows
 
 _INDEX = "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
+# Of a word that codes are packed in, and of those that formats have.
+WORD, BITS = 32, (2, 4, 8)
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
