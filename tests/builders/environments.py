@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -16,11 +17,16 @@ CACHE = Path(__file__).resolve().parents[2] / ".cache"
 def python_with(home: Path, *calls: tuple[str, ...]) -> Path:
     """Return the interpreter of an environment, made at the first call; else skip the test."""
     python, reason = _environment(home, calls)
-    if reason and os.environ.get("CI", "").lower() not in ("", "0", "false"):
-        pytest.fail(reason, pytrace=False)
     if reason:
-        pytest.skip(reason)
+        unavailable(reason)
     return python
+
+
+def unavailable(reason: str) -> NoReturn:
+    """Skip a test for what can't be had here; in CI, where all can be had, fail it."""
+    if os.environ.get("CI", "").lower() not in ("", "0", "false"):
+        pytest.fail(reason, pytrace=False)
+    pytest.skip(reason)
 
 
 @functools.cache
