@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import onnxruntime as ort
 
 import ortplugins
@@ -18,6 +16,7 @@ from benchmarks.figures.bounds import Figure
 from benchmarks.models.minilm import feeds, float_minilm, sentences
 from benchmarks.models.openvino_runs import beside_openvino, outputs_of_openvino
 from benchmarks.models.real_nets import Net, held_out_nets, real_nets
+from benchmarks.sessions.conv_fusion import difference, exact_outputs
 from benchmarks.sessions.hints import tune
 from ortplugins.measurement.measure import Candidate, measure
 from ortplugins.quantization import quantize
@@ -31,7 +30,6 @@ _KINDS = {
     "SmolLM2-135M, one after 512": "decoder, a token",
 }
 _PRECISIONS = {"float32": "f32", "default": ""}
-_SETTINGS = {"intra_op_num_threads": 2}
 _CALIBRATED = 64
 _CPU = ["CPUExecutionProvider"]
 _MS = 1e3
@@ -61,12 +59,12 @@ def _order(net: Net) -> int:
 def _net(net: Net, folder: Path, rounds: int) -> Iterator[Figure]:
     feed = net.feeds()
     name = f"{_KINDS[net.name]}, {net.name.partition(',')[0]}"
-    plain = Candidate(net.path, "onnxruntime", settings=_SETTINGS)
+    plain = Candidate(net.path, "onnxruntime")
     tuned, _ = tune(net.name, net.path, feed, "latency", folder / "hints")
-    candidates = {"ours": _with_threads(tuned)}
+    candidates = {"ours": tuned}
     if net.name == "MiniLM-L6-v2":
         candidates["encoder8"] = _in_8_bits(net, folder)
-    exact = _outputs(plain, feed, ort.GraphOptimizationLevel.ORT_DISABLE_ALL)
+    exact = exact_outputs(net.path, feed)[0]
     for what, ours in candidates.items():
         pair = measure([ours, plain], feed, rounds=rounds, runs=20, seconds=1.0, lockstep=True)
         times = [_MS * item.run.median if item.run else math.nan for item in pair]
@@ -74,14 +72,10 @@ def _net(net: Net, folder: Path, rounds: int) -> Iterator[Figure]:
         for precision, given in _PRECISIONS.items():
             both = beside_openvino(ours, net.path, feed, folder, rounds, given)
             yield Figure(f"{name}, {what}: run beside OpenVINO, {precision}", *both, "ms")
-        yield Figure(f"{name}, {what}: error", _error(exact, _outputs(ours, feed)))
+        yield Figure(f"{name}, {what}: error", difference(exact, _outputs(ours, feed)[0]))
     for precision, given in _PRECISIONS.items():
-        error = _error(exact, outputs_of_openvino(net.path, feed, given))
+        error = difference(exact, outputs_of_openvino(net.path, feed, given)[0])
         yield Figure(f"{name}, OpenVINO, {precision}: error", error)
-
-
-def _with_threads(ours: Candidate) -> Candidate:
-    return dataclasses.replace(ours, name="ours", settings={**_SETTINGS, **ours.settings})
 
 
 def _in_8_bits(net: Net, folder: Path) -> Candidate:
@@ -91,27 +85,14 @@ def _in_8_bits(net: Net, folder: Path) -> Candidate:
     quantize(
         net.path, written, recipe="encoder8", calibration_data_reader=samples, overwrite=True
     )
-    return Candidate(written, "encoder8", settings=_SETTINGS)
+    return Candidate(written, "encoder8")
 
 
-def _outputs(
-    candidate: Candidate,
-    feed: Mapping[str, npt.NDArray[np.generic]],
-    level: ort.GraphOptimizationLevel = ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
-) -> list[npt.NDArray[np.generic]]:
+def _outputs(ours: Candidate, feed: dict[str, np.ndarray]) -> list[np.ndarray]:
     options = ort.SessionOptions()
-    options.graph_optimization_level = level
-    for key, value in candidate.settings.items():
+    for key, value in ours.settings.items():
         if "." in key:
             options.add_session_config_entry(key, str(value))
-    session = ortplugins.InferenceSession(candidate.model, options, providers=_CPU)
-    found: list[npt.NDArray[np.generic]] = session.run(None, dict(feed))
+    session = ortplugins.InferenceSession(ours.model, options, providers=_CPU)
+    found: list[np.ndarray] = session.run(None, feed)
     return found
-
-
-def _error(
-    exact: Sequence[npt.NDArray[np.generic]], found: Sequence[npt.NDArray[np.generic]]
-) -> float:
-    """Return the greatest difference of the first outputs over their greatest magnitude."""
-    wide = exact[0].astype(np.float64)
-    return float(np.abs(wide - found[0]).max() / np.abs(wide).max())

@@ -133,14 +133,15 @@ def _written(net: Net, folder: Path) -> Iterator[Figure]:
     if not result.report.fired:
         return
     feed = net.feeds()
-    before, after = (_outputs(path, feed) for path in (net.path, folded))
-    worst = max(map(_difference, before, after))
+    before, after = (exact_outputs(path, feed) for path in (net.path, folded))
+    worst = max(map(difference, before, after))
     yield Figure(f"{net.name}: greatest difference to ORT_DISABLE_ALL", worst)
     counts = (float(_reorders(path, folder)) for path in (folded, net.path))
     yield Figure(f"{net.name}: Reorder nodes", *counts)
 
 
-def _outputs(path: Path, feed: dict[str, np.ndarray]) -> list[np.ndarray]:
+def exact_outputs(path: Path, feed: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """Return what a model computes without onnxruntime's optimisers."""
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
@@ -148,7 +149,7 @@ def _outputs(path: Path, feed: dict[str, np.ndarray]) -> list[np.ndarray]:
     return found
 
 
-def _difference(before: np.ndarray, after: np.ndarray) -> float:
+def difference(before: np.ndarray, after: np.ndarray) -> float:
     """Return the greatest difference, as a share of the greatest magnitude."""
     wide = before.astype(np.float64)
     greatest = np.abs(wide).max(initial=0.0)
