@@ -17,6 +17,7 @@ _NETS = (
     "MiniLM-L6-v2",
     "SmolLM2 int4 transposed, one after 512",
 )
+_OLIVE = Path(__file__).parent / "children" / "olive_session_params.py"
 _SHARE = 0.2
 _MODES = {0: "ORT_SEQUENTIAL", 1: "ORT_PARALLEL"}
 
@@ -37,7 +38,7 @@ def measure_olive_tuning(folder: Path, rounds: int) -> list[Figure]:
             "types": {key: str(array.dtype) for key, array in feed.items()},
             "folder": str(folder / f"olive-{len(figures)}"),
         }
-        theirs = run_script(Path(__file__).with_name("olive_session_params.py"), job).result
+        theirs = run_script(_OLIVE, job).result
         found = theirs["session_options"]
         settings = {
             "execution_mode": _MODES[found["execution_mode"]],

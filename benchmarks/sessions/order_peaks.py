@@ -33,7 +33,7 @@ from rewrite_rules.shape_size_reorder.search import memory_order
 from rewrite_rules.shapes.proved_shapes import concrete_shapes
 from session_options.plan import entries_of
 
-_RUNS, _PASS, _SECONDS = "benchmarks.sessions.order_runs", "shape_size_reorder", 2
+_RUNS, _PASS, _SECONDS = "benchmarks.sessions.children.order_runs", "shape_size_reorder", 2
 _ORDERS = ("DEFAULT", "PRIORITY_BASED", "ours")
 _LARGE = 20_000
 _NOISE_MB = 0.5
@@ -195,7 +195,7 @@ def _process() -> SessionProcess:
 
 
 def _call(function: str, candidate: Candidate, **arguments: str) -> Any:
-    """Open a session in a process of its own and call a function of :mod:`.order_runs`."""
+    """Open a session in a process of its own and call a function of :mod:`.children.order_runs`."""
     with _process() as process:
         process.open(candidate)
         return process.call(f"{_RUNS}:{function}", **arguments)

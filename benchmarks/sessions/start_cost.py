@@ -12,7 +12,7 @@ from rich.console import Console
 from benchmarks.figures.bounds import Figure
 from benchmarks.models.corpus import float_smollm2
 from benchmarks.models.real_nets import real_nets
-from benchmarks.sessions import timed_starts
+from benchmarks.sessions.children import timed_starts
 from examples.smollm2 import demo
 from ortplugins.measurement.measure import Candidate, SessionProcess
 from session_options.plan import entries_of

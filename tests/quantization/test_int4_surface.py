@@ -7,14 +7,14 @@ The stored values are ModelOpt's own, see int4_golden.py.
 import inspect
 import re
 
+import int4_golden
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from builders import int4_golden
 from builders.dequantized_models import run as run_model
-from builders.int4_golden import numbers, packed, weight
 from builders.text_models import proto_of
+from int4_golden import numbers, packed, weight
 from onnx import TensorProto, numpy_helper
 
 import ortplugins

@@ -19,7 +19,7 @@ import onnx_ir as ir
 import pytest
 from builders.limited_child import CRASHED, Child, limited
 from builders.proofs import assert_proved
-from builders.random_shapes import RECIPES, RandomModel, random_model
+from random_shapes import RECIPES, RandomModel, random_model
 from builders.same_numbers import session
 
 from ortplugins.optimization.shape_inference import infer_shapes

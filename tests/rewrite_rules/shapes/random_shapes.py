@@ -15,11 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 import onnx
+from builders.same_numbers import session
 from onnx import helper, numpy_helper
 
 from rewrite_rules.shapes import operator_shapes
-
-from .same_numbers import session
 
 Array = npt.NDArray
 F, I8, B, U8 = np.dtype("f4"), np.dtype("i8"), np.dtype("?"), np.dtype("u1")

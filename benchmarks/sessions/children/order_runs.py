@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What :mod:`.order_peaks` does with a session, in the session's process.
+"""What :mod:`..order_peaks` does with a session, in the session's process.
 
 It imports little, and the same in all processes: they differ in nothing but the session.
 """
