@@ -2,7 +2,9 @@
 """Tiny encoders and decoders from torch (data/make_*_exports.py), and their fusion."""
 
 import collections
+import functools
 import os
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -80,3 +82,27 @@ def fused(
     for remark in remarks:
         found[remark.outcome.value].append(remark.reason)
     return result, found, context
+
+
+@functools.cache
+def optimized(name: str, mask: str = "mask", model_type: str = "bert") -> onnx.ModelProto:
+    """Return an export after onnxruntime's optimizer for transformers, which optimum calls O2.
+
+    Attention, embeddings and norms are one operator each. ``mask``: ``mask`` for one of zeros
+    and ones, ``lengths`` for how many ones rows have.
+    """
+    from onnxruntime.transformers.fusion_options import AttentionMaskFormat, FusionOptions
+    from onnxruntime.transformers.optimizer import optimize_model
+
+    options = FusionOptions(model_type)
+    formats = {"mask": "AttentionMask", "lengths": "MaskIndexEnd"}
+    options.attention_mask_format = getattr(AttentionMaskFormat, formats[mask])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        onnx.save(exported(name), path)
+        sizes = {"num_heads": 2, "hidden_size": 16, "opt_level": 0}
+        result = optimize_model(
+            str(path), model_type=model_type, optimization_options=options, **sizes
+        )
+    model: onnx.ModelProto = result.model
+    return model

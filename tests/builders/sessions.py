@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Sessions of ortplugins on the model of one dequantised weight: write, open, check."""
+"""Sessions of ortplugins on the model of one dequantised weight, and the entries they leave."""
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import onnxruntime as ort
 
 import ortplugins
 from builders.dequantized_models import DequantizedMatMul, relative_error
+from ortplugins.cache.store import ArtifactCache, Entry, read_manifest, write_manifest
 
+DAY = 86400.0
 CPU = ["CPUExecutionProvider"]
 # The default level is onnxruntime's own where it would fuse a node: int8 activations.
 EXACT = ortplugins.DqMatMulNBitsFusion(accuracy_level=0)
@@ -55,3 +58,17 @@ def files(folder: Path) -> dict[str, tuple[int, int]]:
         str(path.relative_to(folder)): (path.stat().st_size, path.stat().st_mtime_ns)
         for path in folder.rglob("*")
     }
+
+
+def entries(cache_dir: Path) -> list[Entry]:
+    """All of the cache, the one that was used longest ago first."""
+    return sorted(ArtifactCache(cache_dir).entries(), key=lambda entry: entry.last_used)
+
+
+def backdate(folder: Path, seconds: float) -> None:
+    """Have an entry published, and used, that long ago."""
+    moment, manifest = time.time() - seconds, read_manifest(folder)
+    if manifest is None:
+        raise FileNotFoundError(folder)
+    write_manifest(folder, {**manifest, "created": moment})
+    os.utime(folder / "manifest.json", (moment, moment))

@@ -22,10 +22,9 @@ from typing import Any
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from builders.cache_entries import backdate
 from builders.dequantized_models import DequantizedMatMul
 from builders.processes import disk, keep_mapped_files, result_of, spawn
-from builders.sessions import CPU, EXACT, check, options, save, source, start
+from builders.sessions import CPU, EXACT, backdate, check, options, save, source, start
 
 import ortplugins
 from ortplugins import known_starts

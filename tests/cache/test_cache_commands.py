@@ -17,11 +17,21 @@ from pathlib import Path
 import filelock
 import onnxruntime as ort
 import pytest
-from builders.cache_entries import DAY, backdate, entries
 from builders.command_line import ortplugins_command
 from builders.dequantized_models import DequantizedMatMul
 from builders.processes import python, result_of, spawn
-from builders.sessions import CPU, check, files, options, save, source, start
+from builders.sessions import (
+    CPU,
+    DAY,
+    backdate,
+    check,
+    entries,
+    files,
+    options,
+    save,
+    source,
+    start,
+)
 
 import ortplugins
 from ortplugins.cache.store import ArtifactCache, Entry, prune

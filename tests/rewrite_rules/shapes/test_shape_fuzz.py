@@ -8,35 +8,104 @@ same numbers. 300 graphs; ``ORTPLUGINS_FUZZ=20`` looks at 20,000, others for eac
 
 import collections
 import contextlib
+import faulthandler
+import math
+import multiprocessing
 import os
+import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
 
 import numpy as np
 import onnx
 import onnx.printer
 import onnx_ir as ir
 import pytest
-from builders.limited_child import CRASHED, Child, limited
-from builders.proofs import assert_proved
-from random_shapes import RECIPES, RandomModel, random_model
 from builders.same_numbers import session
+from random_shapes import RECIPES, RandomModel, random_model
 
 from ortplugins.optimization.shape_inference import infer_shapes
 from rewrite_rules.remarks import PassContext, Remarks
 from rewrite_rules.shape_size_reorder.simplify import simplify_shapes
 from rewrite_rules.shapes import operator_shapes
+from rewrite_rules.shapes.dimensions import Dim, Shape
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
 TIMES = int(os.environ.get("ORTPLUGINS_FUZZ", "1"))
 FIRST_SEED = int(os.environ.get("ORTPLUGINS_FUZZ_SEED", "0"))
 GRAPHS = 300 if TIMES == 1 else 1000 * TIMES
 AT_ONCE = 25
+# Of processor time for one graph; a child that takes four times as long dies.
+SECONDS = 5
+ADDRESS_SPACE = 6 << 30
+CRASHED = "the process crashed or hung"
 # Of other execution providers, or older opsets.
 NOT_DRAWN = {
     *("Scatter", "Upsample", "com.microsoft.BiasSoftmax", "com.microsoft.GroupNorm"),
     "com.microsoft.SkipGroupNorm",
 }
+
+
+class Child:
+    """Calls functions in a process with limits, in another one after a crash."""
+
+    def __init__(self) -> None:
+        self.pool = self._started()
+
+    def __call__(self, function: Callable[..., Any], *arguments: object) -> Any:
+        try:
+            return self.pool.submit(limited, function, *arguments).result()
+        except BrokenProcessPool:
+            self.pool = self._started()
+            return CRASHED
+
+    def _started(self) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+
+
+def limited(function: Callable[..., Any], *arguments: object) -> Any:
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    faulthandler.dump_traceback_later(4 * SECONDS, exit=True)
+    try:
+        return function(*arguments)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def assert_proved(
+    facts: ProvedShapes, values: Iterable[ir.Value], arrays: Mapping[str, np.ndarray]
+) -> None:
+    """Each unknown must stand for one number, and each proved shape be the array's."""
+    sizes: dict[int, tuple[int, str]] = {}
+    wholes: dict[Shape, tuple[int, ...]] = {}
+    products: list[tuple[Dim, int, str]] = []
+    for value in values:
+        name = str(value.name)
+        if not isinstance(arrays.get(name), np.ndarray):
+            continue
+        shape, real = facts.shape(value), arrays[name].shape
+        assert wholes.setdefault(shape, real) == real, f"{name}: {shape} is {real}"
+        if isinstance(shape, tuple):
+            assert len(shape) == len(real), f"{name}: {shape} is {real}"
+            products += [(dim, size, name) for dim, size in zip(shape, real, strict=True)]
+        products.append((facts.count(value), math.prod(real), f"the count of {name}"))
+        integers = facts.integers(value)
+        if integers is not None:
+            assert integers.shape == real, f"{name}: {integers} is {real}"
+            numbers = zip(integers.numbers, arrays[name].reshape(-1), strict=True)
+            products += [(dim, int(n), name) for dim, n in numbers if dim is not None]
+    for dim, real, name in products:
+        if dim[0] == 1 and len(dim[1]) == 1:
+            first = sizes.setdefault(dim[1][0], (real, name))
+            assert first[0] == real, f"{name}: {dim} is {real}, and {first[0]} in {first[1]}"
+    for dim, real, name in products:
+        if all(unknown in sizes for unknown in dim[1]):
+            said = dim[0] * math.prod(sizes[unknown][0] for unknown in dim[1])
+            assert said == real, f"{name}: {dim} is {real}, not {said}"
 
 
 def test_every_operator_of_the_table_is_drawn():

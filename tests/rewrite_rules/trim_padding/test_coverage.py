@@ -13,8 +13,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 from builders.encoders import batch
-from builders.exports import ENCODERS, exported, fused
-from builders.optimized import optimized
+from builders.exports import ENCODERS, exported, fused, optimized
 from onnxruntime.quantization import quantize_dynamic
 from test_trim_padding_attacks import ATTACKS, attacked, proved
 

@@ -9,8 +9,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from builders.encoders import ADDITIVE, BOOLEAN, FIRST, MEAN, TOKENS, UNMASKED, batch, encoder
-from builders.exports import ENCODERS, exported
-from builders.optimized import optimized
+from builders.exports import ENCODERS, exported, optimized
 from builders.same_numbers import session
 from builders.sessions import options, start
 
