@@ -24,7 +24,7 @@ def ratio_plot(figures: Sequence[Figure], title: str) -> str | None:
 
     Args:
         figures: A table's.
-        title: What readers that see no pictures are told.
+        title: Text for readers who see no pictures.
     """
     rows = [f for f in figures if _is_ratio(f) and 0 < f.compared < math.inf]
     if not rows:

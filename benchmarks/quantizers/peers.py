@@ -150,7 +150,7 @@ def _kept(floats: Path, block_size: int) -> tuple[Path, Path]:
 
 
 def _on_two_cores(*command: str) -> Cost:
-    # Thread pools that don't look at the affinity are told.
+    # For thread pools that ignore the affinity.
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     env = os.environ | dict.fromkeys(names, str(_THREADS)) | {"OLIVE_DISABLE_TELEMETRY": "1"}
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:

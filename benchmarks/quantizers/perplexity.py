@@ -37,7 +37,7 @@ Ids = npt.NDArray[np.int64]
 
 TOKENS = 20_480
 WINDOW = 512
-# Two texts: methods are tuned on the first, whoever tunes them.
+# Two texts: methods are tuned on the first.
 STARTS = (0, 40_000)
 BLOCK_SIZES = (32, 128)
 HEAD = "lm_head/MatMul"

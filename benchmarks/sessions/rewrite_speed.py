@@ -23,7 +23,7 @@ _WIDTH = 32
 def measure_rewrite_speed(folder: Path, rounds: int) -> list[Figure]:
     """Fuse a twentieth of the nodes of 2,000 and of 20,000; interleaved, medians.
 
-    For the growth the garbage collector is told to leave the model alone: its full
+    For the growth the garbage collector is kept off the model: its full
     collections walk all that is alive, whatever runs, and the larger run meets one or two.
     """
     del folder

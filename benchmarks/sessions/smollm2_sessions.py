@@ -73,7 +73,7 @@ def _measure(
     demo.in_child(dataclasses.replace(job, tokens=0, **cache))  # the first start
     rows = _interleaved(job, {PLAIN: {}, SECOND: cache}, rounds)
     assert rows[SECOND].source == "cache"
-    # Two that run the same kernels are told apart by many tokens only.
+    # Two that run the same kernels differ measurably over many tokens only.
     longer = dataclasses.replace(job, tokens=64)
     pair = {OURS_LONG: cache, MATMULNBITS: {"model": str(direct)}}
     return rows | _interleaved(longer, pair, 2 * rounds + 1)

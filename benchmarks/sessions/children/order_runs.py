@@ -29,7 +29,7 @@ def peaks(session: Any, feeds: str) -> tuple[float, float]:
                 populate = ctypes.c_void_p(first), ctypes.c_size_t(last - first), 22
                 assert libc.madvise(*populate) == 0
     with open("/proc/self/clear_refs", "w") as refs:
-        refs.write("5")  # the peak starts anew at what is resident now
+        refs.write("5")  # the peak starts again at what is resident now
     start = process_memory().resident
     found = []
     for _ in range(4):

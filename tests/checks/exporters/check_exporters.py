@@ -2,7 +2,7 @@
 """The newest torch and transformers still export what is fused: ``make test-exporters``.
 
 pytest collects files called ``test_*.py``, so that this one runs only where it is named. It
-makes both archives of tests/data anew, in .cache/exporters with an environment of its own
+makes both archives of tests/data again, in .cache/exporters with an environment of its own
 (delete it to get newer packages), and holds them to what test_attention_fusion.py says of the
 stored ones. Where pip finds only the torch with CUDA,
 PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu helps.
