@@ -195,7 +195,7 @@ def _process() -> SessionProcess:
 
 
 def _call(function: str, candidate: Candidate, **arguments: str) -> Any:
-    """Open a session in a process of its own and call a function of :mod:`.children.order_runs`."""
+    """Open a session in a process of its own to call ``children.order_runs``."""
     with _process() as process:
         process.open(candidate)
         return process.call(f"{_RUNS}:{function}", **arguments)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Sessions of ortplugins on the model of one dequantised weight, and the entries they leave."""
+"""Sessions on the model of one dequantised weight, and the entries that they leave."""
 
 import os
 import time

@@ -97,7 +97,7 @@ def test_the_nearest_tests_notice(copy, mutation):
     assert before.returncode == 0, f"they fail already: {before.stdout[-1500:]}"
     file = copy / mutation.file
     text = file.read_text("utf-8")
-    assert text.count(mutation.old) == 1, f"{mutation.file}: not exactly once: {mutation.old!r}"
+    assert text.count(mutation.old) == 1, f"{mutation.file}: not once: {mutation.old!r}"
     file.write_text(text.replace(mutation.old, mutation.new), "utf-8")
     try:
         done = run_tests(copy, mutation.tests)
