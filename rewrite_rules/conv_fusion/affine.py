@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -51,14 +51,13 @@ class Kind:
         return getattr(op, self.op_type)(*operands, **ANY, _outputs=[out])
 
 
-KINDS: Mapping[str, Kind] = {
-    "x * c": Kind("Mul", scale=lambda c: c),
-    "x / c": Kind("Div", scale=np.reciprocal),
-    "x + c": Kind("Add", offset=lambda c: c),
-    "x - c": Kind("Sub", offset=np.negative),
-    "c - x": Kind("Sub", lambda c: -np.ones_like(c), lambda c: c, is_first=True),
-    "norm": Kind("BatchNormalization"),
-}
+SCALES = (Kind("Mul", scale=lambda c: c), Kind("Div", scale=np.reciprocal))
+OFFSETS = (
+    Kind("Add", offset=lambda c: c),
+    Kind("Sub", offset=np.negative),
+    Kind("Sub", lambda c: -np.ones_like(c), lambda c: c, is_first=True),
+)
+KINDS = (*SCALES, *OFFSETS, Kind("BatchNormalization"))
 
 
 class Affines:

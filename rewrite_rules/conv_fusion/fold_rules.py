@@ -5,10 +5,9 @@
                   affine(Transpose(Conv(x, w, b))) -> Transpose(Conv(x, w', b'))
                   the same of ConvTranspose and Gemm; of MatMul, with or without a bias
     FoldInFront   Conv(affine(x), w, b)            -> Conv(x, w', b')
-    MergePair     Mul(Mul(x, c), d)                -> Mul(x, c * d)       Div as well
-                  Add(Add(x, c), d)                -> Add(x, c + d)       Sub as well
+    MergeScales   Mul(Mul(x, c), d)                -> Mul(x, c * d)       Div as well
     Gate          Add(x, Mul(x, gate))             -> Mul(x, Add(gate, 1))
-    Normalize     affine(affine(x)), between blocked operators -> BatchNormalization(x)
+    Normalize     Add(Mul(x, c), d), between blocked operators -> BatchNormalization(x)
 
 ``affine`` is a node of :mod:`.affine`. A rule of each class is made for each spelling.
 """
@@ -23,8 +22,8 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter import MatchContext, MatchResult, RewriteRule, RewriteRuleClassBase
 
-from rewrite_rules.conv_fusion.affine import ANY, KINDS, Affines, Kind, read
-from rewrite_rules.conv_fusion.linear import CANCELLED, Affine, Float64, Linear, Linears
+from rewrite_rules.conv_fusion.affine import ANY, KINDS, OFFSETS, SCALES, Affines, Kind, read
+from rewrite_rules.conv_fusion.linear import LEAST_FACTOR, Affine, Float64, Linear, Linears
 from rewrite_rules.graph.nodes import label, made_by, producer
 from rewrite_rules.graph.parameters import ints_attribute, source_of
 from rewrite_rules.remarks import Refusal, Remarks
@@ -195,8 +194,6 @@ class FoldInFront(FoldingRule):
             raise Refusal(f"the channels of {x.name!r} are not known")
         c = values["c"]
         affine = affines.per_channel(self._kind, source, c, channels, rank, linear.axis)
-        if affine.offset.any() and self._folding.refused.get(source) == CANCELLED:
-            raise Refusal(CANCELLED)
         return linear.in_front(affine)
 
     def rewrite(self, op: Any, out: ir.Value, **values: Any) -> ir.Value:
@@ -207,10 +204,8 @@ class FoldInFront(FoldingRule):
         return self._folding.linears.write(op, self._found, values["x"])
 
 
-class MergePair(FoldingRule):
-    """Two scales, or two offsets, by constants -> one of them."""
-
-    candidate = "out"
+class MergeScales(FoldingRule):
+    """``(x * c) * d`` -> ``x * (c * d)``, or x; by Div as well."""
 
     def __init__(self, folding: Folding, inner: Kind, outer: Kind) -> None:
         super().__init__(folding)
@@ -220,40 +215,35 @@ class MergePair(FoldingRule):
         inner = self._inner.pattern(op, x, c, "between")
         return self._outer.pattern(op, inner, d, "out")
 
-    def find(self, out: ir.Value, **values: ir.Value) -> tuple[str, Float64 | None]:
-        """Return the operator that is left, with its constant; None where x is the result."""
+    def find(self, out: ir.Value, **values: ir.Value) -> Float64 | None:
+        """Return the scale that is left; None where it is 1, and adds no axes."""
         affines = self._folding.affines
-        try:
-            constants = [affines.constant(values[name]) for name in "cd"]
-        except Refusal as refusal:
-            raise Differs(str(refusal)) from None
-        both = read(self._inner, constants[0]).then(read(self._outer, constants[1]))
-        scales = self._inner.op_type in ("Mul", "Div")
-        op_type, array = ("Mul", both.scale) if scales else ("Add", both.offset)
-        if array.size > max(each.size for each in constants):
+        constants = [affines.constant(values[name]) for name in "cd"]
+        inner, outer = map(read, (self._inner, self._outer), constants)
+        scale = inner.scale * outer.scale
+        if scale.size > max(each.size for each in constants):
             raise Differs("the constants of the two vary along different axes")
-        nothing = np.ones_like(array) if scales else np.zeros_like(array)
-        least = affines.least_rank(values["x"])
-        if array.size == 1 and array.ndim <= least and np.float32(array) == nothing:
-            return op_type, None
-        sizes, limits = np.abs(array), np.finfo(np.float32)
-        if np.any((sizes > limits.max) | ((sizes > 0) & (sizes < limits.tiny))):
-            raise Differs("the constants of the two have a product outside of float32")
-        return op_type, array
+        sizes = np.abs(np.concatenate([inner.scale.reshape(-1), scale.reshape(-1)]))
+        if np.any((sizes > 1 / LEAST_FACTOR) | ((sizes > 0) & (sizes < LEAST_FACTOR))):
+            raise Differs("what one of the constants makes may leave float32")
+        if scale.size == 1 and np.float32(scale) == 1:
+            return None if scale.ndim <= affines.least_rank(values["x"]) else scale
+        return scale
 
     def rewrite(self, op: Any, x: ir.Value, out: ir.Value, **_: Any) -> ir.Value:
         """Emit the one node."""
-        op_type, array = self._found
-        node = producer(out)
+        node, scale = producer(out), self._found
         self._folding.fired(node, "is one with the node before it")
-        if array is None:
+        if scale is None:
             return op.Identity(x, _name=node.name)  # type: ignore[no-any-return]
-        constant = emit_constant(op, array)
-        return getattr(op, op_type)(x, constant, _name=node.name)  # type: ignore[no-any-return]
+        return op.Mul(x, emit_constant(op, scale), _name=node.name)  # type: ignore[no-any-return]
 
 
 class Gate(FoldingRule):
-    """``x + x * gate`` -> ``x * (gate + 1)``, the gate having one element for each channel."""
+    """``x + x * gate`` -> ``x * (gate + 1)``, the gate having one element for each channel.
+
+    Around -1 the sum would lose what the product still has: the gate is from 0 to 1.
+    """
 
     def pattern(self, op, x, gate):  # type: ignore[no-untyped-def]
         return op.Add(x, op.Mul(x, gate), _outputs=["out"])
@@ -261,6 +251,8 @@ class Gate(FoldingRule):
     def find(self, out: ir.Value, **values: ir.Value) -> None:
         """Check the type, and that the gate is the smaller one."""
         x, gate = values["x"], values["gate"]
+        if made_by(gate, "HardSigmoid", "Sigmoid") is None:
+            raise Differs(f"{gate.name!r} may be negative")
         dims = self._folding.shapes.dims(gate)
         of_x = self._folding.shapes.dims(x)
         if out.dtype != ir.DataType.FLOAT:
@@ -315,7 +307,7 @@ def _is_blocked(value: ir.Value | None, shapes: ProvedShapes, steps: int = _MAX_
 
 
 class Normalize(FoldingRule):
-    """A scale and an offset that stay -> BatchNormalization, which stays blocked.
+    """A scale, and an offset behind it, that stay -> BatchNormalization, which stays blocked.
 
     One of both alone does as well where all that read it are convolutions or pools.
     """
@@ -341,11 +333,11 @@ class Normalize(FoldingRule):
             raise Differs(f"{x.name!r} is not in onnxruntime's blocked layout")
         if len(self._kinds) == 1 and not _is_between(out):
             raise Differs("no convolution reads it")
-        found = [
-            affines.per_channel(kind, node, values[name], channels, 4, 3)
-            for kind, name in zip(self._kinds, "cd", strict=False)
-        ]
-        return found[0] if len(found) == 1 else found[0].then(found[1])
+        scale, offset = np.ones(channels), np.zeros(channels)
+        for kind, name in zip(self._kinds, "cd", strict=False):
+            found = affines.per_channel(kind, node, values[name], channels, 4, 3)
+            scale, offset = scale * found.scale, offset + found.offset
+        return Affine(scale, offset)
 
     def rewrite(self, op: Any, x: ir.Value, out: ir.Value, **_: Any) -> ir.Value:
         """Emit the node."""
@@ -370,22 +362,19 @@ def folding_rules(folding: Folding) -> Iterator[RewriteRule]:
     """Make the rules, in order of precedence."""
     forms = [(name, form) for name in ("Conv", "ConvTranspose") for form in ("", "turned")]
     forms += [("Gemm", ""), ("MatMul", "biased")]
-    for kind, (op_type, form) in itertools.product(KINDS.values(), forms):
+    for kind, (op_type, form) in itertools.product(KINDS, forms):
         yield from FoldBehind.rule(folding, kind, op_type, form).commute()
-    for name in ("x * c", "x / c"):
-        yield from FoldBehind.rule(folding, KINDS[name], "MatMul", "").commute()
-    for kind, op_type in itertools.product(KINDS.values(), ("Conv", "ConvTranspose")):
+    for kind in SCALES:
+        yield from FoldBehind.rule(folding, kind, "MatMul", "").commute()
+    for kind, op_type in itertools.product(KINDS, ("Conv", "ConvTranspose")):
         yield from FoldInFront.rule(folding, kind, op_type).commute()
-    for names in (("x * c", "x / c"), ("x + c", "x - c")):
-        for inner, outer in itertools.product(names, names):
-            yield from MergePair.rule(folding, KINDS[inner], KINDS[outer]).commute()
+    for inner, outer in itertools.product(SCALES, SCALES):
+        yield from MergeScales.rule(folding, inner, outer).commute()
     yield from Gate.rule(folding).commute()
 
 
 def normalizing_rules(folding: Folding) -> Iterator[RewriteRule]:
     """Make the rules for what is left once nothing folds any more."""
-    kinds = [kind for name, kind in KINDS.items() if name != "norm"]
-    for pair in itertools.product(kinds, kinds):
-        yield from Normalize.rule(folding, pair).commute()
-    for kind in kinds:
-        yield from Normalize.rule(folding, (kind,)).commute()
+    single = [(kind,) for kind in (*SCALES, *OFFSETS)]
+    for kinds in (*itertools.product(SCALES, OFFSETS), *single):
+        yield from Normalize.rule(folding, kinds).commute()

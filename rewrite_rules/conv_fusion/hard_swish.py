@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Hard swish and hard sigmoid as exporters spell them, by HardSigmoid.
 
-    HardSwish     y * clip(y + 3, 0, 6)              -> 6 * (y * HardSigmoid(y))
-    HardGate      clip(y + 3, 0, 6) / 6, or * (1/6)  -> HardSigmoid(y)
+    y * clip(y + 3, 0, 6)              -> 6 * (y * HardSigmoid(y))
+    clip(y + 3, 0, 6) / 6, or * (1/6)  -> HardSigmoid(y)
 
 with HardSigmoid(y) = max(0, min(1, y / 6 + 0.5)). The factor of 6 meets the division behind
 it, see :mod:`.fold_rules`. onnxruntime makes the product a HardSwish, and from 1.32 on part of
@@ -11,6 +11,7 @@ the convolution before it. clip is a Clip, or a Min and a Max.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -30,6 +31,7 @@ from rewrite_rules.graph.parameters import float_attribute
 
 # The sixth is written in float32.
 _TOLERANCE = 1e-6
+_NUMBERS = {"three": 3.0, "low": 0.0, "high": 6.0, "sixth": 6.0}
 _CLIPS: Mapping[str, Callable[..., Any]] = {
     "inputs": lambda op, y, low, high: op.Clip(y, low, high),
     "attributes": lambda op, y, low, high: op.Clip(
@@ -41,78 +43,47 @@ _CLIPS: Mapping[str, Callable[..., Any]] = {
 
 
 class HardSwish(FoldingRule):
-    """``y * clip(y + 3, 0, 6)`` -> ``6 * (y * HardSigmoid(y))``."""
+    """One spelling, or by ``divided`` that of a hard sigmoid."""
 
-    def __init__(self, folding: Folding, clip: str) -> None:
+    def __init__(self, folding: Folding, divided: str, clip: str) -> None:
         super().__init__(folding)
-        self._clip = clip
+        self._divided, self._clip = divided, clip
 
-    def pattern(self, op, y, three, low, high):  # type: ignore[no-untyped-def]
-        return op.Mul(y, self.clipped(op, y, three, low, high), _outputs=["out"])
-
-    def clipped(self, op: Any, y: Any, three: Any, low: Any, high: Any) -> Any:
-        """Return the pattern of the clipped sum."""
-        return _CLIPS[self._clip](op, op.Add(y, three), low, high)
+    def pattern(self, op, y, three, low, high, sixth):  # type: ignore[no-untyped-def]
+        clipped = _CLIPS[self._clip](op, op.Add(y, three), low, high)
+        if self._divided:
+            return getattr(op, self._divided)(clipped, sixth, _outputs=["out"])
+        return op.Mul(y, clipped, _outputs=["out"])
 
     def find(self, out: ir.Value, **values: ir.Value) -> None:
         """Check the numbers, and that it computes in float32."""
         if out.dtype != ir.DataType.FLOAT:
             raise Differs("it does not compute in float32")
-        names = ("three", "low", "high")
-        found = [self._number(values.get(name), values) for name in names]
+        number, y = self._folding.affines.number, values["y"]
+        found = {name: number(values.get(name), y) for name in _NUMBERS}
         if "clip" in values:
-            clip, infinity = producer(values["clip"]), 3e38
-            found[1] = float_attribute(clip, "min", -infinity)
-            found[2] = float_attribute(clip, "max", infinity)
-        for number, wanted in zip(found, (3.0, 0.0, 6.0), strict=True):
-            if number is None or abs(number - wanted) > _TOLERANCE:
+            for name, end, infinity in (("low", "min", -3e38), ("high", "max", 3e38)):
+                found[name] = float_attribute(producer(values["clip"]), end, infinity)
+        if not self._divided:
+            del found["sixth"]
+        elif self._divided == "Mul" and found["sixth"]:
+            found["sixth"] = 1 / found["sixth"]
+        for name, each in found.items():
+            if each is None or not abs(each - _NUMBERS[name]) <= _TOLERANCE * _NUMBERS[name]:
                 raise Differs("its numbers are not those of a hard swish")
 
-    def _number(self, value: ir.Value | None, values: Mapping[str, ir.Value]) -> float | None:
-        return self._folding.affines.number(value, values["y"])
-
-    def hard_sigmoid(self, op: Any, y: ir.Value) -> ir.Value:
-        """Emit the node."""
-        return like(y, op.HardSigmoid(y, alpha=1 / 6, beta=0.5))
-
     def rewrite(self, op: Any, y: ir.Value, out: ir.Value, **_: Any) -> ir.Value:
-        """Emit both products."""
-        node = producer(out)
-        self._folding.fired(node, "a hard swish, by HardSigmoid")
-        swish = like(out, op.Mul(y, self.hard_sigmoid(op, y)))
-        six = emit_constant(op, np.array(6.0))
+        """Emit the hard sigmoid, and both products of a hard swish."""
+        node, what = producer(out), "sigmoid" if self._divided else "swish"
+        self._folding.fired(node, f"a hard {what}, by HardSigmoid")
+        gate = like(y, op.HardSigmoid(y, alpha=1 / 6, beta=0.5))
+        if self._divided:
+            return gate
+        swish, six = like(out, op.Mul(y, gate)), emit_constant(op, np.array(6.0))
         return op.Mul(swish, six, _name=node.name)  # type: ignore[no-any-return]
-
-
-class HardGate(HardSwish):
-    """``clip(y + 3, 0, 6) / 6`` -> ``HardSigmoid(y)``."""
-
-    def __init__(self, folding: Folding, clip: str, op_type: str) -> None:
-        super().__init__(folding, clip)
-        self._op_type = op_type
-
-    def pattern(self, op, y, three, low, high, c):  # type: ignore[no-untyped-def, override]
-        clipped = self.clipped(op, y, three, low, high)
-        return getattr(op, self._op_type)(clipped, c, _outputs=["out"])
-
-    def find(self, out: ir.Value, **values: ir.Value) -> None:
-        """Check the divisor as well."""
-        super().find(out, **values)
-        number = self._number(values["c"], values)
-        divisor = number if self._op_type == "Div" else number and 1 / number
-        if divisor is None or abs(divisor - 6) > 6 * _TOLERANCE:
-            raise Differs("its numbers are not those of a hard sigmoid")
-
-    def rewrite(self, op: Any, y: ir.Value, out: ir.Value, **_: Any) -> ir.Value:
-        """Emit the node."""
-        self._folding.fired(producer(out), "a hard sigmoid, by HardSigmoid")
-        return self.hard_sigmoid(op, y)
 
 
 def hard_swish_rules(folding: Folding) -> Iterator[RewriteRule]:
     """Make the rules of each spelling, in order of precedence."""
-    for op_type in ("Mul", "Div"):
-        for clip in _CLIPS:
-            yield from HardGate.rule(folding, clip, op_type).commute()
-    for clip in _CLIPS:
-        yield from HardSwish.rule(folding, clip).commute()
+    for divided, clip in itertools.product(("Mul", "Div", ""), _CLIPS):
+        yield from HardSwish.rule(folding, divided, clip).commute()

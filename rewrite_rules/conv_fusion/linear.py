@@ -32,14 +32,12 @@ _FLOAT32 = np.finfo(np.float32)
 _CHUNK = 1 << 20
 _CONVOLUTIONS = frozenset({"Conv", "ConvInteger", "ConvTranspose"})
 # Smaller ones leave subnormal numbers, of few digits, of ordinary weights.
-_LEAST_FACTOR = 1e-30
+LEAST_FACTOR = 1e-30
 # Greater ones may be added in order to round: x + 12582912 - 12582912 is an integer. A norm
 # is no way to write that.
 _MAX_OFFSET, MAX_OFFSET_OF_NORM = 256.0, 65536.0
-# An offset rounds what it is added to by 2**-24 of itself, which a fold takes away. Times this
-# it stays below 5e-6 of the offset that is left: what the output is where activations are 0.
-_MAX_CANCELLED = 64.0
-CANCELLED = "with the offset before it, it rounds: the two cancel"
+# A sum is rounded by 2**-24 of what is added up: times this, by 1e-6 of the sum.
+_MAX_CANCELLED = 16.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,23 +68,12 @@ class Affine:
                 f"an offset above {self.limit:.0f} times it rounds what it is added to"
             )
 
-    def then(self, outer: Affine) -> Affine:
-        """Return ``outer`` of this one."""
-        offset = added(self.offset * outer.scale, outer.offset)
-        return Affine(self.scale * outer.scale, offset, max(self.limit, outer.limit))
 
-
-def added(first: Float64, second: Float64, rounded: Float64 | None = None) -> Float64:
-    """Return the sum of two offsets; refuse those that cancel.
-
-    ``rounded`` is how much was added up in the second, as magnitudes.
-    """
-    whole = first + second
-    parts = [np.abs(first), np.abs(second) if rounded is None else rounded]
-    greatest = max(part.max(initial=0.0) for part in parts)
-    if greatest > _MAX_CANCELLED * np.abs(whole).max(initial=0.0):
-        raise Refusal(CANCELLED)
-    return whole
+def _check_left(sums: Float64, *parts: Float64) -> None:
+    """Refuse sums that are small beside what was added up."""
+    greatest = max(np.abs(part).max() for part in parts)
+    if greatest > _MAX_CANCELLED * np.abs(sums).max():
+        raise Refusal("less than 1/16 of an offset is left where something cancels it")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -188,7 +175,7 @@ class Weight:
             raise Refusal(f"folded, weight {self.value.name!r} overflows or is not a number")
         # Single channels may be as small: networks have some that do nothing.
         vanishes = 0 < sums.max() < _FLOAT32.tiny
-        if vanishes or np.any((factors > 0) & (factors < _LEAST_FACTOR)):
+        if vanishes or np.any((factors > 0) & (factors < LEAST_FACTOR)):
             raise Refusal(f"folded, weight {self.value.name!r} is too small for float32")
         return sums
 
@@ -215,7 +202,10 @@ class Linear:
         """Return what computes ``affine`` of this, [M]."""
         weight = self.weight.times(outputs=affine.scale)
         affine.check_offset(weight.check())
-        return self._checked(weight, added(self.bias * affine.scale, affine.offset))
+        scaled = self.bias * affine.scale
+        bias = scaled + affine.offset
+        _check_left(bias, scaled, affine.offset)
+        return self._checked(weight, bias)
 
     def in_front(self, affine: Affine) -> Linear:
         """Return what computes the same of x as this of ``affine`` of x, [C]."""
@@ -224,7 +214,10 @@ class Linear:
             if may_read_padding(self.node):
                 raise Refusal("padding would be read instead of an offset in front of it")
             sizes = self.weight.sums(np.abs(affine.offset), magnitudes=True)
-            bias = added(bias, self.weight.sums(affine.offset), sizes)
+            bias = bias + self.weight.sums(affine.offset)
+            # Where x is 0; and where it cancels the offset, which was exact before.
+            for left in (bias, self.bias):
+                _check_left(left, self.bias, sizes)
         weight.check()
         return self._checked(weight, bias)
 
@@ -253,8 +246,7 @@ class Linears:
         outputs = weight.outputs
         if kind in _CONVOLUTIONS:
             rank = len(_shape(input_of(node, 1)))
-            numbers = self._bias(_bias_of(node), outputs, 1)
-            return Linear(node, weight, numbers, rank, rank - 1)
+            return Linear(node, weight, self._bias(_bias_of(node), outputs, 1), rank, rank - 1)
         if kind == "MatMul":
             return Linear(node, weight, self._bias(bias, outputs, rank), rank, 1)
         numbers = self._bias(_bias_of(node), outputs, 2)
