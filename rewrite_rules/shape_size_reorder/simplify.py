@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
-from onnxscript.rewriter import RewriteRuleClassBase
+from numpy.typing import NDArray
 
-from rewrite_rules.graph.nodes import label, producer, remove_unused, subgraphs
-from rewrite_rules.graph.rule_set import DispatchingRuleSet
-from rewrite_rules.remarks import PassContext, Remarks
+from rewrite_rules.graph.initializers import name_apart
+from rewrite_rules.graph.nodes import label, remove_unused, subgraphs
+from rewrite_rules.remarks import PassContext
 from rewrite_rules.shapes.dimensions import Dim, Dims, Shape
 from rewrite_rules.shapes.node_facts import Integers
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
@@ -59,10 +59,15 @@ def simplify_shapes(model: ir.Model, context: PassContext) -> None:
     with context.remarks.at("model"):
         facts = ProvedShapes(model)
         better = _Readings(model, facts).better
+    stand_ins: dict[ir.Value | None, ir.Value] = {}
+    for node, reading in better.items():
+        with context.remarks.at(label(node)):
+            made = reading.make(node.name, stand_ins.get(reading.source, reading.source))
+            stand_ins[node.outputs[0]] = _replace(node, made)
+            context.remarks.fired(label(node), reading.text)
     if better:
-        op_types = dict.fromkeys(node.op_type for node in better)
-        rules = [_BetterReading.rule(kind, better, context.remarks) for kind in op_types]
-        DispatchingRuleSet(rules, better.__contains__).apply_to_model(model)
+        remove_unused(model)
+        name_apart(model)
         with context.remarks.at("model"):
             facts = ProvedShapes(model)
     merged = [_merge(graph, collections.ChainMap(), facts, context) for graph in graphs]
@@ -73,13 +78,13 @@ def simplify_shapes(model: ir.Model, context: PassContext) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """What a node becomes: what the remark says of it, what makes it, how many nodes it takes.
+    """What a node becomes: the remark, and what makes the nodes, given its name.
 
-    ``source`` is the value it reads; None for a constant.
+    ``source`` is the value they read; None for a constant.
     """
 
     text: str
-    emit: Callable[[Any, str | None], ir.Value]
+    make: Callable[[str | None, ir.Value | None], list[ir.Node]]
     source: ir.Value | None = None
     nodes: int = 1
 
@@ -89,7 +94,7 @@ def _constant(integers: Integers) -> Reading:
     array = np.array(integers.constants, np.int64).reshape(integers.shape)
     return Reading(
         f"constant {array.ravel().tolist()}",
-        lambda op, name: op.Constant(value=ir.tensor(array), _name=name),
+        lambda name, _: [_constant_node(array, name)],
         nodes=0,
     )
 
@@ -100,7 +105,7 @@ def _again(
     """Shape or Size of another value."""
     return Reading(
         f"reads {what or 'the ' + op_type.lower()} of {source.name!r}",
-        lambda op, name: getattr(op, op_type)(source, **attributes, _name=name),
+        lambda name, read: [ir.node(op_type, [read], attributes, name=name)],
         source,
     )
 
@@ -116,16 +121,30 @@ def _span(source: ir.Value, start: int, end: int, rank: int) -> Reading:
 def _pick(source: ir.Value, axes: Sequence[int], scalar: bool) -> Reading:
     """Sizes anywhere in a shape; of one, maybe a scalar."""
 
-    def emit(op: Any, name: str | None) -> ir.Value:
-        shape = op.Shape(source)
-        shape.type = ir.TensorType(ir.DataType.INT64)
-        indices = np.array(axes, np.int64).reshape(() if scalar else -1)
-        picked = op.Gather(shape, op.Constant(value=ir.tensor(indices)), axis=0, _name=name)
-        return picked  # type: ignore[no-any-return]
+    def make(name: str | None, read: ir.Value | None) -> list[ir.Node]:
+        shape = ir.node("Shape", [read])
+        indices = _constant_node(np.array(axes, np.int64).reshape(() if scalar else -1))
+        picked = [shape.outputs[0], indices.outputs[0]]
+        return [shape, indices, ir.node("Gather", picked, {"axis": 0}, name=name)]
 
     plural = "s" * (len(axes) > 1)
     text = f"reads dimension{plural} {', '.join(map(str, axes))} of {source.name!r}"
-    return Reading(text, emit, source, nodes=2)
+    return Reading(text, make, source, nodes=2)
+
+
+def _constant_node(array: NDArray[np.int64], name: str | None = None) -> ir.Node:
+    return ir.node("Constant", [], {"value": ir.tensor(array)}, name=name)
+
+
+def _replace(node: ir.Node, made: list[ir.Node]) -> ir.Value:
+    """Put nodes in the place of one; return what stands for its output."""
+    for each in made:
+        each.outputs[0].type = ir.TensorType(ir.DataType.INT64)
+    assert node.graph is not None
+    ir.convenience.replace_nodes_and_values(
+        node.graph, node, [node], made, node.outputs, made[-1].outputs
+    )
+    return made[-1].outputs[0]
 
 
 class _Now(NamedTuple):
@@ -301,31 +320,6 @@ class _Readings:
 
     def _order(self, reading: Reading) -> tuple[int, int]:
         return self._place(reading), reading.nodes
-
-
-# The rules
-
-
-class _BetterReading(RewriteRuleClassBase):
-    """A node of one operator -> the same numbers, constant or read from the first value."""
-
-    def __init__(self, op_type: str, better: dict[ir.Node, Reading], remarks: Remarks) -> None:
-        self._op_type = op_type
-        self._better = better
-        self._remarks = remarks
-        # The nodes before it may have other consumers.
-        super().__init__(name=f"BetterReadingOf{op_type}", remove_nodes=False)
-
-    def pattern(self, op, x):  # type: ignore[no-untyped-def]
-        return getattr(op, self._op_type)(x, _allow_other_inputs=True, _outputs=["out"])
-
-    def rewrite(self, op: Any, out: ir.Value, **_: object) -> ir.Value:
-        node = producer(out)
-        reading = self._better[node]
-        value = reading.emit(op, node.name)
-        value.type = ir.TensorType(ir.DataType.INT64)
-        self._remarks.fired(label(node), reading.text)
-        return value
 
 
 def _merge(

@@ -3,6 +3,8 @@
 
 import collections
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +12,7 @@ import onnx_ir as ir
 import pytest
 from builders.dequantized_models import run
 from builders.qdq_models import chains, count, grid, of, place, refused, serialized, to
+from builders.text_cases import text_cases
 from builders.text_models import model_of
 
 import ortplugins
@@ -55,209 +58,46 @@ def operators(model: ir.Model) -> collections.Counter[str]:
     )
 
 
-def check(
-    text: str,
-    left: str,
-    target: str = "cpu",
-    *,
-    inputs: str = "uint8[n] c",
-    outputs: str = "float[n] y",
-    opset: int = 21,
-) -> tuple[ir.Model, Remarks]:
-    """Fold; compare the operators that are left, and the outputs for every code."""
-    before, after = (graph(text, inputs, outputs, opset) for _ in range(2))
-    remarks = fold(after, target)
-    assert operators(after) == collections.Counter(left.split())
-    assert [value.name for value in after.graph.outputs] == [
-        value.name for value in before.graph.outputs
-    ]
-    feeds = {}
-    for value in before.graph.inputs:
-        assert value.dtype is not None
-        feeds[value.name] = all_of(value.dtype)
-    for expected, found in zip(run(before, feeds), run(after, feeds), strict=True):
-        assert found.dtype == expected.dtype
-        assert found.tobytes() == expected.tobytes()
-    fired = [remark for remark in remarks if remark.outcome is Outcome.FIRED]
-    assert bool(fired) == (serialized(before) != serialized(after))
-    return after, remarks
-
-
 def all_of(dtype: ir.DataType) -> npt.NDArray[np.generic]:
-    if dtype is ir.DataType.BOOL:
-        return np.array(True)
     if dtype in (ir.DataType.FLOAT, ir.DataType.FLOAT16):
         return np.linspace(-8, 8, 4001).astype(dtype.numpy())
     info = np.iinfo(dtype.numpy())
     return np.arange(info.min, info.max + 1).astype(dtype.numpy())
 
 
-# Nodes, the operators that are left, and further arguments of check().
-X = {"inputs": "float[n] x"}
-ENTRY = """[before] d = DequantizeLinear(c, s, {z8})  [into] q = QuantizeLinear(d, s16, {z16})
-    [last] w = DequantizeLinear(q, s16, {z16})  y = Sigmoid(w)"""
-PLAIN_ENTRY = ENTRY.format(z8="z", z16="z16")
-FIVE = [f"q{i} = QuantizeLinear({'d' + str(i - 1) if i else 'x'}, s, z)"
-        f" d{i} = DequantizeLinear(q{i}, s, z)" for i in range(5)]  # fmt: skip
-MOVING = """d1 = DequantizeLinear(c, s, z)  q2 = QuantizeLinear(d1, {0})
-    y = DequantizeLinear(q2, {0})"""
-WITHOUT = """q1 = QuantizeLinear{0}(x, s)  d1 = DequantizeLinear(q1, s)
-    q2 = QuantizeLinear{0}(d1, s)  y = DequantizeLinear(q2, s)"""
-FOLDS = {
-    "any number of equal pairs": (" ".join(FIVE) + " y = Sigmoid(d4)", "Q DQ Sigmoid", X),
-    **{
-        f"codes that move: {moved}": (MOVING.format(moved), "DQ Q DQ", {"target": "qnn"})
-        for moved in ("far, z", "s, z_other", "s, zi", "s16, z", "s")
-    },
-    "no zero point is 0 of uint8": (WITHOUT.format(""), "Q DQ", X),
-    "no zero point behind codes": (
-        "d = DequantizeLinear(c, s) q = QuantizeLinear(d, s) y = DequantizeLinear(q, s)",
-        "DQ",
-        {},
-    ),
-    "types by an attribute": (WITHOUT.format("<output_dtype = 4>"), "Q DQ", X),
-    "values that others read": (
-        """d1 = DequantizeLinear(c, s, z)  y1 = Sigmoid(d1)
-        q2 = QuantizeLinear(d1, s, z)  y2 = DequantizeLinear(q2, s, z)""",
-        "DQ Sigmoid DQ",
-        {"outputs": "float[n] y1, float[n] y2, float[n] d1"},
-    ),
-    **{
-        f"values that move: {scale}": (
-            PLAIN_ENTRY.replace("s16", scale),
-            "DQ Q DQ Sigmoid",
-            {},
-        )
-        for scale in ("s257", "far")
-    },
-    "each reader of an entry": (
-        """d = DequantizeLinear(c, s, z)  plain = Relu(d)
-        q = QuantizeLinear(d, s16, z16)
-        w1 = DequantizeLinear(q, s16, z16)  y1 = Sigmoid(w1)
-        w2 = DequantizeLinear(q, s16, z16)  y2 = Mul(w2, w2)
-        y = Add(plain, y1)""",
-        "DQ Relu DQ Sigmoid DQ Mul Add",
-        {"outputs": "float[n] y, float[n] y2"},
-    ),
-    "an entry whose codes are an output": (
-        PLAIN_ENTRY,
-        "DQ Q DQ Sigmoid",
-        {"outputs": "float[n] y, uint16[n] q"},
-    ),
-    "an output keeps its name": (
-        """d = DequantizeLinear(c, s, z)  q = QuantizeLinear(d, s16, z16)
-        y = DequantizeLinear(q, s16, z16)""",
-        "DQ",
-        {},
-    ),
-    "codes that move where the division is one of float16": (
-        """d = DequantizeLinear(c, half, z16)  q = QuantizeLinear(d, half, z16)
-        y = DequantizeLinear(q, half, z16)""",
-        "DQ Q DQ",
-        {"inputs": "uint16[n] c", "outputs": "float16[n] y", "opset": 23},
-    ),
-    "an exit to 8 bits": (
-        """d = DequantizeLinear(c, s16, z16)  q = QuantizeLinear(d, s, z)
-        y = DequantizeLinear(q, s, z)""",
-        "DQ Q DQ",
-        {"inputs": "uint16[n] c"},
-    ),
-    "a pair behind an operator": (
-        """q1 = QuantizeLinear(x, s, z)  d1 = DequantizeLinear(q1, s, z)  r = Relu(d1)
-        q2 = QuantizeLinear(r, s, z)  y = DequantizeLinear(q2, s, z)""",
-        "Q DQ Relu Q DQ",
-        X,
-    ),
-    "a constant": (
-        """k = Constant<value = uint8[3] {0, 7, 255}>()
-        d = DequantizeLinear(k, s, z)  q = QuantizeLinear(d, s16, z16)
-        w = DequantizeLinear(q, s16, z16)  e = Relu(x)  y = Neg(w)""",
-        "Constant DQ Relu Neg",
-        {**X, "outputs": "float[n] e, float[3] y"},
-    ),
-}
+FOLDS = text_cases(Path(__file__).with_name("folds.txt"))
 
 
-@pytest.mark.parametrize(("text", "left", "more"), FOLDS.values(), ids=FOLDS)
-def test_folds(text: str, left: str, more: dict[str, str]):
-    check(text, left, **more)
+@pytest.mark.parametrize("name", FOLDS)
+def test_folds(name: str):
+    """A case has the operators that are left, of the domain of each, with what they read."""
+    case, options = FOLDS[name], {**FOLDS[name].settings}
+    target = options.pop("target", "cpu")
+    opset = int(options.pop("opset", 21))
+    before, after = (graph(case.nodes, **options, opset=opset) for _ in range(2))
+    remarks = fold(after, target)
+    names = [[value.name for value in model.graph.outputs] for model in (before, after)]
+    assert names[0] == names[1]
+    fed = {value.name: value.dtype for value in before.graph.inputs}
+    branches = (True, False) if ir.DataType.BOOL in fed.values() else (True,)
+    for flag in branches:
+        feeds = {
+            name: np.array(flag) if dtype is ir.DataType.BOOL else all_of(dtype)
+            for name, dtype in fed.items()
+        }
+        for expected, found in zip(run(before, feeds), run(after, feeds), strict=True):
+            assert found.dtype == expected.dtype
+            assert found.tobytes() == expected.tobytes()
+    assert bool(list(remarks)) == (serialized(before) != serialized(after))
+    case.expect("\n".join([*written(after), *(f"fired: {remark.node}" for remark in remarks)]))
 
 
-@pytest.mark.parametrize("target", ["cpu", "qnn"])
-def test_equal_pairs_become_one(target: str):
-    after, remarks = check(
-        """q1 = QuantizeLinear(x, s, z)  d1 = DequantizeLinear(q1, s, z)
-        [second] q2 = QuantizeLinear(d1, s, z)  [last] y = DequantizeLinear(q2, s, z)""",
-        "Q DQ",
-        target,
-        inputs="float[n] x",
-    )
-    last = after.graph.node("last")
-    assert last.outputs[0].name == "y"
-    assert last.inputs[0].name == "q1"
-    assert [str(remark) for remark in remarks] == [
-        "second: gives back each code of 'd1': folded"
-    ]
-
-
-def test_codes_are_what_counts_and_stay_codes_for_others():
-    after, _ = check(
-        """d1 = DequantizeLinear(c, s, z)  q2 = QuantizeLinear(d1, t, z)
-        [last] y = DequantizeLinear(q2, far, z_other)""",
-        "DQ",
-    )
-    # What decodes is the last node's grid.
-    assert [value.name for value in after.graph.node("last").inputs] == ["c", "far", "z_other"]
-    after, _ = check(
-        """d1 = DequantizeLinear(c, s, z)  q2 = QuantizeLinear(d1, s, z)
-        y = DequantizeLinear(q2, s, z)  i = Cast<to = 6>(q2)""",
-        "DQ Identity Cast",
-        outputs="float[n] y, int32[n] i, uint8[n] q2",
-    )
-    reader = after.graph.outputs[0].producer()
-    assert reader is not None
-    assert reader.inputs[0] is after.graph.inputs[0]
-
-
-@pytest.mark.parametrize("domains", ["MMM", "MM-", "-M-", "M--", "--M"])
-def test_onnxruntimes_own_operators_count_as_well(domains: str):
-    a, b, c = ("com.microsoft." if domain == "M" else "" for domain in domains)
-    after, _ = check(
-        f"""d1 = {a}DequantizeLinear(c, s, z)  q2 = {b}QuantizeLinear(d1, s, z)
-        [last] y = {c}DequantizeLinear(q2, s, z)""",
-        "DQ",
-    )
-    assert after.graph.node("last").domain == c.rstrip(".")
-
-
-@pytest.mark.parametrize("fine", ["z16", "zi16"])
-@pytest.mark.parametrize(("kind", "coarse"), [("uint8", "z"), ("int8", "zi")])
-def test_an_exact_refinement_folds_on_cpus_only(kind: str, coarse: str, fine: str):
-    text = ENTRY.format(z8=coarse, z16=fine)
-    after, remarks = check(text, "DQ Sigmoid", inputs=f"{kind}[n] c")
-    assert [value.name for value in after.graph.node("last").inputs] == ["c", "s", coarse]
-    (remark,) = remarks
-    assert remark.node == "into"
-    assert "7.8125e-05" in remark.reason
-    assert "gives back each value of 'before'" in remark.reason
-    _, kept = check(text, "DQ Q DQ Sigmoid", "qnn", inputs=f"{kind}[n] c")
-    assert not list(kept)
-
-
-def test_bodies_are_folded_and_may_read_codes_from_outside():
-    text = """d = DequantizeLinear(c, s, z)
-        y = If (b) <then_branch = t () => (float[n] y1) {
-            q1 = QuantizeLinear(d, s, z)  y1 = DequantizeLinear(q1, s, z) },
-          else_branch = e () => (float[n] y2) {
-            q2 = QuantizeLinear(d, s16, z16)  w = DequantizeLinear(q2, s16, z16)
-            y2 = Neg(w) }>"""
-    inputs = "uint8[n] c, bool b"
-    before, after = graph(text, inputs), graph(text, inputs)
-    fold(after)
-    assert operators(after) == {"If": 1, "DQ": 2, "Neg": 1}
-    for flag in (True, False):
-        feeds = {"c": all_of(U8), "b": np.array(flag)}
-        assert run(after, feeds)[0].tobytes() == run(before, feeds)[0].tobytes()
+def written(model: ir.Model) -> Iterator[str]:
+    """Yield each node: Q and DQ with all that they read, others by their operators."""
+    for node in model.graph.all_nodes():
+        kind = f"{node.domain}.{node.op_type}".removeprefix(".")
+        read = ", ".join(value.name for value in node.inputs if value and value.name)
+        yield f"{kind}({read})" if "Linear" in kind or kind == "Identity" else kind
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Regions of other types: which follow, and conversions at their borders, to every code."""
 
+from pathlib import Path
+
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -16,16 +18,20 @@ from builders.qdq_models import (
     serialized,
     to,
 )
+from builders.text_cases import text_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ortplugins
+from ortplugins.reasons import code_of
 from rewrite_rules.graph.nodes import is_quantize_linear
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
+from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedGraph
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import OverrideError
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
 from session_options import MixedPrecisionBoundaries
+from session_options.override_json import read_overrides
 
 U8, I8, U16, I16 = (ir.DataType.UINT8, ir.DataType.INT8, ir.DataType.UINT16, ir.DataType.INT16)
 CHAIN = """g (float[2,3] x) => (float[2,3] y) {
@@ -66,161 +72,43 @@ UNNAMED = """g (float[4] x) => (float[4] y, float[4] z) {
     z = Neg(a)
 }"""
 
-FLOAT = {"mode": "float"}
-PROMOTED = "x>u8>A A>u8>u16>B B>u16>C C>u16>y"
-DOWN = of(U8, rmin=-1.0, rmax=1.0)
-WIDE = {"default": grid(0.0001, 30000, U16)}
-# Text of a float model, options, paths between operators; how the model is quantised.
-REGIONS = {
-    "a tensor": (CHAIN, {"promote": {"b"}}, PROMOTED, {}),
-    "its codes": (CHAIN, {"promote": {"b_QuantizeLinear_Output"}}, PROMOTED, {}),
-    "what is dequantised": (CHAIN, {"promote": {"b_DequantizeLinear_Output"}}, PROMOTED, {}),
-    "a node reads and writes 16 bits": (
-        CHAIN,
-        {"promote": {"B"}},
-        "x>u8>A A>u8>u16>B B>u16>u8>C C>u8>y",
-        {},
-    ),
-    # B is of the type that it writes.
-    "two 16-bit types are neighbours": (
-        CHAIN,
-        {"overrides": {"a": of(U16), "b": of(I16)}},
-        "x>u8>u16>A A>u16>i16>B B>i16>C C>i16>y",
-        {},
-    ),
-    "a tensor kept at 8 bits ends the region": (
-        CHAIN,
-        {"overrides": {"a": of(U16), "b": of(U8)}},
-        "x>u8>u16>A A>u16>u8>B B>u8>C C>u8>y",
-        {},
-    ),
-    "an entry into two types": (
-        TWO_READERS,
-        {"overrides": {"y": of(U16), "z": of(I16)}},
-        "x>u8>A A>u8>u16>B A>u8>i16>C B>u16>y C>i16>z",
-        {},
-    ),
-    **{
-        f"what data movement shares is promoted together: {name}": (
-            MOVED,
-            {"promote": {name}},
-            "x>u8>u16>A A>u16>S S>u16>T S>u16>D T>u16>C C>u16>y D>u16>z",
-            {},
-        )
-        for name in "abcd"
-    },
-    "unequal parameters make no group": (
-        MOVED,
-        {"promote": {"d"}},
-        "x>u8>A A>u8>S S>u8>u16>T S>u8>D T>u16>C C>u16>y D>u8>z",
-        {"grids": {"d": grid(0.03, 100)}},
-    ),
-    "a node that reads twice": (
-        UNNAMED,
-        {"promote": {"y"}},
-        "x>u8>Sigmoid Sigmoid>u8>u16>Mul Sigmoid>u8>Neg Mul>u16>y Neg>u8>z",
-        {},
-    ),
-    "16 bits go down to 8": (
-        CHAIN,
-        {"overrides": {"a": of(U16, convert=DOWN[0]), "b": DOWN, "y": of(U16)}},
-        "x>u16>A A>u16>u8>B B>u8>u16>C C>u16>y",
-        WIDE,
-    ),
-    "a float output is promoted under its name": (
-        CHAIN,
-        {"promote": {"y"}},
-        "x>u8>A A>u8>B B>u8>u16>C C>u16>y",
-        {},
-    ),
-    "a float output is left float under its name": (
-        CHAIN,
-        {"promote": {"y"}} | FLOAT,
-        "x>u8>A A>u8>B B>u8>C C>y",
-        {},
-    ),
-    # As onnxruntime: all consumers of y convert back, and so does the output.
-    "mode float leaves the region unquantised": (
-        FAN,
-        {"promote": {"b"}} | FLOAT,
-        "x>u8>A A>u8>B B>C C>u8>y C>u8>D D>u8>w",
-        {},
-    ),
-    "mode float in float16": (
-        CHAIN.replace("float", "float16"),
-        {"promote": {"b"}} | FLOAT,
-        "x>u8>A A>u8>B B>b_Clip b_Clip>C C>y_Clip y_Clip>y",  # Sigmoid leaves 0 to 0.4
-        {"default": grid(0.003, 121, real=np.float16)},
-    ),
-}
+REGIONS = text_cases(Path(__file__).with_name("regions.txt"))
 
 
-@pytest.mark.parametrize(("text", "options", "expected", "how"), REGIONS.values(), ids=REGIONS)
-def test_regions(text: str, options: dict, expected: str, how: dict):
+def read_grid(text: str) -> QuantizationGrid:
+    scale, zero_point, *types = text.split()
+    dtype, real = types or ("UINT8", "float32")
+    return grid(float(scale), int(zero_point), ir.DataType[dtype], getattr(np, real))
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_regions(name: str):
+    """A case has the paths between operators, or the codes of refusals alone."""
+    case, options = REGIONS[name], {**REGIONS[name].settings}
+    text = globals()[options.pop("model")] if "model" in options else case.nodes
+    how = {"opset": int(options.pop("opset", 21))}
+    if "grid" in options:
+        how["default"] = read_grid(options.pop("grid"))
+        if how["default"].float_dtype == np.float16:
+            text = text.replace("float[", "float16[")
+    if "d" in options:
+        how["grids"] = {"d": read_grid(options.pop("d"))}
     model = quantized(text, **how)
-    place(model, **options)
-    assert chains(model) == set(expected.split())
+    before = serialized(model)
+    remarks = place(
+        model,
+        promote=frozenset(filter(None, options.pop("promote", "").split(", "))),
+        overrides=read_overrides(options.pop("overrides", "{}")),
+        **options,
+    )
+    if serialized(model) == before:
+        case.expect(" ".join(["stays", *(code_of(remark.reason) for remark in remarks)]))
+        assert {remark.outcome for remark in remarks} <= {Outcome.REFUSED, Outcome.NOTE}
+        return
+    case.expect(" ".join(sorted(chains(model))))
     feeds = {v.name: np.ones(v.shape.numpy(), v.dtype.numpy()) for v in model.graph.inputs}
     run(model, feeds)
     run(model, feeds, optimised=True)
-
-
-# A constant that is an input as well, as old exporters list theirs.
-FED = """g (float[4] x, int64[2] s) => (float[2, 2] y) <int64[2] s = {2, 2}> {
-    y = Reshape(x, s) }"""
-UNCHANGED = {
-    "what is of that type": (CHAIN, WIDE, {"promote": {"B"}}, "nothing to change"),
-    # What the promoted node writes is read outside of the region: its pair stays.
-    "what a region would only hand on": (
-        "g (float[4] x) => (float[4] w) { [N] n = Neg(x)  [E] w = Exp(n) }",
-        {},
-        {"promote": {"N"}} | FLOAT,
-        "nothing to change",
-    ),
-    "a constant": (
-        "g (float[2] x) => (float[2] y) <float[2] k = {1, 2}> { y = Add(x, k) }",
-        {},
-        {"overrides": {"k": of(U16)}},
-        "it is a constant",
-    ),
-    "an override of a constant that may be fed": (
-        FED,
-        {},
-        {"overrides": {"s": of(U16)}},
-        "it is a constant",
-    ),
-    "a promotion of a constant that may be fed": (
-        FED,
-        {},
-        {"promote": {"s"}},
-        "it is a constant",
-    ),
-    "no 16-bit parameters for 8 bits": (CHAIN, WIDE, {"overrides": {"b": of(U8)}}, "rmin"),
-    "float16 scales, where values would move": (
-        CHAIN.replace("float", "float16"),
-        {"default": grid(0.003, 121, real=np.float16)},
-        {"promote": {"b"}},
-        "mode 'float'",
-    ),
-    "data movement that would be cut": (
-        MOVED,
-        {},
-        {"overrides": {"b": of(U8, convert=to(U16, "T"))}},
-        "'T' moves data by one grid",
-    ),
-    "mode float below Clip's opset": (
-        "g (float[2] x) => (float[2] y) { [A] a = Add(x, x)\n [B] y = Neg(a) }",
-        {"opset": 10},
-        {"promote": {"a"}} | FLOAT,
-        "opset 11",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", UNCHANGED)
-def test_what_is_refused_changes_nothing(case: str):
-    text, how, options, words = UNCHANGED[case]
-    refused(quantized(text, **how), words, **options)
 
 
 def test_a_calibrated_range_of_one_is_the_grid_of_its_group():

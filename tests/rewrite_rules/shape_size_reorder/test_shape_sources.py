@@ -3,6 +3,7 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -10,6 +11,7 @@ import onnx_ir as ir
 import pytest
 from builders.dequantized_models import assert_same_outputs
 from builders.same_numbers import session
+from builders.text_cases import text_cases
 from builders.text_models import model_of
 
 from ortplugins.optimization.shape_inference import infer_shapes
@@ -75,22 +77,6 @@ def feeds(*shapes: Sequence[Sequence[int]]) -> list[dict[str, np.ndarray]]:
         {name: sized(rng, *shape) for name, shape in zip("xyz", run, strict=False)}
         for run in shapes
     ]
-
-
-def becomes(
-    text: str,
-    expected: str | list[str],
-    runs: Sequence[Mapping[str, np.ndarray]],
-    opset: int = 21,
-    infer: bool = True,
-) -> ir.Model:
-    """Simplify, compare the outputs' text and numbers; a second time must change nothing."""
-    before, after = parse(text, opset), parse(text, opset)
-    simplify(after, infer)
-    assert written(after) == ([expected] if isinstance(expected, str) else expected)
-    same(before, after, runs)
-    assert simplify(after, infer) == []
-    return after
 
 
 def kept(text: str, runs: Sequence[Mapping[str, np.ndarray]]) -> ir.Model:
@@ -167,179 +153,50 @@ def test_what_keeps_the_shape_is_passed(nodes, inputs):
          float[4, 4] square = {{{", ".join("1" * 16)}}}, int64[0, 1] none = {{}},
          int64[0] empty = {{}}> {{ {nodes}  o = Shape (h) }}"""
     runs = {"fixed": feeds([(2, 3, 4)], [(1, 3, 4)]), "no zeros": RUNS_3D[:2]}
-    becomes(text, "o = Shape(x)", runs.get(inputs, RUNS_3D[:3]))
+    after = kept(text, runs.get(inputs, RUNS_3D[:3]))
+    assert written(after) == ["o = Shape(x)"]
+    assert simplify(after) == []
 
 
-RESHAPED = """g (float[a, b] x, float[c, d] y) => (int64[k] o, int64[k] p) {{
-    s = Shape (x)  h = Reshape (y, s)  o = Shape (h)  {}  p = Shape (i) }}"""
-
-BECOMES = {
-    "what an Expand keeps by -1": (
-        """g (float[a, b, 4] x) => (int64[k] o, bool[k] p)
-        <float one = {1}, int64[3] kept = {-1, -1, 4}, int64[1] three = {3}> {
-        s = Shape (x)
-        m = ConstantOfShape <value = int64[1] {-1}> (three)
-        e = Equal (kept, m)
-        p = Identity (e)
-        t = Where (e, s, kept)
-        h = Expand (one, t)
-        o = Shape (h) }""",
-        ["o = Shape(x)", "p = p"],
-        feeds([(2, 3, 4)], [(1, 5, 4)]),
-    ),
-    "one channel under the scales of three": (
-        """g (float[a, b, c] x) => (int64[k] o) <float[3] three = {1, 2, 3}> {
-        h = GroupNormalization <num_groups = 1> (x, three, three)  o = Shape (h) }""",
-        ["o = Shape(h)"],
-        feeds([(2, 3, 4)]),
-    ),
-    # onnxruntime takes x[1, 3] with y[5, 3]: the sum has 5 rows.
-    "equal names prove nothing": (
-        """g (float[n, 3] x, float[n, 3] y) => (int64[k] o, int64 r) <int64 zero = {0}> {
-        h = Add (x, y)  o = Shape (h)  r = Gather (o, zero) }""",
-        ["o = Shape(h)", "r = Gather(Shape(h), 0)"],
-        feeds([(1, 3), (5, 3)], [(5, 3), (1, 3)]),
-    ),
-    "a name twice": (
-        "g (float[n, n] x) => (int64[k] o) { h = Transpose (x)  o = Shape (h) }",
-        ["o = Gather(Shape(x), [1, 0])"],
-        feeds([(2, 5)]),
-    ),
-    "a declared rank of 0": (
-        "g (float x) => (int64[k] o) { h = Relu (x)  o = Shape (h) }",
-        ["o = Shape(x)"],
-        feeds([()], [(2, 3)]),
-    ),
-    "a transposed shape is picked": (
-        """g (float[a, b, c] x) => (int64[k] o, int64[k] p, int64 n) {
-        h = Transpose <perm = [2, 0, 1]> (x)
-        o = Shape (h)  p = Shape <start = 1> (h)  n = Size (h) }""",
-        ["o = Gather(Shape(x), [2, 0, 1])", "p = Shape(x, end=2)", "n = Size(x)"],
-        RUNS_3D,
-    ),
-    "known sizes": (
-        """g (float[a, 3, 4] x, float[2, 5] y) => (int64[k] o, int64 n, int64 d, int64[1] u,
-            int64[k] v, int64 w, int64[k] scalar) <float[2, 0] none = {},
-            int64 one = {1}, int64[1] zero = {0}> {
-        h = Relu (y)  o = Shape (h)  n = Size (h)
-        s = Shape (x)  d = Gather (s, one)  u = Unsqueeze (d, zero)
-        v = Shape (none)  w = Size (none)
-        sum = ReduceSum <keepdims = 0> (x)  scalar = Shape (sum) }""",
-        ["o = [2, 5]", "n = 10", "d = 3", "u = [3]", "v = [2, 0]", "w = 0", "scalar = []"],
-        feeds([(2, 3, 4), (2, 5)]),
-    ),
-    "equal shapes are read once": (
-        """g (float[a, b] x) => (int64[k] o, int64[k] p, int64 q, int64 r)
-        <int64 one = {1}, int64 last = {-1}> {
-        s = Shape (x)  h = Relu (x)  t = Shape (h)  u = Shape <start = 0> (x)
-        o = Add (s, t)  p = Mul (u, t)  q = Gather (s, one)  r = Gather (t, last) }""",
-        # An output keeps its node.
-        [
-            *("o = Add(Shape(x), Shape(x))", "p = Mul(Shape(x), Shape(x))"),
-            *("q = Gather(Shape(x), 1)", "r = Gather(Shape(x), -1)"),
-        ],
-        feeds([(2, 3)]),
-    ),
-    "Reshape keeps the number of elements": (
-        """g (float[a, b, 6] x) => (int64[k] o, int64[k] p, int64 n)
-        <int64[4] heads = {0, 0, 2, 3}, int64[3] back = {0, -1, 6}> {
-        h = Reshape (x, heads)
-        t = Transpose <perm = [0, 2, 1, 3]> (h)
-        n = Size (t)
-        u = Transpose <perm = [0, 2, 1, 3]> (t)
-        v = Reshape (u, back)
-        o = Shape (v)  p = Shape <end = 2> (h) }""",
-        ["o = Shape(x)", "p = Shape(x, end=2)", "n = Size(x)"],
-        feeds([(2, 3, 6)], [(1, 4, 6)]),
-    ),
-    # A 0 in the shape stands for the input's size: y[2, 3] to [0, 3] is [2, 3].
-    "Reshape by a shape that may hold 0": (
-        RESHAPED.format("i = Relu (h)"),
-        ["o = Shape(h)", "p = Shape(h)"],
-        feeds([(0, 3), (2, 3)]),
-    ),
-    "Reshape that takes 0 as it is": (
-        RESHAPED.format("i = Reshape <allowzero = 1> (y, s)"),
-        ["o = Shape(h)", "p = Shape(x)"],
-        feeds([(2, 3), (3, 2)], [(4, 3), (2, 6)]),
-    ),
-    "Reshape that takes a constant 0 as it is": (
-        """g (float[0, 3] x) => (int64[k] o) <int64[2] back = {3, 0}> {
-        h = Reshape <allowzero = 1> (x, back)  i = Relu (h)  o = Shape (i) }""",
-        ["o = [3, 0]"],
-        feeds([(0, 3)]),
-    ),
-    "Concat skips empty tensors": (
-        """g (float[a, b] x, float[c, d] y) => (int64[k] o, int64 p) <int64 one = {1}> {
-        h = Concat <axis = 0> (x, y)  o = Shape (h)  p = Gather (o, one) }""",
-        ["o = Shape(h)", "p = Gather(Shape(h), 1)"],
-        feeds([(0, 5), (2, 3)], [(2, 3), (0, 4)], [(2, 3), (2, 3)]),
-    ),
-    "a lying annotation": (
-        """g (float[a, b] x, int64[2] s) => (int64[k] o, int64 n, float[q, r] last)
-        <float[7, 9] h> {
-        h = Reshape (x, s)  last = Relu (h)  o = Shape (last)  n = Size (last) }""",
-        ["o = Shape(h)", "n = Size(x)", "last = last"],
-        [{"x": np.ones((2, 3), F), "s": np.array([3, 2])}],
-    ),
-    "a lying output": (
-        """g (float[a, b] x) => (float[7, 9] h, int64[k] o) {
-        h = Relu (x)  i = Exp (h)  o = Shape (i) }""",
-        ["h = h", "o = Shape(x)"],
-        feeds([(2, 3)]),
-    ),
-    "the earliest value is not an input": (
-        """g (float[a, b] x) => (int64[k] o) {
-        m = NonZero (x)  h = Cast <to = 1> (m)  i = Relu (h)  j = Exp (i)  o = Shape (j) }""",
-        ["o = Shape(m)"],
-        feeds([(2, 3)], [(0, 3)]),
-    ),
-    "unknown ranks": (
-        """g (float[a, b] x, int64[n] s) => (int64[k] o, int64[k] p, int64 q, int64 r)
-        <int64 zero = {0}> {
-        h = Reshape (x, s)  i = Relu (h)  j = Mul (i, h)
-        o = Shape <start = -1> (j)  p = Shape (j)  q = Size (j)  r = Gather (p, zero) }""",
-        [
-            *("o = Shape(h, start=-1)", "p = Shape(h)", "q = Size(x)"),
-            "r = Gather(Shape(h), 0)",
-        ],
-        [{"x": np.ones((2, 3), F), "s": np.array(s)} for s in ([3, 2], [6], [1, 1, 6])],
-    ),
-    "branches that agree": (
-        """g (float[a, b] x, bool c) => (int64[k] o, int64 p) <int64 one = {1}> {
-        y = If (c) <
-            then_branch = t () => (float[j, l] d) { d = Neg (x) },
-            else_branch = f () => (float[n, v] w) { w = Concat <axis = 0> (x, x) }>
-        o = Shape (y)  p = Gather (o, one) }""",
-        ["o = Shape(y)", "p = Gather(Shape(x), 1)"],
-        BRANCHES,
-    ),
-    # Elements of sequences and optionals are left.
-    **{
-        nodes: (
-            f"""g (float[a, b] x) => (int64[k] o, int64[k] p) <int64 zero = {{0}}> {{
-            {nodes}  f = Relu (e)  o = Shape (f)  p = Shape (x) }}""",
-            ["o = Shape(e)", "p = Shape(x)"],
-            feeds([(2, 3)]),
-        )
-        for nodes in (
-            "s = SequenceConstruct (x, x)  t = Identity (s)  e = SequenceAt (t, zero)",
-            "s = Optional (x)  e = OptionalGetElement (s)",
-        )
-    },
-}
+PICKED = """g (float[a, b, c] x) => ({type} o)
+    <int64 one = {{1}}, int64 last = {{-1}}, int64[2] three = {{1, -1}},
+     int64[1] axis = {{1}}, int64[1] zero = {{0}}, int64[1] two = {{2}},
+     int64[1] end = {{3}}> {{ h = Relu (x)  {nodes} }}"""
 
 
-@pytest.mark.parametrize("name", BECOMES)
+def runs_of(text: str) -> list[dict[str, np.ndarray]]:
+    """Read runs: shapes of x, y, z (``-`` is a scalar), and values by name."""
+    found = []
+    for run in text.split("; "):
+        shapes = [token for token in run.split() if "=" not in token]
+        (made,) = feeds([[int(d) for d in each.split(",") if d != "-"] for each in shapes])
+        for name, value in (token.split("=") for token in run.split() if "=" in token):
+            is_flag = value in ("true", "false")
+            made[name] = np.array(
+                value == "true" if is_flag else [*map(int, value.split(","))]
+            )
+        found.append(made)
+    return found
+
+
+CASES = text_cases(Path(__file__).with_name("cases.txt"))
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_shapes_become(name):
-    text, expected, runs = BECOMES[name]
-    # onnx_ir's shape inference makes tensors of sequences.
-    after = becomes(text, expected, runs, infer=not name.startswith("s = "))
-    found = [node.op_type for node in after.graph]
-    if name == "equal shapes are read once":
-        assert found.count("Shape") == 1
-    if name == "known sizes":
-        assert set(found) == {"Constant"}
+    """A case has what is left of the outputs' shapes, and the operators."""
+    case, text = CASES[name], CASES[name].nodes
+    if not text.startswith("g ("):
+        kind = "int64" if "o = Gather (s, one)" in text else "int64[k]"
+        text = PICKED.format(type=kind, nodes=text)
+    runs = runs_of(case.settings["runs"]) if "runs" in case.settings else RUNS_3D
+    opset, infer = int(case.settings.get("opset", 21)), "infer" not in case.settings
+    before, after = parse(text, opset), parse(text, opset)
+    simplify(after, infer)
+    same(before, after, runs)
+    assert simplify(after, infer) == []
+    left = " ".join(node.op_type for node in after.graph)
+    case.expect("\n".join([*written(after), left]))
 
 
 def test_custom_operators_stay_though_nothing_reads_them():
@@ -356,51 +213,6 @@ def test_a_size_of_minus_1_is_no_proof():
     simplify(after)
     assert written(after) == ["o = Shape(x)"]
     same(before, after, feeds([(2, 3)], [(5, 3)]))
-
-
-@pytest.mark.parametrize(
-    ("nodes", "expected"),
-    [
-        ("s = Shape (h)\n o = Gather (s, one)", "Gather(Shape(x), 1)"),
-        ("s = Shape (h)\n o = Gather (s, last)", "Gather(Shape(x), -1)"),
-        ("s = Shape (h)\n o = Gather (s, three)", "Shape(x, start=1)"),
-        ("s = Shape <start = 1> (h)\n o = Gather (s, one)", "Gather(Shape(x, start=1), 1)"),
-        ("s = Shape (h)\n o = Slice (s, axis, end)", "Shape(x, start=1)"),
-        ("s = Shape (h)\n o = Slice (s, axis, end, zero, two)", "Shape(x, start=1, end=2)"),
-        ("s = Shape (h)\n g = Gather (s, one)\n o = Unsqueeze (g, zero)",
-         "Shape(x, start=1, end=2)"),
-        ("s = Shape (h)\n g = Slice (s, axis, two)\n o = Squeeze (g)",
-         "Squeeze(Shape(x, start=1, end=2))"),
-        ("o = Shape <start = 1> (h)", "Shape(x, start=1)"),
-        ("o = Shape <end = -1> (h)", "Shape(x, end=2)"),
-        ("o = Shape <start = -2> (h)", "Shape(x, start=1)"),
-        ("o = Shape <start = -9, end = 2> (h)", "Shape(x, end=2)"),
-        ("o = Shape <start = 1, end = 9> (h)", "Shape(x, start=1)"),
-        ("o = Shape <start = 2, end = 1> (h)", "[]"),
-        ("o = Shape <start = 7> (h)", "[]"),
-        (("s = Shape (h)\n g = Gather (s, one)\n u = Unsqueeze (g, zero)\n"
-          "t = Shape (x)\n f = Slice (t, zero, axis)\n o = Concat <axis = 0> (f, u)"),
-         "Shape(x, end=2)"),
-    ],
-)  # fmt: skip
-def test_what_is_picked_is_all_that_is_read(nodes, expected):
-    text = f"""g (float[a, b, c] x) => (int64[k] o)
-        <int64 one = {{1}}, int64 last = {{-1}}, int64[2] three = {{1, -1}},
-         int64[1] axis = {{1}}, int64[1] zero = {{0}}, int64[1] two = {{2}},
-         int64[1] end = {{3}}> {{
-        h = Relu (x)
-        {nodes} }}"""
-    text = text.replace("int64[k] o", "int64 o") if "(Shape" in expected else text
-    becomes(text, f"o = {expected}", RUNS_3D)
-
-
-def test_a_shape_below_opset_15_has_no_range():
-    text = """g (float[a, b, c] x) => (int64[k] o, int64[k] p)
-        <int64[1] zero = {0}, int64[1] two = {2}> {
-        h = Relu (x)  s = Shape (h)  o = Slice (s, zero, two)  p = Identity (s) }"""
-    expected = ["o = Slice(Shape(x), [0], [2])", "p = Identity(Shape(x))"]
-    after = becomes(text, expected, RUNS_3D, 13)
-    assert sum(node.op_type == "Shape" for node in after.graph) == 1
 
 
 def test_an_initializer_that_is_fed_is_an_input():
@@ -633,12 +445,6 @@ def test_what_is_left_says_why():
     assert [str(remark) for remark in remarks] == [
         "o: NonZero 'j' decides the sizes of 'j': nothing earlier has them in every run"
     ]
-
-
-def test_slices_with_attributes():
-    text = """g (float[a, 4] x) => (int64[k] o) {
-        s = Shape(x)  o = Slice<starts = [1], ends = [2]>(s) }"""
-    becomes(text, "o = [4]", feeds([(2, 4)], [(0, 4)]), opset=9)
 
 
 def test_a_node_that_was_read_by_a_merged_one_only_is_still_there_for_its_like():
