@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
 
 from rewrite_rules.conv_fusion.linear import MAX_OFFSET_OF_NORM, Affine, Float64
 from rewrite_rules.graph.nodes import made_by
@@ -50,6 +49,11 @@ class Kind:
         # Of a norm, c is the first of four constants.
         return getattr(op, self.op_type)(*operands, **ANY, _outputs=[out])
 
+    def read(self, array: Float64) -> Affine:
+        """Return what it computes with a constant."""
+        with np.errstate(divide="ignore"):
+            return Affine(np.array(self.scale(array)), np.array(self.offset(array)))
+
 
 SCALES = (Kind("Mul", scale=lambda c: c), Kind("Div", scale=np.reciprocal))
 OFFSETS = (
@@ -82,11 +86,10 @@ class Affines:
         if array.ndim > rank:
             raise Refusal(f"constant {c.name!r} may have more axes than its other operand")
         aligned = (1,) * (axis - array.ndim) + array.shape
-        if any(size != 1 for i, size in enumerate(aligned) if i != len(aligned) - axis):
+        others = (size for i, size in enumerate(aligned) if i != len(aligned) - axis)
+        if aligned[-axis] not in (1, channels) or any(size != 1 for size in others):
             raise Refusal(f"constant {c.name!r} is not one number for each channel")
-        if aligned[-axis] not in (1, channels):
-            raise Refusal(f"constant {c.name!r} is not one number for each channel")
-        return read(kind, np.broadcast_to(array.reshape(-1), channels))
+        return kind.read(np.broadcast_to(array.reshape(-1), channels))
 
     def constant(self, value: ir.Value) -> Float64:
         """Return a float32 constant in float64, reshaped ones too; refuse other values."""
@@ -113,21 +116,12 @@ class Affines:
 
     def least_rank(self, value: ir.Value) -> int:
         """Return the rank of a value; 0 where it is not known."""
-        shape = self._shapes.shape(value)
-        return len(shape) if isinstance(shape, tuple) else 0
+        return len(self._shapes.dims(value) or ())
 
-    def channels(self, value: ir.Value, rank: int | None = None) -> int | None:
+    def channels(self, value: ir.Value, rank: int) -> int | None:
         """Return the size of the second axis, of a value of some rank; None if not known."""
         dims = self._shapes.dims(value, rank)
-        if dims is None or len(dims) < 2 or dims[1][1]:
-            return None
-        return dims[1][0]
-
-
-def read(kind: Kind, array: NDArray[np.float64]) -> Affine:
-    """Return what a kind computes with a constant."""
-    with np.errstate(divide="ignore"):
-        return Affine(np.array(kind.scale(array)), np.array(kind.offset(array)))
+        return None if dims is None or dims[1][1] else dims[1][0]
 
 
 def _normalized(node: ir.Node, channels: int) -> Affine:

@@ -22,7 +22,7 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter import MatchContext, MatchResult, RewriteRule, RewriteRuleClassBase
 
-from rewrite_rules.conv_fusion.affine import ANY, KINDS, OFFSETS, SCALES, Affines, Kind, read
+from rewrite_rules.conv_fusion.affine import ANY, KINDS, OFFSETS, SCALES, Affines, Kind
 from rewrite_rules.conv_fusion.linear import LEAST_FACTOR, Affine, Float64, Linear, Linears
 from rewrite_rules.graph.nodes import label, made_by, producer
 from rewrite_rules.graph.parameters import ints_attribute, source_of
@@ -173,28 +173,26 @@ class FoldInFront(FoldingRule):
 
     def find(self, out: ir.Value, **values: ir.Value) -> Linear:
         """Return the convolution that reads x itself."""
-        scaled, node = values["scaled"], producer(out)
+        x, scaled, node = values["x"], values["scaled"], producer(out)
+        kind, affines, folded = self._kind, self._folding.affines, dict[ir.Node, Linear]()
         if scaled.is_graph_output():
             raise Refusal(f"{scaled.name!r} is an output")
         for reader, index in scaled.uses():
             is_same = reader.op_type == self._op_type and not reader.domain
             if not is_same or index or reader.graph is not node.graph:
                 raise Refusal(f"{label(reader)!r} reads {scaled.name!r} as well")
-            folded = self._fold(reader, producer(scaled), **values)
-            if reader is node:
-                result = folded
-        return result
-
-    def _fold(self, node: ir.Node, source: ir.Node, **values: ir.Value) -> Linear:
-        linear = self._folding.linears.read(node)
-        x, channels, affines = values["x"], linear.weight.inputs, self._folding.affines
-        # A constant with more channels than x would have made them.
-        rank = linear.rank if affines.channels(x, linear.rank) == channels else 1
-        if rank == 1 and self._kind.op_type == "BatchNormalization":
-            raise Refusal(f"the channels of {x.name!r} are not known")
-        c = values["c"]
-        affine = affines.per_channel(self._kind, source, c, channels, rank, linear.axis)
-        return linear.in_front(affine)
+            linear = self._folding.linears.read(reader)
+            channels, rank, axis = linear.weight.inputs, linear.rank, linear.axis
+            # A constant with more channels than x would have made them.
+            if affines.channels(x, rank) != channels:
+                if kind.op_type == "BatchNormalization":
+                    raise Refusal(f"the channels of {x.name!r} are not known")
+                rank = 1
+            affine = affines.per_channel(
+                kind, producer(scaled), values["c"], channels, rank, axis
+            )
+            folded[reader] = linear.in_front(affine)
+        return folded[node]
 
     def rewrite(self, op: Any, out: ir.Value, **values: Any) -> ir.Value:
         """Emit the convolution."""
@@ -219,7 +217,7 @@ class MergeScales(FoldingRule):
         """Return the scale that is left; None where it is 1, and adds no axes."""
         affines = self._folding.affines
         constants = [affines.constant(values[name]) for name in "cd"]
-        inner, outer = map(read, (self._inner, self._outer), constants)
+        inner, outer = self._inner.read(constants[0]), self._outer.read(constants[1])
         scale = inner.scale * outer.scale
         if scale.size > max(each.size for each in constants):
             raise Differs("the constants of the two vary along different axes")
@@ -253,8 +251,7 @@ class Gate(FoldingRule):
         x, gate = values["x"], values["gate"]
         if made_by(gate, "HardSigmoid", "Sigmoid") is None:
             raise Differs(f"{gate.name!r} may be negative")
-        dims = self._folding.shapes.dims(gate)
-        of_x = self._folding.shapes.dims(x)
+        dims, of_x = map(self._folding.shapes.dims, (gate, x))
         if out.dtype != ir.DataType.FLOAT:
             raise Differs("it does not compute in float32")
         if dims is None or of_x is None or len(dims) < 3 or len(of_x) != len(dims):
@@ -317,19 +314,17 @@ class Normalize(FoldingRule):
         self._kinds = kinds
 
     def pattern(self, op, x, c, d):  # type: ignore[no-untyped-def]
-        value = x
-        names = ("out",) if len(self._kinds) == 1 else ("between", "out")
-        for kind, constant, name in zip(self._kinds, (c, d), names, strict=False):
-            value = kind.pattern(op, value, constant, name)
-        return value
+        if len(self._kinds) == 2:
+            x, c = self._kinds[0].pattern(op, x, c, "between"), d
+        return self._kinds[-1].pattern(op, x, c, "out")
 
     def find(self, out: ir.Value, **values: ir.Value) -> Affine:
         """Return scale and offset, both [C], of x[N, C, H, W]."""
         x, node, affines = values["x"], producer(out), self._folding.affines
         channels = affines.channels(x, 4)
-        if channels is None or out.dtype != ir.DataType.FLOAT:
-            raise Differs(f"{x.name!r} is not known to be float32 of [N, C, H, W]")
-        if channels % _BLOCK or not _is_blocked(x, self._folding.shapes):
+        if channels is None or channels % _BLOCK or out.dtype != ir.DataType.FLOAT:
+            raise Differs(f"{x.name!r} is not known to be float32 of [N, C, H, W], in blocks")
+        if not _is_blocked(x, self._folding.shapes):
             raise Differs(f"{x.name!r} is not in onnxruntime's blocked layout")
         if len(self._kinds) == 1 and not _is_between(out):
             raise Differs("no convolution reads it")
@@ -352,10 +347,9 @@ class Normalize(FoldingRule):
 
 def _is_between(value: ir.Value) -> bool:
     """Whether convolutions and pools read a value, and nothing else."""
-    readers = value.consumers()
     wanted = ("AveragePool", "Conv", "MaxPool")
-    found = all(reader.op_type in wanted and not reader.domain for reader in readers)
-    return found and bool(readers) and not value.is_graph_output()
+    found = all(each.op_type in wanted and not each.domain for each in value.consumers())
+    return found and not value.is_graph_output()
 
 
 def folding_rules(folding: Folding) -> Iterator[RewriteRule]:

@@ -38,7 +38,6 @@ def fuse_convolutions(
     model: ir.Model, context: PassContext, *, slow_kernels: str = "keep"
 ) -> None:
     """Rewrite a model with inferred shapes in place; ``slow_kernels`` as the pass has it."""
-    graphs = {node.graph for node in model.graph.all_nodes()}
     nodes = [*model.graph.all_nodes()]
     if _ANCHORS.isdisjoint(node.op_type for node in nodes):
         return
@@ -48,7 +47,7 @@ def fuse_convolutions(
         return
     model.graph.sort()
     drop_copies(node for node in nodes if node.op_type in ("Cast", "Identity"))
-    folding = Folding(model, context.remarks)
+    folding, graphs = Folding(model, context.remarks), {node.graph for node in nodes}
     rules = [*hard_swish_rules(folding), *folding_rules(folding)]
     rules.append(UnsignedWeight.rule(folding, slow_kernels))
     if slow_kernels == "float":

@@ -44,10 +44,7 @@ _MAX_CANCELLED = 16.0
 class Affine:
     """``scale * x + offset``, finite, both of one shape that broadcasts to x.
 
-    Attributes:
-        scale: Of x.
-        offset: Of x.
-        limit: How many times greater than what it is added to the offset may be.
+    ``limit`` is how many times greater than what it is added to the offset may be.
     """
 
     scale: Float64
@@ -90,8 +87,7 @@ class Weight:
             else it is the other way round.
         of_rows: Factors [groups * rows].
         of_columns: Factors [groups, columns].
-        zeros: What is subtracted from the weight first: zero points of rows [groups * rows],
-            or of all [1]; None for floats.
+        zeros: What is subtracted first: zero points of rows [groups * rows], or of all [1].
     """
 
     value: ir.Value
@@ -100,7 +96,7 @@ class Weight:
     rows_are_outputs: bool
     of_rows: Float64
     of_columns: Float64
-    zeros: Float64 | None = None
+    zeros: Float64
 
     @property
     def outputs(self) -> int:
@@ -111,11 +107,6 @@ class Weight:
     def inputs(self) -> int:
         """How many input channels there are."""
         return (self.of_columns if self.rows_are_outputs else self.of_rows).size
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """That of the constant in the file; what is derived from it may have another."""
-        return _shape(self.value)
 
     @property
     def is_depthwise(self) -> bool:
@@ -141,10 +132,8 @@ class Weight:
         for start in range(0, len(stored), step):
             rows = slice(start, start + step)
             factors = self.of_rows[rows, None] * self.of_columns[groups[rows]]
-            piece = stored[rows].astype(np.float64)
-            if self.zeros is not None:
-                piece -= np.broadcast_to(self.zeros, len(stored))[rows, None, None]
-            yield rows, groups[rows], piece * factors[:, :, None]
+            zeros = np.broadcast_to(self.zeros, len(stored))[rows, None, None]
+            yield rows, groups[rows], (stored[rows] - zeros) * factors[:, :, None]
 
     def sums(self, offsets: Float64, *, magnitudes: bool = False) -> Float64:
         """Return what a constant in each input channel, [C], adds to each output, [M].
@@ -245,7 +234,7 @@ class Linears:
         weight = self._weight(node)
         outputs = weight.outputs
         if kind in _CONVOLUTIONS:
-            rank = len(_shape(input_of(node, 1)))
+            rank = len(shape_of(input_of(node, 1)))
             return Linear(node, weight, self._bias(_bias_of(node), outputs, 1), rank, rank - 1)
         if kind == "MatMul":
             return Linear(node, weight, self._bias(bias, outputs, rank), rank, 1)
@@ -292,7 +281,7 @@ class Linears:
             node.op_type in ("Conv", "ConvInteger") or turned,
             np.ones(shape[0]),
             np.ones((groups, shape[1])),
-            _zero_points(node, shape[0]) if is_integer else None,
+            _zero_points(node, shape[0]),
         )
 
     def _bias(self, value: ir.Value | None, outputs: int, rank: int) -> Float64:
@@ -318,7 +307,7 @@ class Linears:
         def rounded() -> Iterator[NDArray[np.float32]]:
             return (piece.astype(np.float32) for *_, piece in weight.pieces())
 
-        shape = shape or weight.shape
+        shape = shape or shape_of(weight.value)
         made = _register(weight.graph, ChunkedTensor(rounded, ir.DataType.FLOAT, shape, name))
         self._weights[made] = weight
         return made
@@ -362,7 +351,7 @@ def may_read_padding(node: ir.Node) -> bool:
     if auto == "NOTSET":
         return any(ints_attribute(node, "pads") or ())
     # With a kernel of one element, no stride makes SAME_UPPER and SAME_LOWER pad.
-    return math.prod(_shape(node.inputs[1])[2:]) != 1
+    return math.prod(shape_of(node.inputs[1])[2:]) != 1
 
 
 def _bias_of(node: ir.Node) -> ir.Value | None:
@@ -370,7 +359,7 @@ def _bias_of(node: ir.Node) -> ir.Value | None:
 
 
 def _zero_points(node: ir.Node, outputs: int) -> Float64:
-    """Return those of a ConvInteger's weight, [outputs] or [1]."""
+    """Return those of a ConvInteger's weight, [outputs] or [1], and 0 for others."""
     if (value := input_of(node, 3)) is None:
         return np.zeros(1)
     value, tensor = require_constant(value, "zero point")
@@ -379,6 +368,7 @@ def _zero_points(node: ir.Node, outputs: int) -> Float64:
     return tensor.numpy().astype(np.float64).reshape(-1)
 
 
-def _shape(value: ir.Value | None) -> tuple[int, ...]:
+def shape_of(value: ir.Value | None) -> tuple[int, ...]:
+    """Return the shape of a weight; refuse what a run can change."""
     _, tensor = require_constant(value, "weight")
     return tuple(tensor.shape.numpy())

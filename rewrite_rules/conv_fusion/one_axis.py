@@ -22,7 +22,7 @@ import onnx_ir as ir
 
 from rewrite_rules.conv_fusion.affine import ANY
 from rewrite_rules.conv_fusion.fold_rules import Differs, Folding, FoldingRule
-from rewrite_rules.conv_fusion.linear import Float64, Linear
+from rewrite_rules.conv_fusion.linear import Float64, Linear, shape_of
 from rewrite_rules.graph.nodes import input_of, label, producer
 from rewrite_rules.graph.parameters import constant_ints, int_attribute
 
@@ -30,7 +30,7 @@ _LEAST_CHANNELS, _LEAST_KERNEL, _BLOCK = 32, 7, 16
 _LONGEST_FRAME, _LONGEST_POWER = 2048, 256
 _AXES_ARE_INPUTS = 13
 # What a Conv along one axis says of it, and the same of an axis of one element before it.
-_LISTS = {"dilations": [1], "kernel_shape": [1], "strides": [1]}
+_LISTS = frozenset({"dilations", "kernel_shape", "strides"})
 
 
 class DepthwiseLine(FoldingRule):
@@ -47,7 +47,7 @@ class DepthwiseLine(FoldingRule):
         linear = self._folding.linears.read(node)
         if linear.rank != 3:
             raise Differs("it does not run along one axis")
-        channels, each, kernel = linear.weight.shape
+        channels, each, kernel = shape_of(linear.weight.value)
         if each != 1 or linear.weight.groups != channels:
             raise Differs("it is not depthwise")
         if channels % _BLOCK or kernel < _LEAST_KERNEL:
@@ -57,18 +57,17 @@ class DepthwiseLine(FoldingRule):
     def rewrite(self, op: Any, x: ir.Value, out: ir.Value, **_: Any) -> ir.Value:
         """Emit the three nodes."""
         linear, node = self._found, producer(out)
-        channels, _, kernel = linear.weight.shape
+        channels, each, kernel = shape_of(linear.weight.value)
         attributes: dict[str, Any] = {
             name: attribute for name, attribute in node.attributes.items() if name != "pads"
         }
-        for name, first in _LISTS.items():
-            if name in attributes:
-                attributes[name] = [*first, *attributes[name].as_ints()]
+        for name in _LISTS & attributes.keys():
+            attributes[name] = [1, *attributes[name].as_ints()]
         if (pads := node.attributes.get("pads")) is not None:
             begin, end = pads.as_ints()
             attributes["pads"] = [0, begin, 0, end]
         wide = _with_axis(self._folding, node, op.Unsqueeze, op, x)
-        weight = self._folding.linears.new_weight(linear.weight, (channels, 1, 1, kernel))
+        weight = self._folding.linears.new_weight(linear.weight, (channels, each, 1, kernel))
         made = op.Conv(wide, weight, *node.inputs[2:], **attributes, _name=node.name)
         self._folding.fired(node, "runs along two axes, the first of one element")
         return _with_axis(self._folding, node, op.Squeeze, op, made)

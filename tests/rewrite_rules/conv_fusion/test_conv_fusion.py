@@ -79,6 +79,7 @@ CONSTANTS |= {
     "level": normal(8) + 20,
     "shape": np.array([3, 8, 1, 1]),
     # Of attacks on proofs.
+    "nan1": np.float32(np.nan),
     "zw": np.zeros((8, 8, 1, 1), np.float32),
     "nanw": np.where(normal(8, 8, 1, 1) > 2, np.nan, normal(8, 8, 1, 1)).astype(np.float32),
     "infw": np.where(normal(8, 8, 1, 1) > 2, np.inf, normal(8, 8, 1, 1)).astype(np.float32),
