@@ -43,7 +43,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -85,13 +85,11 @@ class ScaleChoice:
         scales: float32 ``[K]``, what rows of weights are multiplied by.
         alpha: The exponent; None where the scales are 1, as none are better.
         loss: Square of the error of the outputs for each token, on the columns looked at.
-        losses: The same for each exponent that was tried.
     """
 
     scales: Floats
     alpha: float | None
     loss: float
-    losses: Mapping[float, float]
 
 
 def search_scales(
@@ -102,7 +100,6 @@ def search_scales(
     forms: Sequence[BlockFormat],
     *,
     alphas: Sequence[float] | None = None,
-    all_columns: bool = False,
 ) -> ScaleChoice:
     """Search the scales of one activation, for all weights ``[K, N_i]`` that read it.
 
@@ -112,21 +109,20 @@ def search_scales(
     default exponents are 0 to 1 in tenths, and then a twentieth to both sides of the best.
     """
     k = len(mean_abs)
-    sample = _sampled_columns(weights, forms, all_columns)
+    sample = _sampled_columns(weights, forms)
     one = np.ones(k, np.float32)
-    losses: dict[float, float] = {}
-    best = ScaleChoice(one, None, _loss(sample, one, tokens, gram), losses)
+    best = ScaleChoice(one, None, _loss(sample, one, tokens, gram))
     w_mean = _relative_magnitude(weights, [form.size_along(k) for form in forms])
 
     def attempt(alpha: float) -> None:
         nonlocal best
         scales = _scales(mean_abs, w_mean, alpha)
         try:
-            loss = losses[float(alpha)] = _loss(sample, scales, tokens, gram)
+            loss = _loss(sample, scales, tokens, gram)
         except QuantizationError:  # s W is too large for the type of its scales
             return
         if loss < best.loss:
-            best = ScaleChoice(scales, float(alpha), loss, losses)
+            best = ScaleChoice(scales, float(alpha), loss)
 
     for alpha in ALPHAS if alphas is None else alphas:
         attempt(alpha)
@@ -139,13 +135,11 @@ def search_scales(
 
 
 def _sampled_columns(
-    weights: Sequence[Floats], forms: Sequence[BlockFormat], all_columns: bool
+    weights: Sequence[Floats], forms: Sequence[BlockFormat]
 ) -> list[tuple[Floats, BlockFormat]]:
     """Return some columns of each weight, in strips ``[K, n]``, copied; with its form."""
     k, total = len(weights[0]), sum(weight.shape[1] for weight in weights)
     step = max(1, min(_COLUMN_STRIDE, total // _MIN_COLUMNS), -(-total // _MAX_COLUMNS))
-    if all_columns:
-        step = 1
     width = max(1, _STRIP // k)
     strips = []
     for weight, form in zip(weights, forms, strict=True):
