@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -45,9 +45,7 @@ def plan_precision(
     output: Annotated[Path | None, typer.Option("--output", "-o")] = None,
     mode: Literal["int16", "float"] = "int16",
     target: Literal["cpu", "qnn"] = "cpu",
-    max_calibration_memory: Annotated[Any, typer.Option(parser=opt.parse_size)] = "1GiB",
     providers: opt.Providers = opt.CPU,
-    work_dir: Path | None = None,
     force: bool = False,
 ) -> None:
     """Find the few activations of an 8-bit model that deserve 16 bits.
@@ -60,7 +58,6 @@ def plan_precision(
             it is printed.
         mode: What is measured: 16-bit regions, or regions in float.
         target: What runs the model.
-        max_calibration_memory (SIZE): What is kept of weights in float.
     """
     if source is None:
         raise typer.BadParameter("give inputs to measure with", param_hint="--samples")
@@ -77,9 +74,7 @@ def plan_precision(
             max_16bit=max_16bit,
             mode=mode,
             target=target,
-            max_calibration_memory=max_calibration_memory,
             providers=providers,
-            work_dir=work_dir,
             progress=bar,
         )
     _print(found.ranking, found.curve, frozenset(found.promoted), found.notes)

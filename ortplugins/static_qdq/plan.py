@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import os
 import tempfile
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -26,8 +25,8 @@ from ortplugins.model_io.saving import Progress
 from ortplugins.optimization.shape_inference import infer_shapes
 from ortplugins.quantization.statistics.collect import Calibration
 from ortplugins.samples.sources import CalibrationSource, KeptSamples
-from ortplugins.static_qdq.search import CurvePoint, Search, Unit
-from ortplugins.static_qdq.switched_model import Deviation, SwitchedModel, add_switches
+from ortplugins.static_qdq.search import Promotion, Search, Unit
+from ortplugins.static_qdq.switched_model import SwitchedModel, add_switches
 from rewrite_rules.graph.nodes import is_quantize_linear
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
@@ -43,27 +42,15 @@ _WIDER = {ir.DataType.UINT8: ir.DataType.UINT16, ir.DataType.INT8: ir.DataType.I
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PrecisionPlan:
-    """Which activations to promote, and what it brings.
+class PrecisionPlan(Promotion):
+    """Which activations to promote, and what it brings; see also :class:`Promotion`.
 
     Attributes:
-        ranking: All candidates, the worst in 8 bits first.
-        curve: Simulated error against number of promoted candidates.
-        before: Deviation of the model without the plan.
-        after: With this plan, measured.
-        notes: What stood in the way.
-        promoted: The chosen tensors, the most worthwhile first.
         overrides: For the pass MixedPrecisionBoundaries.
         mode: ``"int16"`` or ``"float"``: what was measured.
         activations: Quantised activations in the model.
     """
 
-    ranking: tuple[Unit, ...]
-    curve: tuple[CurvePoint, ...]
-    before: Deviation
-    after: Deviation
-    notes: tuple[str, ...]
-    promoted: tuple[str, ...]
     overrides: dict[str, tuple[TensorOverride, ...]]
     mode: str
     activations: int
@@ -81,9 +68,7 @@ def plan_precision(
     max_16bit: float | None = None,
     mode: str = "int16",
     target: str = "cpu",
-    max_calibration_memory: int = 1 << 30,
     providers: Sequence[Any] = ("CPUExecutionProvider",),
-    work_dir: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> PrecisionPlan:
     """Choose the activations of a QDQ model that get 16 bits.
@@ -98,9 +83,7 @@ def plan_precision(
             With a budget: whichever is met first.
         mode: What the rewrite makes of them, ``"int16"`` or ``"float"``.
         target: ``"cpu"`` or ``"qnn"``, as for the pass.
-        max_calibration_memory: Bytes for weights that are kept in float.
         providers: Execution providers that run the samples.
-        work_dir: Folder for intermediate files; by default the system's.
         progress: Called with what is done, of how much, and what it is.
 
     Raises:
@@ -118,14 +101,10 @@ def plan_precision(
         )
     # Weights stay where they are: sessions map them.
     source = load_model(model, map_inline=True).model
-    with tempfile.TemporaryDirectory(
-        prefix="ortplugins-", dir=None if work_dir is None else os.path.abspath(work_dir)
-    ) as folder:
+    with tempfile.TemporaryDirectory(prefix="ortplugins-") as folder:
         samples = KeptSamples(data, source, scratch=Path(folder))
         progress = progress or Calibration.progress
-        calibration = Calibration(
-            samples, Path(folder), providers, max_calibration_memory, progress
-        )
+        calibration = Calibration(samples, Path(folder), providers, progress=progress)
         infer_shapes(source)
         instrumented = source.clone()
         graph = QuantizedGraph(instrumented)
@@ -152,24 +131,15 @@ def plan_precision(
 
         search = Search(SwitchedModel(instrumented, names, calibration), calibration, implied)
         count = len(graph.tensors)
-        search.run(
+        found = search.run(
             units,
             lambda chosen: _rewritten(source, options, overrides(chosen)),
             budget=budget,
             most=math.floor(max_16bit * count) if isinstance(max_16bit, float) else max_16bit,
             of=f"{count} activations promoted",
         )
-    promoted = search.promoted_names()
     return PrecisionPlan(
-        ranking=search.ranking,
-        curve=tuple(search.curve),
-        before=search.before,
-        after=search.after,
-        notes=tuple(search.notes),
-        promoted=promoted,
-        overrides=overrides(promoted),
-        mode=mode,
-        activations=count,
+        **vars(found), overrides=overrides(found.promoted), mode=mode, activations=count
     )
 
 

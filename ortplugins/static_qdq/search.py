@@ -3,9 +3,7 @@
 
 1. Each switch is turned on alone, all others off: the error at the outputs that it causes by
    itself ranks it.
-2. From all on, switches are turned off in that order until the budget is met. Where the next
-   few are of about the same rank, the one that leaves the least error is taken.
-3. What turns out to be needless is turned on again.
+2. From all on, switches are turned off in that order until the budget is met.
 
 Errors add up where they are small, so the order of step 1 is hard to beat: on MiniLM-L6 (96
 activations), from 1 to 24 promoted, a search that measures twelve candidates at each step
@@ -26,12 +24,6 @@ import onnx_ir as ir
 from ortplugins.errors import QuantizationError
 from ortplugins.quantization.statistics.collect import Calibration
 from ortplugins.static_qdq.switched_model import Deviation, SwitchedModel
-
-# Candidates that are measured for a step, if their effects are this near to the first one's.
-_LOOK_AHEAD = 4
-_NEAR = 0.7
-# Looked at with what they imply, which makes some of them less worthwhile than they were.
-_CLOSED = 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,20 +59,29 @@ class CurvePoint:
     deviation: Deviation
 
 
-class Search:
-    """Promotes units one after the other, and measures; see :class:`.PrecisionPlan`.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Promotion:
+    """What a search found.
 
     Attributes:
         ranking: All units, the worst in 8 bits first.
-        curve: The steps of the search.
-        before: Deviation with nothing promoted.
-        after: With what was promoted, as it was made.
+        curve: Simulated error against number of promoted activations, step by step.
+        before: Deviation of the model with nothing promoted.
+        after: With what was promoted, measured on the model as it was made.
         notes: What stood in the way.
+        promoted: The chosen activations, the most worthwhile first.
     """
 
     ranking: tuple[Unit, ...]
+    curve: tuple[CurvePoint, ...]
     before: Deviation
     after: Deviation
+    notes: tuple[str, ...]
+    promoted: tuple[str, ...]
+
+
+class Search:
+    """Promotes units one after the other, and measures."""
 
     def __init__(
         self,
@@ -94,8 +95,7 @@ class Search:
         self._implied = implied
         self._banned: set[Unit] = set()
         self._promoted: tuple[Unit, ...] = ()
-        self.curve: list[CurvePoint] = []
-        self.notes: list[str] = []
+        self._curve: list[CurvePoint] = []
 
     def run(
         self,
@@ -105,8 +105,8 @@ class Search:
         budget: float | None,
         most: int | None,
         of: str,
-    ) -> None:
-        """Promote, take back what is needless and measure, until the budget is met.
+    ) -> Promotion:
+        """Promote and measure, until the budget is met.
 
         ``made`` makes a model with the promoted names, and says which can't be, and why.
         ``budget`` is the cosine to reach, ``most`` how many names may be promoted, ``of`` what
@@ -121,73 +121,50 @@ class Search:
             measured.append(dataclasses.replace(unit, error=error))
         self._ordered = sorted(measured, key=lambda unit: -unit.error / len(unit.names))
         self._unit_of = {name: unit for unit in measured for name in unit.names}
-        before = self.before = self._now = self._measured(())
-        self.ranking = tuple(sorted(measured, key=lambda unit: -unit.error))
-        self.curve.append(CurvePoint(0, (), before))
-        wanted = budget
+        before = self._now = self._measured(())
+        self._curve.append(CurvePoint(0, (), before))
+        wanted, notes = budget, list[str]()
         while True:
             self._grow(wanted)
-            self._prune(wanted)
-            names = self.promoted_names()
+            names = tuple(name for unit in self._promoted for name in unit.names)
             model, refused = made(names)
             if refused:
-                self.notes += [f"{name} stays: {reason}" for name, reason in refused.items()]
+                notes += [f"{name} stays: {reason}" for name, reason in refused.items()]
                 self._banned |= {self._unit_of[name] for name in refused}
                 self._set(tuple(u for u in self._promoted if u not in self._banned))
                 continue
-            after = self.after = switched.compare(
-                SwitchedModel(model, (), self._calibration).values()
-            )
+            after = switched.compare(SwitchedModel(model, (), self._calibration).values())
             if wanted is None or budget is None or after.cosine >= budget:
                 break
-            if not self._candidates():
+            if self._next() is None:
                 text = (
                     f"a cosine of {budget:.6g} is not reached: it is {after.cosine:.6g} with "
                     f"{len(names)} of {of}"
                 )
                 if self._most is None:
                     raise QuantizationError(text)
-                self.notes.append(f"{text}, as many as max_16bit allows")
+                notes.append(f"{text}, as many as max_16bit allows")
                 break
             # What is made is less exact than its simulation by so much.
             wanted = self._now.cosine + (budget - after.cosine) + 1e-6
-
-    def promoted_names(self) -> tuple[str, ...]:
-        """Return the names of what is promoted."""
-        return tuple(name for unit in self._promoted for name in unit.names)
+        return Promotion(
+            ranking=tuple(sorted(measured, key=lambda unit: -unit.error)),
+            curve=tuple(self._curve),
+            before=before,
+            after=after,
+            notes=tuple(notes),
+            promoted=names,
+        )
 
     def _grow(self, wanted: float | None) -> None:
         """Promote until the wanted cosine or the limit is reached, or nothing is left."""
-        while (wanted is None or self._now.cosine < wanted) and (
-            candidates := self._candidates()
-        ):
+        while (wanted is None or self._now.cosine < wanted) and (chosen := self._next()):
             most = self._most or _count(self._ordered)
             self._calibration.progress(_count(self._promoted), most, "promoting")
-            chosen = candidates[0]
-            if len(candidates) > 1:
-                chosen = max(candidates, key=self._gain)
             added = [unit for unit in chosen if unit not in self._promoted]
             self._set(chosen)
             names = tuple(name for unit in added for name in unit.names)
-            self.curve.append(CurvePoint(_count(chosen), names, self._now))
-
-    def _prune(self, wanted: float | None) -> None:
-        """Put back what is not needed for the wanted cosine, or adds no error where it is."""
-        reached = wanted is not None and self._now.cosine >= wanted
-        for unit in sorted(self._promoted, key=lambda unit: unit.error):
-            rest = self._closed(item for item in self._promoted if item is not unit)
-            if len(rest) >= len(self._promoted):
-                continue  # the others imply it
-            self._calibration.progress(
-                _count(rest), _count(self._promoted), "looking for what is needless"
-            )
-            without = self._measured(rest)
-            if (
-                without.cosine >= wanted
-                if reached and wanted is not None
-                else without.error <= self._now.error
-            ):
-                self._set(rest)
+            self._curve.append(CurvePoint(_count(chosen), names, self._now))
 
     def _closed(self, units: Iterable[Unit]) -> tuple[Unit, ...]:
         """Add what is implied."""
@@ -197,28 +174,14 @@ class Search:
         closed |= dict.fromkeys(u for u in found if u is not None and u not in self._banned)
         return tuple(closed)
 
-    def _candidates(self) -> list[tuple[Unit, ...]]:
-        """What may be promoted next, all that is promoted included; a few of equal rank."""
-        promoted = set(self._promoted)
-        left = (u for u in self._ordered if u not in promoted and u not in self._banned)
-        found: list[tuple[float, tuple[Unit, ...]]] = []
-        for unit in left:
-            if len(found) == _CLOSED:
-                break
-            closed = self._closed([*self._promoted, unit])
-            if self._most is None or _count(closed) <= self._most:
-                added = [item for item in closed if item not in promoted]
-                worth = sum(item.error for item in added) / _count(added)
-                found.append((worth, closed))
-        found.sort(key=lambda item: -item[0])
-        return [
-            closed for worth, closed in found[:_LOOK_AHEAD] if worth >= _NEAR * found[0][0]
-        ]
-
-    def _gain(self, units: Sequence[Unit]) -> float:
-        """How much error goes for what is added."""
-        added = _count(units) - _count(self._promoted)
-        return (self._now.error - self._measured(units).error) / added
+    def _next(self) -> tuple[Unit, ...] | None:
+        """Add the next of the ranking that may be promoted, and what it implies."""
+        for unit in self._ordered:
+            if unit not in self._promoted and unit not in self._banned:
+                closed = self._closed([*self._promoted, unit])
+                if self._most is None or _count(closed) <= self._most:
+                    return closed
+        return None
 
     def _measured(self, promoted: Iterable[Unit]) -> Deviation:
         off = {switch for unit in promoted for switch in unit.switches}
