@@ -17,11 +17,12 @@ Weights of one activation share its sums and its order.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from onnxscript import TapeBuilder
 
 from ortplugins.errors import ModelFileError
 from ortplugins.quantization.weights.uses import WeightUse
@@ -86,97 +87,87 @@ class LayerWriter:
         if order is not None and use.activation is not None:
             sorted_ = self._sorted(use.activation, order)
             use.node.replace_input_with(1 - use.index, sorted_)
-        if weight.offsets is not None:
-            if use.activation is None:
-                self._offset_rows(weight, use)
-            else:
-                self._offset_product(weight, use)
+        if weight.offsets is None:
+            return
+        op, node = TapeBuilder(), use.node
+        if use.activation is None:
+            added = self._offset_rows(op, weight, use)
+        else:
+            added = op.MatMul(self._block_sums(weight, use), self._offsets(weight, use))
+        old = node.outputs[0]
+        total = op.Add(old, added)
+        total.type, total.shape = old.type, old.shape
+        old.replace_all_uses_with(total, replace_graph_outputs=True)
+        op.nodes[-1].replace_input_with(0, old)
+        node.name = label(node)  # which its output may have given it
+        self._put_behind(node, op, old)
+        total.name, old.name = old.name, self._names.take(f"{old.name}.without_offsets")
 
     def _sorted(self, activation: ir.Value, order: Any) -> ir.Value:
         key = (activation, order.tobytes())
         if key not in self._made:
-            constant = self._constant(activation, "order", order)
-            node = ir.node("Gather", [activation, constant], {"axis": -1})
-            self._made[key] = self._behind(activation, "sorted", node, activation.shape)
+            op = TapeBuilder()
+            made = op.Gather(activation, self._constant(activation, "order", order), axis=-1)
+            made.shape = activation.shape
+            self._made[key] = self._put_behind(activation.producer(), op, activation)
         return self._made[key]
 
-    def _offset_product(self, weight: Weight, use: WeightUse) -> None:
+    def _block_sums(self, weight: Weight, use: WeightUse) -> ir.Value:
         x = use.node.inputs[1 - use.index]
-        assert x is not None and weight.offsets is not None
+        assert x is not None
         key = (x, weight.form.block_size)
         if key not in self._made:
-            rank = _rank(x, self._shapes)
-            assert rank is not None
-            blocks = self._in_blocks(x, weight, rank)
-            axes = self._constant(x, "last_axis", np.array([-1]))
-            node = ir.node("ReduceSum", [blocks, axes], {"keepdims": 0})
-            self._made[key] = self._behind(blocks, "block_sums", node, None)
-        offsets = self._offsets(weight, use, weight.offsets.map())
-        node = ir.node("MatMul", [self._made[key], offsets])
-        self._add(use.node, [node], node.outputs[0])
+            op, size = TapeBuilder(), weight.form.size_along(weight.K)
+            shape = [0] * (self._rank(x) - 1) + [weight.K // size, size]
+            blocks = op.Reshape(x, self._constant(x, "blocks", shape))
+            op.ReduceSum(blocks, self._constant(x, "last_axis", [-1]), keepdims=0)
+            self._made[key] = self._put_behind(x.producer(), op, x)
+        return self._made[key]
 
-    def _offset_rows(self, weight: Weight, use: WeightUse) -> None:
+    def _offset_rows(self, op: TapeBuilder, weight: Weight, use: WeightUse) -> ir.Value:
+        """Of [rows, K] as [rows * K / size, size] there is one offset to a row."""
         rows, ids = use.node.outputs[0], use.node.inputs[1]
-        rank = _rank(rows, self._shapes)
-        assert rank is not None and weight.offsets is not None
-        # Of [rows, K] as [rows * K / size, size] there is one offset to a row.
-        offsets = self._offsets(weight, use, weight.offsets.map().T)
-        picked = ir.node("Gather", [offsets, ids], {"axis": 0})
         size = weight.form.size_along(weight.K)
-        last = self._constant(rows, "last_axis", np.array([-1]))
-        column = ir.node("Unsqueeze", [picked.outputs[0], last])
-        ones = self._constant(rows, "ones", np.ones(size, use.tensor.dtype.numpy()))
-        wide = ir.node("Mul", [column.outputs[0], ones])
-        shape = self._constant(rows, "row", np.array([0] * (rank - 1) + [weight.K]))
-        flat = ir.node("Reshape", [wide.outputs[0], shape])
-        self._add(use.node, [picked, column, wide, flat], flat.outputs[0])
+        picked = op.Gather(self._offsets(weight, use), ids, axis=0)
+        column = op.Unsqueeze(picked, self._constant(rows, "last_axis", [-1]))
+        ones = np.ones(size, use.tensor.dtype.numpy())
+        wide = op.Mul(column, self._constant(rows, "ones", ones))
+        shape = [0] * (self._rank(rows) - 1) + [weight.K]
+        flat: ir.Value = op.Reshape(wide, self._constant(rows, "row", shape))
+        return flat
 
-    def _in_blocks(self, value: ir.Value, weight: Weight, rank: int) -> ir.Value:
-        size = weight.form.size_along(weight.K)
-        shape = np.array([0] * (rank - 1) + [weight.K // size, size])
-        node = ir.node("Reshape", [value, self._constant(value, "blocks", shape)])
-        return self._behind(value, "in_blocks", node, None)
-
-    def _offsets(self, weight: Weight, use: WeightUse, numbers: Any) -> ir.Value:
-        key = (weight, numbers.shape)
+    def _offsets(self, weight: Weight, use: WeightUse) -> ir.Value:
+        """Return the offsets ``[blocks, N]``, or for a table ``[rows, blocks]``."""
+        key = (weight, use.activation is None)
         if key not in self._made:
-            numbers = np.ascontiguousarray(numbers, use.tensor.dtype.numpy())
+            assert weight.offsets is not None
+            numbers = weight.offsets.map()
+            numbers = (numbers.T if use.activation is None else numbers).astype(
+                use.tensor.dtype.numpy(), order="C"
+            )
             self._made[key] = self._constant(use.weight, "offsets", numbers)
         return self._made[key]
+
+    def _rank(self, value: ir.Value) -> int:
+        rank = _rank(value, self._shapes)
+        assert rank is not None  # see check_layers
+        return rank
 
     def _constant(self, value: ir.Value, what: str, numbers: Any) -> ir.Value:
         graph = value.graph
         assert isinstance(graph, ir.Graph)
         name = self._names.take(f"{value.name}.{what}")
-        return new_initializer(graph, ir.Tensor(numbers, name=name))
+        return new_initializer(graph, ir.Tensor(np.asarray(numbers), name=name))
 
-    def _behind(
-        self, value: ir.Value, what: str, node: ir.Node, shape: ir.Shape | None
-    ) -> ir.Value:
-        """Put a node where a value is, for all readers of it."""
-        graph, producer = value.graph, value.producer()
+    def _put_behind(self, node: ir.Node | None, op: TapeBuilder, value: ir.Value) -> ir.Value:
+        """Put nodes behind one, or first in the graph of a value; return the last output."""
+        for made in op.nodes:
+            made.name = self._names.take(f"{value.name}.{made.op_type}")
+            made.outputs[0].name = made.name
+        graph = value.graph
         assert isinstance(graph, ir.Graph)
-        node.name = self._names.take(f"{value.name}.{what}")
-        if producer is None:
-            graph.insert_before(graph[0], node)
+        if node is None:
+            graph.insert_before(graph[0], op.nodes)
         else:
-            graph.insert_after(producer, node)
-        node.outputs[0].name, node.outputs[0].shape = node.name, shape
-        return node.outputs[0]
-
-    def _add(self, node: ir.Node, nodes: Sequence[ir.Node], offset: ir.Value) -> None:
-        """Add something to what a node gives, under the name that this has."""
-        graph, old = node.graph, node.outputs[0]
-        assert isinstance(graph, ir.Graph)
-        node.name = label(node)  # which its output may have given it
-        total = ir.node("Add", [old, offset])
-        readers = total.outputs[0]
-        readers.type, readers.shape = old.type, old.shape
-        old.replace_all_uses_with(readers, replace_graph_outputs=True)
-        total.replace_input_with(0, old)
-        name, old.name = old.name, self._names.take(f"{old.name}.without_offsets")
-        for each in (*nodes, total):
-            each.name = self._names.take(f"{name}.{each.op_type}")
-            each.outputs[0].name = each.name
-        readers.name = name
-        graph.insert_after(node, [*nodes, total])
+            graph.insert_after(node, op.nodes)
+        return op.nodes[-1].outputs[0]
