@@ -46,7 +46,7 @@ from ortplugins.quantization.weights.quantize_group import checked_matrix
 from ortplugins.quantization.weights.recipe import Recipe
 from ortplugins.quantization.weights.report import QuantizeReport
 from ortplugins.quantization.weights.uses import WeightUse
-from ortplugins.quantization.weights.weight import UNREACHED
+from ortplugins.quantization.weights.weight import UNREACHED, Errors
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.graph.nodes import remove_unused
 from rewrite_rules.graph.parameters import constant, float_attribute
@@ -184,7 +184,7 @@ def _less(
         ]
         group.weights = [
             dataclasses.replace(
-                weight, uses=uses, output_error=max(errors[use] for use in uses)
+                weight, uses=uses, errors=Errors(output=max(errors[use] for use in uses))
             )
             for weight, uses in kept
             if uses

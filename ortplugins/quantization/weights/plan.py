@@ -143,10 +143,8 @@ def _chosen(
         if not reason:
             name, k_last = use.weight.name or "", use.stored_k_last
             key = (use.weight, k_last, form, method)
-            weight = weights.get(key) or Weight(
-                name, use.K, use.N, k_last, form, method, layer, is_expert
-            )
-            weights[key] = dataclasses.replace(weight, uses=(*weight.uses, use))
+            weight = Weight(name, use.K, use.N, k_last, form, method, layer, is_expert)
+            weights.setdefault(key, weight).uses.append(use)
     return nodes, list(weights.values())
 
 
@@ -271,8 +269,8 @@ def reported(
                 method=weight.layer.method if weight.layer else weight.method,
                 alpha=group.alpha,
                 folded=group.folded,
-                weight_error=weight.weight_error,
-                output_error=weight.output_error,
+                weight_error=weight.errors.weight,
+                output_error=weight.errors.output,
                 reason=group.reason if recipe.needs_statistics or weight.codes.path else "",
             )
         rows.append(dataclasses.replace(node, bytes_before=before, bytes_after=after))

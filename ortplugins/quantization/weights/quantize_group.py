@@ -28,19 +28,11 @@ from ortplugins.errors import QuantizationError
 from ortplugins.quantization.checkpoints.layers import Layer, LayerCodes
 from ortplugins.quantization.methods.awq import search_clip, search_scales
 from ortplugins.quantization.methods.gptq import Gptq
-from ortplugins.quantization.methods.nearest import (
-    Codes,
-    Floats,
-    ZeroPoints,
-    quantize_blocks,
-    search_blocks,
-)
+from ortplugins.quantization.methods.nearest import Floats, quantize_blocks, search_blocks
 from ortplugins.quantization.statistics.accumulator import ActivationStatistics, pooled
-from ortplugins.quantization.weights.recipe import Recipe
-from ortplugins.quantization.weights.weight import Group, Weight
+from ortplugins.quantization.weights.recipe import METHODS, Recipe
+from ortplugins.quantization.weights.weight import Errors, Group, Weight
 from rewrite_rules.weights.bit_packing import pack_rows
-
-Quantized = tuple[Codes, Floats, ZeroPoints | None]
 
 # Float bytes of a strip of columns: with the copies that a method makes, what a worker holds.
 _STRIP_BYTES = 4 << 20
@@ -61,31 +53,30 @@ def this_process() -> str:
 
 
 def quantize_group(group: Group, recipe: Recipe, coordinator: str) -> Group:
-    """Quantise the weights of a group: write codes, scales and zero points, return errors.
+    """Write codes, scales and zero points of a group, a worker's copy; note the errors in it.
 
     ``coordinator`` is the process that hands out groups, and limits its BLAS itself.
     """
     if coordinator != this_process():
         _limit_blas_for_good()
     inputs = _Inputs.of(group, recipe)
-    return dataclasses.replace(
-        group,
-        weights=[_quantized(weight, group, inputs, recipe) for weight in group.weights],
-        reached=group.is_known,
-        channel_scales=inputs.scales,
-        alpha=inputs.alpha,
-    )
+    for weight in group.weights:
+        _quantize(weight, group, inputs, recipe)
+    group.reached = group.is_known
+    group.channel_scales, group.alpha = inputs.scales, inputs.alpha
+    return group
 
 
 def working_bytes(group: Group, threads: int) -> int:
-    """Return about how many bytes :func:`quantize_group` allocates at its peak."""
-    steps, squares = group.steps, 0
-    if "gptq" in steps:
-        squares += 8  # the factor of H
+    """Return about how many bytes :func:`quantize_group` allocates, at most."""
+    steps = METHODS[group.method]
+    several = len(group.activations) > 1
+    squares = 8 * ("gptq" in steps)  # the factor of H
     if steps:
-        # H itself, where it is not mapped as it is.
-        is_mapped = len(group.statistics) == 1 and "gram" in group.statistics[0]
-        squares += 4 * ("scales" in steps or not is_mapped) + 4 * (len(group.statistics) > 1)
+        # H itself, unless it is mapped as it is, and parts of its sum.
+        is_mapped = all("gram" in one for one in group.statistics)
+        is_mapped = is_mapped and not several and "scales" not in steps
+        squares += 4 * (not is_mapped) + 4 * several
     k, form = group.weights[0].K, group.weights[0].form
     strip = _GPTQ_STRIP_BYTES if "gptq" in steps else _STRIP_BYTES
     block = form.size_along(k) if "gptq" in steps else 0
@@ -114,24 +105,19 @@ class _Inputs:
 
     scales: Floats | None  # None for 1
     alpha: float
-    known: ActivationStatistics | None = None
-    energy: Floats | None = None  # mean squares of channels, by an imatrix
-    sample: Floats | None = None  # tokens that errors are measured on
-    feedback: Gptq | None = None
+    known: ActivationStatistics
+    sample: Floats  # tokens that errors are measured on
+    feedback: Gptq | None
 
     @classmethod
     def of(cls, group: Group, recipe: Recipe) -> _Inputs:
         """Map the statistics, those of several activations together; search the scales."""
         steps, scales, alpha = group.steps, group.channel_scales, group.alpha
-        if not group.is_known:
-            return cls(scales, alpha)
         mapped = [{name: each.map() for name, each in one.items()} for one in group.statistics]
         none = np.zeros((0, group.weights[0].K), np.float32)
-        known = (
-            pooled(list(map(ActivationStatistics.of, mapped)))
-            if mapped
-            else ActivationStatistics(0, none, none)
-        )
+        known = ActivationStatistics(0, none, none)
+        if mapped:
+            known = pooled(list(map(ActivationStatistics.of, mapped)))
         if (energy := group.energy) is not None:
             known = dataclasses.replace(known, mean_abs=np.sqrt(energy), gram=energy)
         if "gptq" in steps or "clip" in steps:
@@ -140,14 +126,13 @@ class _Inputs:
             scales, alpha = _search_scales(group, recipe, known)
         if scales is not None:
             known = known.over(scales)
-        tokens = sample = known.tokens if len(known.tokens) else None
-        if tokens is not None and len(tokens) > _ERROR_TOKENS:
+        sample, feedback = known.tokens, None
+        if len(sample) > _ERROR_TOKENS:
             # A weight with several inputs has the tokens of one after those of the other.
-            sample = tokens[np.linspace(0, len(tokens) - 1, _ERROR_TOKENS).astype(int)]
-        feedback = None
+            sample = sample[np.linspace(0, len(sample) - 1, _ERROR_TOKENS).astype(int)]
         if known.gram is not None and "gptq" in steps:
             feedback = Gptq(known.gram, recipe.gptq)
-        return cls(scales, alpha, known, group.energy, sample, feedback)
+        return cls(scales, alpha, known, sample, feedback)
 
 
 def _search_scales(
@@ -172,8 +157,8 @@ def _search_scales(
     return np.float32(1) / inverse, math.nan if choice.alpha is None else choice.alpha
 
 
-def _quantized(weight: Weight, group: Group, inputs: _Inputs, recipe: Recipe) -> Weight:
-    """Quantise a weight; return it with errors."""
+def _quantize(weight: Weight, group: Group, inputs: _Inputs, recipe: Recipe) -> None:
+    """Quantise a weight, and note its errors."""
     if inputs.feedback is not None:
         inputs.feedback.factor(weight.form)
     matrix, writer = _matrix(weight), _CodesWriter(weight)
@@ -184,7 +169,7 @@ def _quantized(weight: Weight, group: Group, inputs: _Inputs, recipe: Recipe) ->
         if weight.layer is not None:
             found = _of_layer(weight, weight.layer, columns)
         else:
-            found = LayerCodes(*_codes(floats, scaled, weight, group.steps, inputs, recipe))
+            found = _codes(floats, scaled, weight, group, inputs, recipe)
         writer.write(columns, found)
         difference = found.dequantized(weight.form)
         difference -= scaled
@@ -193,39 +178,38 @@ def _quantized(weight: Weight, group: Group, inputs: _Inputs, recipe: Recipe) ->
 
     with concurrent.futures.ThreadPoolExecutor(group.threads) as pool:
         sums = np.sum(list(pool.map(strip, _strips(matrix, "gptq" in group.steps))), axis=0)
-    return writer.close(sums, measured=inputs.sample is not None)
+    writer.close(sums, measured=len(inputs.sample) > 0)
 
 
 def _codes(
     floats: Floats,
     scaled: Floats,
     weight: Weight,
-    steps: tuple[str, ...],
+    group: Group,
     inputs: _Inputs,
     recipe: Recipe,
-) -> Quantized:
+) -> LayerCodes:
     """Quantise columns by the steps of a method; ``scaled`` are those times the scales."""
-    form, known = weight.form, inputs.known
+    form, known, steps = weight.form, inputs.known, group.steps
     try:
-        if not steps:
-            return search_blocks(scaled, form, inputs.energy if form.bits > 2 else None)
-        assert known is not None
         if inputs.feedback is not None:
             residual = None if known.drift is None else known.drift @ floats
             if residual is not None and inputs.scales is not None:
                 residual /= inputs.scales[:, None]
-            return inputs.feedback.quantize(scaled, form, residual)
-        if "clip" in steps:
-            assert known.gram is not None
+            found = inputs.feedback.quantize(scaled, form, residual)
+        elif known.gram is not None and "clip" in steps:
             clipped = search_clip(scaled, known.gram, form, ratios=recipe.clip_ratios)
-            return quantize_blocks(scaled, form, clipped)
-        if form.bits == 2:  # the fit makes weights smaller, and all outputs with them
-            return quantize_blocks(scaled, form)
-        return search_blocks(scaled, form, known.energy())
+            found = quantize_blocks(scaled, form, clipped)
+        elif steps and form.bits == 2:  # the fit makes weights smaller, and outputs with them
+            found = quantize_blocks(scaled, form)
+        else:
+            energy = known.energy() if steps else group.energy
+            found = search_blocks(scaled, form, energy if form.bits > 2 else None)
     except QuantizationError as error:
         raise QuantizationError(
             f"weight {weight.name!r} cannot be quantised: {error}"
         ) from error
+    return LayerCodes(*found)
 
 
 def _squares(
@@ -237,7 +221,7 @@ def _squares(
     """
     error = wanted_square = added = 0.0
     known, sample = inputs.known, inputs.sample
-    if known is not None and sample is not None:
+    if len(sample):
         product = wanted = sample @ scaled
         if known.float_tokens is not None:
             wanted = known.float_tokens @ floats
@@ -346,8 +330,8 @@ class _CodesWriter:
             if target is not None and numbers is not None:
                 (target.T if self.weight.k_last else target)[:, columns] = numbers
 
-    def close(self, sums: npt.NDArray[np.float64], *, measured: bool) -> Weight:
-        """Store what had to be kept; return it with the errors of these sums of squares."""
+    def close(self, sums: npt.NDArray[np.float64], *, measured: bool) -> None:
+        """Store what had to be kept; note the errors of these sums of squares."""
         if self._kept is not None:
             self._codes[:] = pack_rows(self._kept.reshape(-1), self.weight.form.bits)
         weight, output = np.sqrt(sums[:4:2] / np.where(sums[1:4:2] > 0, sums[1:4:2], 1))
@@ -357,10 +341,6 @@ class _CodesWriter:
                 f"weight {self.weight.name!r} cannot be quantised: its scales are below "
                 "float16's least number; leave out half_scales"
             )
-        output, added = (output, sums[4]) if measured else (np.nan, np.nan)
-        return dataclasses.replace(
-            self.weight,
-            weight_error=float(weight),
-            output_error=float(output),
-            added_error=float(added),
-        )
+        self.weight.errors = Errors(float(weight))
+        if measured:
+            self.weight.errors = Errors(float(weight), float(output), float(sums[4]))

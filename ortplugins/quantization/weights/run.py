@@ -17,8 +17,7 @@ import functools
 import itertools
 import math
 import os
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,21 +81,10 @@ def quantize_graph(
     """
     if recipe.for_integers:
         return quantize_products(plan, recipe, calibration)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(one_blas_thread())
-        quantize: Callable[[Group], Group] = functools.partial(
-            quantize_group, recipe=recipe, coordinator=this_process()
-        )
-        cores = 1
-        if executor is None:
-            cores = os.cpu_count() or 1
-            executor = stack.enter_context(
-                concurrent.futures.ThreadPoolExecutor(cores, "quantize")
-            )
-            quantize = _WithinMemory(max_memory, quantize)
-        run = _Run(plan, recipe, scratch, calibration, folder, executor, quantize, cores)
-        at_once, in_order = _schedule(plan, recipe, calibration)
-        total, done = sum(group.elements for group in (*at_once, *in_order)), 0
+    run = _Run(plan, recipe, scratch, calibration, folder, executor, max_memory)
+    at_once, in_order = _schedule(plan, recipe, calibration)
+    total, done = sum(group.elements for group in (*at_once, *in_order)), 0
+    with one_blas_thread():
         for group in itertools.chain(
             run.at_once(at_once, in_order), run.in_order(at_once, in_order)
         ):
@@ -176,30 +164,6 @@ def _note_unreached(plan: WeightPlan) -> None:
         )
 
 
-class _WithinMemory:
-    """Quantises a group as soon as there is memory for it."""
-
-    def __init__(self, size: int, quantize: Callable[[Group], Group]) -> None:
-        self._size = self._free = size
-        self._quantize = quantize
-        self._changed = threading.Condition()
-
-    def __call__(self, group: Group) -> Group:
-        """Wait, if others have taken the memory; a group that needs more than all gets all."""
-        while group.threads > 1 and working_bytes(group, group.threads) > self._size:
-            group.threads -= 1
-        need = min(working_bytes(group, group.threads), self._size)
-        with self._changed:
-            self._changed.wait_for(lambda: need <= self._free)
-            self._free -= need
-        try:
-            return self._quantize(group)
-        finally:
-            with self._changed:
-                self._free += need
-                self._changed.notify_all()
-
-
 @dataclasses.dataclass(eq=False)
 class _Run:
     """Sends groups to an executor and collects what comes back."""
@@ -209,9 +173,8 @@ class _Run:
     _scratch: Path
     _calibration: Calibration | None
     _folder: RunFolder
-    _executor: concurrent.futures.Executor
-    _quantize: Callable[[Group], Group]
-    _cores: int  # of threads that groups share
+    _executor: concurrent.futures.Executor | None
+    _max_memory: int
 
     def __post_init__(self) -> None:
         self._numbers = itertools.count()
@@ -227,18 +190,15 @@ class _Run:
         for ready in self._calibrated(groups):
             yield from self._quantized(ready)
         chosen = _gain_most(groups, self._recipe.share_of_8_bits)
-        parts: dict[Group, list[Weight]] = {}
+        parts = []
         for group in groups:
             wide = {w: _with_more_bits(w) for w in group.weights if w in chosen}
             if wide and not (group in again and METHODS[group.method]):
-                parts[self._part(group, list(wide.values()))] = list(wide.values())
+                parts.append(self._part(group, list(wide.values())))
             group.undecided = False
             group.weights = [wide.get(weight, weight) for weight in group.weights]
-        done: dict[Weight, Weight] = {}
-        for part in self._quantized(list(parts)):
-            done.update(zip(parts[part], part.weights, strict=True))
-        for group in groups:
-            group.weights = [done.get(weight, weight) for weight in group.weights]
+        for _ in self._quantized(parts):
+            pass  # these are weights of the groups
 
     def _part(self, group: Group, weights: list[Weight]) -> Group:
         """Return some weights of a group that is done, to be rounded behind its scales."""
@@ -270,20 +230,9 @@ class _Run:
         before: object = [self._folder.codes_key(group) for group in fixed]
         for group in sorted(groups, key=lambda group: models.places.get(group.names[0], 0)):
             group.statistics_key = self._folder.key(codes_before=before)
-            self._make_room(group, self._cores)
+            yield from self._quantized([group], models)
             before = self._folder.codes_key(group)
-            found = self._folder.codes(group.for_worker())
-            if found is None:
-                (request,) = self._requests([group]).values()
-                writer = self._writer("statistics")
-                arrays = models.statistics(request, writer)
-                group.statistics = [arrays] if arrays else []
-                found = self._executor.submit(self._quantize, group.for_worker()).result()
-                writer.path.unlink(missing_ok=True)
-                self._folder.keep_codes(found)
-            group.take_in(found)
             _replace_weights(models, group)
-            yield group
 
     def _calibrated(self, groups: Sequence[Group]) -> Iterator[list[Group]]:
         """Yield groups as soon as their statistics are known; those without any come last."""
@@ -291,18 +240,18 @@ class _Run:
         last = [group for group in groups if group not in waiting]
         requests = self._requests(waiting)
         keys = {name: self._folder.key(request=request) for name, request in requests.items()}
-        known: dict[str, Mapping[str, TensorReference]] = {}
-        for name, key in keys.items():
-            if (kept := self._folder.statistics(key)) is not None:
-                known[name] = kept
+        kept = {name: self._folder.statistics(key) for name, key in keys.items()}
+        known = {name: found for name, found in kept.items() if found is not None}
         for group in waiting:
             group.statistics_key = " ".join(keys[name] for name in group.names)
         missing = [request for name, request in requests.items() if name not in known]
-        undecided = self._recipe.share_of_8_bits > 0
-        for batch in itertools.chain([{}], self._collected(missing)):
+        batches: Iterable[dict[str, ActivationStatistics | None]] = ()
+        if missing and self._calibration is not None:
+            batches = collect(self._plan.model, missing, self._calibration)
+        for batch in itertools.chain([{}], batches):
             for name, found in batch.items():
                 arrays = {} if found is None else found.arrays()
-                if self._folder.keeps:
+                if self._folder.path:
                     known[name] = self._folder.keep_statistics(keys[name], arrays)
                 else:
                     known[name] = {k: self._writer(k).append(a) for k, a in arrays.items()}
@@ -313,42 +262,75 @@ class _Run:
                 group.statistics = [known[name] for name in group.names if known[name]]
             yield ready
             for name in known.keys() - {name for group in waiting for name in group.names}:
-                for key, reference in known.pop(name).items():
-                    # Tokens are read again where some weights get 8 bits.
-                    if not self._folder.keeps and (key == "gram" or not undecided):
-                        Path(reference.path).unlink(missing_ok=True)
+                self._forget(known.pop(name))
         yield last
 
-    def _collected(
-        self, requests: Sequence[ActivationRequest]
-    ) -> Iterator[dict[str, ActivationStatistics | None]]:
-        if requests and self._calibration is not None:
-            yield from collect(self._plan.model, requests, self._calibration)
+    def _forget(self, statistics: Mapping[str, TensorReference]) -> None:
+        """Remove statistics that are kept for no other run."""
+        for name, reference in statistics.items():
+            # Tokens are read again where some weights get 8 bits.
+            if not self._folder.path and (name == "gram" or not self._recipe.share_of_8_bits):
+                Path(reference.path).unlink(missing_ok=True)
 
-    def _quantized(self, groups: Sequence[Group]) -> Iterator[Group]:
-        """Quantise groups whose statistics are known; the largest first, or it comes last."""
-        threads = max(1, self._cores // max(1, len(groups)))
+    def _quantized(
+        self, groups: Sequence[Group], models: PairedModels | None = None
+    ) -> Iterator[Group]:
+        """Quantise groups whose statistics are known, or found by running two models.
+
+        The largest come first, or they would come last.
+        """
+        quantize = functools.partial(
+            quantize_group, recipe=self._recipe, coordinator=this_process()
+        )
         futures: dict[concurrent.futures.Future[Group], Group] = {}
-        try:
-            for group in sorted(groups, key=lambda group: -group.elements):
-                self._make_room(group, threads)
-                task = group.for_worker()
-                kept = self._folder.codes(task)
-                if kept is None:
-                    futures[self._executor.submit(self._quantize, task)] = group
-                else:
-                    group.take_in(kept)
+        paired = self._writer("statistics")
+        with self._workers(groups) as (executor, threads):
+            try:
+                for group in sorted(groups, key=lambda group: -group.elements):
+                    self._make_room(group, threads)
+                    kept = self._folder.codes(group.for_worker())
+                    if kept is not None:
+                        group.take_in(kept)
+                        yield group
+                        continue
+                    if models is not None:
+                        (request,) = self._requests([group]).values()
+                        found = models.statistics(request, paired)
+                        group.statistics = [found] if found else []
+                    futures[executor.submit(quantize, group.for_worker())] = group
+                for future, group in futures.items():
+                    self._folder.keep_codes(future.result())
+                    group.take_in(future.result())
                     yield group
-            for future, group in futures.items():
-                found = future.result()
-                self._folder.keep_codes(found)
-                group.take_in(found)
-                yield group
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            concurrent.futures.wait(futures)
-            raise
+            except BaseException:
+                for future in futures:
+                    future.cancel()
+                concurrent.futures.wait(futures)
+                raise
+        paired.path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _workers(
+        self, groups: Sequence[Group]
+    ) -> Iterator[tuple[concurrent.futures.Executor, int]]:
+        """Yield who works on groups, and how many threads share the columns of a weight.
+
+        Without an executor, as many threads as there are cores, and as fit into the memory.
+        """
+        if self._executor is not None:
+            yield self._executor, 1
+            return
+        cores = os.cpu_count() or 1
+        shares = [(n, cores // n) for n in range(min(cores, max(1, len(groups))), 0, -1)]
+        shares += [(1, n) for n in range(cores - 1, 0, -1)]
+
+        def fits(workers: int, threads: int) -> bool:
+            most = max((working_bytes(group, threads) for group in groups), default=0)
+            return workers * most <= self._max_memory
+
+        workers, threads = next((share for share in shares if fits(*share)), (1, 1))
+        with concurrent.futures.ThreadPoolExecutor(workers, "quantize") as executor:
+            yield executor, threads
 
     def _writer(self, kind: str) -> ScratchWriter:
         """Return the writer of a new file."""
@@ -361,7 +343,7 @@ class _Run:
             steps, k = METHODS[group.method], group.weights[0].K
             # Feedback between rows needs all tokens, and so may the next run; searches of
             # scales and ranges find the same in twice as many as there are channels.
-            tokens = math.inf if "gptq" in steps or self._folder.keeps else 2 * k
+            tokens = math.inf if "gptq" in steps or self._folder.path else 2 * k
             for name in group.names:
                 request = ActivationRequest(name, k, bool(steps), _SAMPLED_TOKENS, tokens)
                 both = request, found.get(name, request)
@@ -371,7 +353,6 @@ class _Run:
     def _make_room(self, group: Group, threads: int) -> None:
         """Give weights space for their codes."""
         group.threads = threads
-        weights = []
         for weight in group.weights:
             # onnxruntime (1.32) reads rows of 2 bits that end within a byte wrongly.
             within_byte = weight.form.bits == 2 and weight.N % 4 != 0
@@ -379,8 +360,7 @@ class _Run:
             k_last = self._recipe.quant_format != "QDQ" or by_rows
             floats = self._floats.refer_to(weight.uses[0].tensor)
             # A file for each: whoever works on it may write while others do.
-            weights.append(weight.with_room(floats, self._writer("codes"), k_last))
-        group.weights = weights
+            weight.make_room(floats, self._writer("codes"), k_last)
 
 
 def _replace_weights(models: PairedModels, group: Group) -> None:
@@ -416,7 +396,7 @@ def _gain_most(groups: Sequence[Group], share: float) -> set[Weight]:
         # One that was not measured, or has these bits already, gains nothing; experts have
         # one form.
         fixed = weight.is_expert or weight.form.bits >= _MORE_BITS
-        added = 0.0 if fixed else np.nan_to_num(weight.added_error)
+        added = 0.0 if fixed else np.nan_to_num(weight.errors.added)
         return float(added / weight.elements)
 
     chosen = set()

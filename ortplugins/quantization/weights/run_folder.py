@@ -29,7 +29,7 @@ from ortplugins.model_io.loading import digest_of_files
 from ortplugins.quantization.statistics.collect import Calibration
 from ortplugins.quantization.tensor_reference import ScratchWriter, TensorReference
 from ortplugins.quantization.weights.recipe import Recipe
-from ortplugins.quantization.weights.weight import Group
+from ortplugins.quantization.weights.weight import Errors, Group
 from ortplugins.samples.sources import KeptSamples
 
 _MARK = "ortplugins-run"
@@ -37,22 +37,12 @@ _UNFINISHED = ".unfinished"
 
 
 class RunFolder:
-    """A run folder in use, or what keeps nothing in its place."""
+    """A run folder in use; with ``path`` None, what keeps nothing in its place."""
 
     def __init__(self, path: Path | None) -> None:
         """Take the folder as it is; see :meth:`opened`."""
-        self._path, self._recipe = path, Recipe()
+        self.path, self._recipe = path, Recipe()
         self._identity: Mapping[str, Any] = {}
-
-    @property
-    def path(self) -> Path | None:
-        """The folder; None where there is none."""
-        return self._path
-
-    @property
-    def keeps(self) -> bool:
-        """Whether there is a folder."""
-        return self._path is not None
 
     @classmethod
     @contextlib.contextmanager
@@ -129,49 +119,37 @@ class RunFolder:
         )
 
     def codes(self, group: Group) -> Group | None:
-        """Copy codes to where a group has space for them; None where there are none."""
+        """Fill a worker's copy of a group with its codes; None where there are none."""
         read = self._read(f"codes-{self.codes_key(group)}")
         if read is None:
             return None
         references, found = read
         for name, target in _files(group):
             target.map("r+")[...] = references[name].map()
+        for weight, errors in zip(group.weights, found["errors"], strict=True):
+            weight.errors = Errors(*errors)
         scales = references.get("channel_scales")
-        return dataclasses.replace(
-            group,
-            weights=[
-                dataclasses.replace(
-                    weight, weight_error=own, output_error=output, added_error=added
-                )
-                for weight, (own, output, added) in zip(
-                    group.weights, found["errors"], strict=True
-                )
-            ],
-            reached=found["reached"],
-            channel_scales=None if scales is None else np.array(scales.map()),
-            alpha=found["alpha"],
-        )
+        group.channel_scales = None if scales is None else np.array(scales.map())
+        group.reached, group.alpha = found["reached"], found["alpha"]
+        return group
 
     def keep_codes(self, group: Group) -> None:
         """Write what became of a group."""
-        if self._path is None:
+        if self.path is None:
             return
         arrays = {name: target.map() for name, target in _files(group)}
         if group.channel_scales is not None:
             arrays["channel_scales"] = group.channel_scales
-        errors = [
-            (weight.weight_error, weight.output_error, weight.added_error)
-            for weight in group.weights
-        ]
+        errors = [weight.errors for weight in group.weights]
         more = {"errors": errors, "reached": group.reached, "alpha": group.alpha}
         self._write(f"codes-{self.codes_key(group)}", arrays, more)
 
     def _read(self, name: str) -> tuple[dict[str, TensorReference], dict[str, Any]] | None:
-        if self._path is None:
+        if self.path is None:
             return None
-        data = self._path / f"{name}.bin"
+        data = self.path / f"{name}.bin"
         try:
-            content = json.loads((self._path / f"{name}.json").read_text(encoding="utf-8"))
+            content = json.loads((self.path / f"{name}.json").read_text(encoding="utf-8"))
             if digest_of_files([data]) != content.get("digest"):
                 return None  # the machine went down before it was on the disk
         except (FileNotFoundError, ValueError):  # none, or not all of its JSON
@@ -185,8 +163,8 @@ class RunFolder:
     def _write(
         self, name: str, arrays: Mapping[str, npt.NDArray[Any]], more: Mapping[str, Any]
     ) -> dict[str, TensorReference]:
-        assert self._path is not None
-        data, about = (self._path / f"{name}{suffix}" for suffix in (".bin", ".json"))
+        assert self.path is not None
+        data, about = (self.path / f"{name}{suffix}" for suffix in (".bin", ".json"))
         unfinished = Path(f"{data}{_UNFINISHED}"), Path(f"{about}{_UNFINISHED}")
         unfinished[0].touch()  # there may be no array
         writer = ScratchWriter(unfinished[0])

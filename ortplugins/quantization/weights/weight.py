@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -35,7 +36,22 @@ UNREACHED = "no token of the samples reaches it"
 _NOWHERE = TensorReference("", 0, (0,), "uint8")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+class Errors(NamedTuple):
+    """What the codes of a weight lose; NaN where it was not measured."""
+
+    # Frobenius norm of the difference from the floats over theirs, channel scales taken out
+    # again; and the same of products with sampled tokens.
+    weight: float = math.nan
+    output: float = math.nan
+    # Square of the error of the products, for each token, summed over the columns: tr(D^T H D)
+    # where there are second moments H and bits are undecided, else that of the sample.
+    added: float = math.nan
+
+
+_UNMEASURED = Errors()
+
+
+@dataclasses.dataclass(eq=False)
 class Weight:
     """A float matrix ``[K, N]`` in one form, and its codes once it is quantised."""
 
@@ -47,20 +63,15 @@ class Weight:
     method: str  # by which it gets its codes
     layer: Layer | None = None  # of a checkpoint, whose codes are taken
     is_expert: bool = False  # to be in one operator with others, which have the same form
-    uses: Sequence[WeightUse] = ()  # nodes that read it; none in the copy of a worker
+    # Nodes that read it; none in the copy of a worker.
+    uses: list[WeightUse] = dataclasses.field(default_factory=list)
     floats: TensorReference = _NOWHERE
     k_last: bool = False  # codes are [N, K]; scales and zero points follow
     codes: TensorReference = _NOWHERE  # packed, uint8
     scales: TensorReference = _NOWHERE  # float32 or float16, [blocks, N] or [N, blocks]
     zero_points: TensorReference | None = None  # a byte each, alike; None when symmetric
     offsets: TensorReference | None = None  # float32 [blocks, N], of the layer; None without
-    # Frobenius norm of the difference from the floats over theirs, channel scales taken out
-    # again; and the same of products with sampled tokens. NaN where it was not measured.
-    weight_error: float = math.nan
-    output_error: float = math.nan
-    # Square of the error of the products, for each token, summed over the columns: tr(D^T H D)
-    # where there are second moments H and bits are undecided, else that of the sample.
-    added_error: float = math.nan
+    errors: Errors = _UNMEASURED
 
     @property
     def elements(self) -> int:
@@ -72,23 +83,17 @@ class Weight:
         """Whether a Gather reads it."""
         return any(use.activation is None for use in self.uses)
 
-    def with_room(
-        self, floats: TensorReference, writer: ScratchWriter, k_last: bool
-    ) -> Weight:
-        """Return it with space for its codes in a file, to be written by others."""
+    def make_room(self, floats: TensorReference, writer: ScratchWriter, k_last: bool) -> None:
+        """Reserve space for its codes in a file, to be written by others."""
         blocks, form = self.form.blocks(self.K), self.form
         grid = (self.N, blocks) if k_last else (blocks, self.N)
-        return dataclasses.replace(
-            self,
-            floats=floats,
-            k_last=k_last,
-            codes=writer.reserve((-(-self.elements * form.bits // 8),), np.uint8),
-            scales=writer.reserve(grid, np.dtype(form.scale_type)),
-            zero_points=None if form.is_symmetric else writer.reserve(grid, np.uint8),
-            offsets=writer.reserve((blocks, self.N), np.float32)
-            if self.layer is not None and self.layer.has_offsets
-            else None,
-        )
+        self.floats, self.k_last = floats, k_last
+        self.codes = writer.reserve((-(-self.elements * form.bits // 8),), np.uint8)
+        self.scales = writer.reserve(grid, np.dtype(form.scale_type))
+        if not form.is_symmetric:
+            self.zero_points = writer.reserve(grid, np.uint8)
+        if self.layer is not None and self.layer.has_offsets:
+            self.offsets = writer.reserve((blocks, self.N), np.float32)
 
     def files(self) -> Iterator[tuple[str, TensorReference]]:
         """Yield what its codes are made of, by name."""
@@ -156,7 +161,7 @@ class Group:
 
     def for_worker(self) -> Group:
         """Return a copy without the graph."""
-        weights = [dataclasses.replace(weight, uses=()) for weight in self.weights]
+        weights = [dataclasses.replace(weight, uses=[]) for weight in self.weights]
         return dataclasses.replace(self, weights=weights, activations=())
 
     def take_in(self, found: Group) -> None:
@@ -165,10 +170,8 @@ class Group:
         self.channel_scales = found.channel_scales
         if METHODS[self.method] and not found.reached:
             self.method, self.reason = "rtn", UNREACHED
-        self.weights = [
-            dataclasses.replace(quantized, uses=mine.uses, method=self.method)
-            for mine, quantized in zip(self.weights, found.weights, strict=True)
-        ]
+        for mine, quantized in zip(self.weights, found.weights, strict=True):
+            mine.method, mine.errors = self.method, quantized.errors
 
     def reads_of(self, activation: ir.Value) -> list[tuple[ir.Node, int]]:
         """Return where an activation meets the weights of the group."""
