@@ -318,6 +318,23 @@ def test_codes_that_onnxruntime_dequantises_at_every_run_are_reported(options, r
     assert re.search(reported, "; ".join(notes))
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"quantized_inputs": True, "method": "awq_lite"}, "quantized_inputs"),
+        ({"alphas": [0.5]}, "alphas"),
+        ({"clip_ratios": [0.5], "method": "gptq"}, "clip_ratios"),
+        ({"gptq": {"revisits": 0}, "rules": {"*": {"method": "awq_gptq"}}}, ""),
+        ({"fold_scales": False, "least_cosine": 0.9, "method": "awq_lite"}, "least_cosine"),
+    ],
+    ids=str,
+)
+def test_settings_that_no_method_reads_are_noted(options, named):
+    data = [{"x": normal(8, D)}]
+    notes = quantize(chain("m"), calibration_data_reader=data, **options).report.notes
+    assert [note.partition(" has no effect")[0] for note in notes] == named.split()
+
+
 # What was quantised before.
 
 

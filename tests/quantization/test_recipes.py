@@ -7,6 +7,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+import yaml
 from builders.command_line import as_json, printed, refused
 from builders.dequantized_models import relative_error, run
 from builders.quantized_files import dequantised, read
@@ -69,24 +70,9 @@ def matrices(model: ir.Model, recipe: Recipe | str, **settings) -> dict[str, np.
 def test_dataclass_file_settings_and_options_say_the_same(model: ir.Model):
     expected = matrices(model, RECIPE)
     assert sorted(expected) == ["k", "q", "v"]
-    settings = {
-        "method": "gptq",
-        "block_size": 16,
-        "gptq": GptqOptions(damping=0.1, revisits=2),
-        "rules": {
-            "*v": {"method": "rtn", "is_symmetric": False},
-            "re:^(q|o)$": {"bits": 8},
-            "o": "float",
-        },
-    }
-    options = [
-        "--method",
-        "gptq",
-        "--block-size",
-        "16",
-        "--gptq",
-        "{damping: 0.1, revisits: 2}",
-    ]
+    settings = yaml.safe_load(YAML)
+    options = ["--method", "gptq", "--block-size", "16"]
+    options += ["--gptq", "{damping: 0.1, revisits: 2}"]
     for rule in ("*v={method: rtn, is_symmetric: false}", "re:^(q|o)$={bits: 8}", "o=float"):
         options += ["--rule", rule]
     printed("quantize", "model.onnx", "--samples", "samples.npz", *options, "-o", "out.onnx")
@@ -95,12 +81,7 @@ def test_dataclass_file_settings_and_options_say_the_same(model: ir.Model):
         matrices(model, "recipe.yaml"),
         matrices(model, Recipe(), **settings),
         # What is given beside a recipe wins.
-        matrices(
-            model,
-            "best",
-            **settings,
-            **PLAIN,
-        ),
+        matrices(model, "best", **settings, **PLAIN),
     ):
         for name, matrix in expected.items():
             np.testing.assert_array_equal(found[name], matrix)

@@ -101,6 +101,7 @@ def plan_weights(
     covered = coverage(model, planned, {row.node: row.reason for row in rows})
     methods = dict.fromkeys(weight.method for weight in weights)
     groups = [group for method in methods for group in _grouped(weights, method)]
+    notes += recipe.without_effect(group.method for group in groups)
     notes += [] if checkpoint is None else checkpoint.notes()
     notes += [] if imatrix is None else imatrix.give(groups)
     return WeightPlan(model, groups, nodes, others, covered, notes, experts)

@@ -18,7 +18,7 @@ import dataclasses
 import enum
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,15 @@ METHODS = {
     "gptq": ("gptq",),
     "awq_gptq": ("scales", "gptq"),
     "w8a8": ("activations",),
+}
+# Settings that nothing reads but methods with a step.
+_READ_BY = {
+    "alphas": "scales",
+    "fold_scales": "scales",
+    "clip_ratios": "clip",
+    "gptq": "gptq",
+    "quantized_inputs": "gptq",
+    "least_cosine": "activations",
 }
 # What experts get instead, whose input is the same for all and has no scales of one.
 UNSCALED = {"awq_lite": "awq_clip", "awq_gptq": "gptq"}
@@ -320,6 +329,20 @@ class Recipe:
                     kept = f"kept in float by {text_of(rule.nodes)!r}"
                     reason = kept if rule.keep_float else ""
         return form, method, reason
+
+    def without_effect(self, methods: Iterable[str]) -> list[str]:
+        """Say which settings change nothing where weights are quantised by these methods."""
+        steps = {step for method in methods for step in METHODS[method]}
+        readers = {
+            name: ", ".join(method for method, does in METHODS.items() if step in does)
+            for name, step in _READ_BY.items()
+            if step not in steps
+        }
+        return [
+            f"{name} has no effect: no weight is quantised by {those}"
+            for name, those in readers.items()
+            if getattr(self, name) != getattr(Recipe(), name)
+        ]
 
     def check_against(self, uses: Sequence[WeightUse], names: Collection[str]) -> list[str]:
         """Check that every pattern means a node; return notes on optional ones that do not."""
