@@ -36,8 +36,8 @@ LEAST_FACTOR = 1e-30
 # Greater ones may be added in order to round: x + 12582912 - 12582912 is an integer. A norm
 # is no way to write that.
 _MAX_OFFSET, MAX_OFFSET_OF_NORM = 256.0, 65536.0
-# A sum is rounded by 2**-24 of what is added up: times this, by 1e-6 of the sum.
-_MAX_CANCELLED = 16.0
+# A sum of thousands is rounded by up to 2**-20 of what is added up: times this, below 1e-5.
+_MAX_CANCELLED = 8.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ def _check_left(sums: Float64, *parts: Float64) -> None:
     """Refuse sums that are small beside what was added up."""
     greatest = max(np.abs(part).max() for part in parts)
     if greatest > _MAX_CANCELLED * np.abs(sums).max():
-        raise Refusal("less than 1/16 of an offset is left where something cancels it")
+        raise Refusal("less than 1/8 of an offset is left where something cancels it")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -77,6 +77,10 @@ CONSTANTS |= {
     "b4": normal(1, 8, 1, 1, seed=6) + 3,
     "neg": -np.abs(normal(8, 1, 1, seed=7)) - 0.5,
     "level": normal(8) + 20,
+    "sums": np.abs(normal(8, 2048, 1, 1)),
+    "c2048": np.full((1, 2048, 1, 1), 1.2345, np.float32),
+    "level8": np.full(8, 260, np.float32),
+    "level16": np.full(8, 130, np.float32),
     "shape": np.array([3, 8, 1, 1]),
     # Of attacks on proofs.
     "nan1": np.float32(np.nan),
