@@ -21,13 +21,11 @@ from collections.abc import Collection, Iterable, Iterator
 
 import onnx_ir as ir
 
-from rewrite_rules.facts.operator_table import ATTENTIONS, SKIP_NORMS
-from rewrite_rules.graph.nodes import DOMAINS, captures
+from rewrite_rules.facts.operator_table import ATTENTIONS
+from rewrite_rules.graph.nodes import captures
 from rewrite_rules.graph.parameters import int_attribute
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import Dim, Dims, known
-from rewrite_rules.shapes.node_facts import Site
-from rewrite_rules.shapes.operator_shapes import BROADCASTS
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
 # What only sizes of an input decide; its numbers do not matter.
@@ -61,20 +59,15 @@ class AxisRoles:
             for axis, dim in enumerate(self.shapes.dims(value) or ())
             for unknown in dim[1]
         }
-        # Sizes that follow from these; of others, each may be 1 in every run.
-        self._followed = set(self.places)
-        self._recipes: dict[int, tuple[str, tuple[Dim, ...]]] = {}
+        self._followed = dict.fromkeys(self.places, True)
         self._sources: dict[ir.Value, frozenset[ir.Value]] = {}
         # Equations, and whether one of the sizes may be 1 where they differ.
         self._pairs: dict[_Pair, bool] = {}
         self.read = _read(model.graph)
         for node in model.graph:
             self._note_sources(node)
-            if node not in self.read:
-                continue
-            of_elements = not node.domain and node.op_type in _RESHAPES
-            for pair in self._equations(node):
-                self._pairs[pair] = self._pairs.get(pair, True) and not of_elements
+            if node in self.read:
+                self._note(node)
         self._solve()
         # Lengths of Slices that take all of the tokens of masks that are not longer.
         self.limits: list[int] = []
@@ -110,10 +103,16 @@ class AxisRoles:
 
     def recipe(self, unknown: int) -> tuple[str, tuple[Dim, ...]]:
         """Return the operator and the sizes that one is worked out from; none if it is not."""
-        found = self.shapes.unknowns.broadcast_parts((1, (unknown,)))
-        if found != ((1, (unknown,)),):
-            return "Max", found
-        return self._recipes.get(unknown, ("", ()))
+        match self.shapes.unknowns.key(unknown):
+            case ("fit", *parts):
+                return "Max", tuple(parts)
+            case ("quotient", total, part):
+                return "Div", (total, part)
+            # Some of the first places: 1 only where one is asked for.
+            case ("Slice", whole, (0, ()), end, 1) if bool(whole[1]) != bool(end[1]):
+                count = whole[0] if end[1] else end[0]
+                return ("Min", (whole, end)) if count > 1 and end[0] > 0 else ("", ())
+        return "", ()
 
     def same(self, one: Dim, other: Dim) -> bool:
         """Return whether two sizes count the same."""
@@ -142,105 +141,57 @@ class AxisRoles:
 
     # Equations
 
-    def _equations(self, node: ir.Node) -> Iterator[_Pair]:
-        """Yield pairs of sizes that are the same where a node runs; malformed nodes none."""
+    def _note(self, node: ir.Node) -> None:
+        """Note which sizes are the same where a node runs; malformed nodes none."""
+        for sizes, made in self.shapes.met.get(node, ()):
+            self._equate(sizes, made)
         inputs = [None if value is None else self.shapes.dims(value) for value in node.inputs]
         result = self.shapes.dims(node.outputs[0]) if node.outputs else None
-        try:
-            for one, other in self._pairs_of(node, inputs, result):
-                if one != other and self._is_followed(one) and self._is_followed(other):
-                    yield one, other
-        except (Refusal, IndexError):
-            return
+        kind, first = node.op_type if not node.domain else "", [*inputs, None][0]
+        with contextlib.suppress(Refusal, IndexError):
+            if (node.domain, node.op_type) in ATTENTIONS:
+                self._note_attention(node, inputs)
+            elif kind == "Softmax":
+                self._note_masks(node)
+            elif not first or not result:
+                return
+            elif kind in _RESHAPES:
+                product = self.shapes.unknowns.product
+                self._equate((product(first), product(result)), may_be_1=False)
+            elif kind == "Concat":
+                self._note_parts(inputs, result, int_attribute(node, "axis", 0))
+            elif kind == "Slice":
+                self._note_first(result)
 
-    def _pairs_of(
-        self, node: ir.Node, inputs: list[Dims | None], result: Dims | None
-    ) -> Iterable[_Pair]:
-        kind, given = node.op_type, [dims for dims in inputs if dims is not None]
-        if node.domain not in DOMAINS:
-            return ()
-        if (node.domain, kind) in ATTENTIONS:
-            return self._attended(node, inputs)
-        if kind == "EmbedLayerNormalization":
-            places = (0, 1, 7, 8)
-            return self._broadcast(
-                [dims for i in places for dims in inputs[i : i + 1] if dims]
-            )
-        if node.domain:
-            return self._broadcast(given[:2]) if kind in SKIP_NORMS else ()
-        if kind in BROADCASTS:
-            return self._broadcast(given, result)
-        if kind == "Expand" and result is not None and inputs[0] is not None:
-            sizes = self.shapes.numbers(node.inputs[1]) or ()
-            wanted = tuple(size for size in sizes if size is not None)
-            shapes = [inputs[0], wanted] if len(wanted) == len(sizes) else [inputs[0]]
-            return self._broadcast(shapes, result)
-        if kind in ("MatMul", "Gemm") and len(given) >= 2:
-            return self._product(node, given[0], given[1], result)
-        if kind in _RESHAPES and inputs[0] is not None and result is not None:
-            return self._reshaped(inputs[0], result)
-        if kind == "Concat":
-            axis = int_attribute(node, "axis", 0)
-            self._note_parts(given, result, axis)
-            return self._beside(given, axis)
-        if kind == "Slice" and inputs[0] is not None and result is not None:
-            self._note_first(node, inputs[0], result)
-        if kind == "Softmax":
-            return self._hidden_by_masks(node)
-        return ()
+    def _equate(
+        self, sizes: Iterable[Dim], made: Dim | None = None, may_be_1: bool = True
+    ) -> None:
+        """Take sizes for equal, and for what is made of them; of those but 1 that follow."""
+        followed = sorted(size for size in {*sizes} - {known(1)} if self._is_followed(size))
+        if made is not None and followed:
+            followed.append(made)
+        for pair in itertools.pairwise(followed):
+            self._pairs[pair] = self._pairs.get(pair, True) and may_be_1
 
-    def _broadcast(self, shapes: list[Dims], result: Dims | None = None) -> Iterator[_Pair]:
-        rank = max(map(len, shapes), default=0)
-        for place in range(-rank, 0):
-            sizes = {dims[place] for dims in shapes if -place <= len(dims)} - {known(1)}
-            followed = [size for size in sorted(sizes) if self._is_followed(size)]
-            yield from itertools.pairwise(followed)
-            if result is not None and followed and len(result) == rank:
-                made = result[place]
-                self._followed.update(made[1])
-                yield followed[0], made
-
-    def _product(
-        self, node: ir.Node, one: Dims, other: Dims, result: Dims | None
-    ) -> Iterator[_Pair]:
-        if node.op_type == "Gemm":
-            one = one[::-1] if int_attribute(node, "transA", 0) else one
-            other = other[::-1] if int_attribute(node, "transB", 0) else other
-        yield one[-1], other[-2 if len(other) > 1 else -1]
-        yield from self._broadcast([one[:-2], other[:-2]], result and result[:-2])
-
-    def _reshaped(self, before: Dims, after: Dims) -> Iterator[_Pair]:
-        product = self.shapes.unknowns.product
-        made = product(after)
-        unknown = [each for each in made[1] if each not in self._followed]
-        if len(unknown) == 1:  # the size that is written as -1
-            self._followed.update(unknown)
-            others = (dim for dim in after if unknown[0] not in dim[1])
-            self._note_recipe(unknown[0], "Div", product(before), product(others))
-        yield product(before), made
-
-    def _note_recipe(self, unknown: int, how: str, *parts: Dim) -> None:
-        """Note how a size is worked out from older ones."""
-        if all(each < unknown for part in parts for each in part[1]):
-            self._recipes[unknown] = how, parts
-
-    def _attended(self, node: ir.Node, inputs: list[Dims | None]) -> Iterator[_Pair]:
-        """Yield what a kernel of attention demands; masks may be broadcast."""
+    def _note_attention(self, node: ir.Node, inputs: list[Dims | None]) -> None:
+        """Note what a kernel of attention demands; masks may be broadcast."""
         table = ATTENTIONS[node.domain, node.op_type]
         query, key, value = (inputs[i] for i in table.keys)
         if not query or not key or not value:
             return
-        yield from ((query[0], key[0]), (key[0], value[0]), (key[-2], value[-2]))
+        self._equate((query[0], key[0], value[0]))
+        self._equate((key[-2], value[-2]))
         for i, mask in enumerate(inputs):
-            if i == table.counted and mask and len(mask) == 1:
+            is_count = i == table.counted
+            if is_count and mask and len(mask) == 1:
                 mask = self._counted_mask(node.inputs[i])
-            if i not in (*table.masks, table.counted) or not mask or len(mask) < 2:
+            if not (is_count or i in table.masks) or not mask or len(mask) < 2:
                 continue
-            if i == table.counted or len(mask) == 4:
-                yield from self._broadcast([mask[:1], query[:1]])
-            if i != table.counted or len(mask) > 2:
-                yield from self._broadcast([mask[-2:-1], query[-2:-1]])
-            yield from self._broadcast([mask[-1:], key[-2:-1]])
+            if is_count or len(mask) == 4:
+                self._equate((mask[0], query[0]))
+            if not is_count or len(mask) > 2:
+                self._equate((mask[-2], query[-2]))
+            self._equate((mask[-1], key[-2]))
 
     def _counted_mask(self, counts: ir.Value | None) -> Dims | None:
         """Return the sizes of the one mask that the number of keys in each row depends on."""
@@ -248,41 +199,25 @@ class AxisRoles:
         masks = [source for source in sources if source in self._masks]
         return self.shapes.dims(masks[0]) if len(sources) == 1 and masks else None
 
-    def _beside(self, shapes: list[Dims], axis: int) -> Iterator[_Pair]:
-        for dims in shapes[1:]:
-            along = axis % len(dims)
-            pairs = enumerate(zip(shapes[0], dims, strict=False))
-            yield from (pair for place, pair in pairs if place != along)
-
-    def _note_parts(self, shapes: list[Dims], result: Dims | None, axis: int) -> None:
-        if result is None or any(len(dims) != len(result) for dims in shapes):
-            return
-        parts = [dims[axis] for dims in shapes]
-        if all(map(self._is_followed, parts)) and result[axis][1]:
-            self._followed.update(result[axis][1])
+    def _note_parts(self, shapes: list[Dims | None], result: Dims, axis: int) -> None:
+        parts = [dims[axis] for dims in shapes if dims and len(dims) == len(result)]
+        if len(parts) == len(shapes) and result[axis][1] and self._is_followed(result[axis]):
             self._parts[result[axis]] = parts
 
-    def _note_first(self, node: ir.Node, before: Dims, after: Dims) -> None:
-        """Follow how many of the first places are taken: 1 only where one is asked for."""
-        site = Site(node, self.shapes, self.shapes.opset(node))
-        for start, end, axis, step in zip(*site.slices(), strict=True):
-            whole, made = before[axis], after[axis]
-            is_new = len(made[1]) == 1 and made != whole and end != known(1)
-            if start != known(0) or step != 1 or end is None or not is_new or end[0] < 1:
-                continue
-            if whole[1] and not end[1]:
-                self._ends.append((whole, made, end[0]))
-            elif whole[1] or whole[0] < 2 or not self._is_followed(end):
-                continue
-            self._followed.update(made[1])
-            self._note_recipe(made[1][0], "Min", whole, end)
+    def _note_first(self, result: Dims) -> None:
+        """Note how many places of an axis are taken, at most."""
+        for dim in result:
+            key = self.shapes.unknowns.key(dim[1][0]) if dim[0] == len(dim[1]) == 1 else ()
+            match key:
+                case ("Slice", (_, (_, *_)) as whole, (0, ()), (end, ()), 1) if end > 1:
+                    self._ends.append((whole, dim, end))
 
     def _solve(self) -> None:
         while sum(self._unify(*pair, may_be_1) for pair, may_be_1 in self._pairs.items()):
             pass  # each may solve others
 
-    def _hidden_by_masks(self, node: ir.Node) -> Iterator[_Pair]:
-        """Yield the axis that a Softmax is along, and that of each mask that it is made under.
+    def _note_masks(self, node: ir.Node) -> None:
+        """Note the axis that a Softmax is along, and that of each mask that it is made under.
 
         Such a mask is all that some operand of the scores depends on. Rows are the first axis.
         """
@@ -299,8 +234,8 @@ class AxisRoles:
                 mask = self.shapes.dims(source)
                 if source in self._masks and mask and own and -axis <= len(own):
                     if own[axis] != known(1):
-                        yield dims[axis], mask[1]
-                        yield dims[0], mask[0]
+                        self._equate((dims[axis], mask[1]))
+                        self._equate((dims[0], mask[0]))
                     continue
             maker = value.producer()
             if maker is None or maker.domain or maker.op_type not in _MASKS:
@@ -310,7 +245,21 @@ class AxisRoles:
             pending += read[: _MAX_FOLLOWED - len(pending)]
 
     def _is_followed(self, dim: Dim) -> bool:
-        return self._followed.issuperset(dim[1])
+        """Return whether a size follows from those of inputs; others may be 1 in every run."""
+        return all(map(self._follows, dim[1]))
+
+    def _follows(self, unknown: int) -> bool:
+        if unknown not in self._followed:
+            kind, *parts = self.shapes.unknowns.key(unknown) or ("",)
+            how, _ = self.recipe(unknown)
+            if kind == "sum":
+                found = all(map(self._is_followed, parts))
+            elif how == "Max":
+                found = any(map(self._is_followed, parts))
+            else:
+                found = bool(how) and all(map(self._is_followed, self.recipe(unknown)[1]))
+            self._followed[unknown] = found
+        return self._followed[unknown]
 
     # Solutions
 

@@ -84,7 +84,7 @@ class Attention:
 
     keys: tuple[int, int, int]
     masks: tuple[int, ...]
-    counted: int | None
+    counted: int
     absent: tuple[int, ...]
 
 

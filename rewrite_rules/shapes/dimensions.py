@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
 import onnx_ir as ir
 
@@ -44,8 +45,9 @@ class Unknowns:
         self.count = 0
         self.arithmetic = arithmetic
         self._memory: dict[Hashable, int] = {}
-        # What is broadcast, by the unknown for the result.
-        self._broadcast: dict[Dim, tuple[Dim, ...]] = {}
+        self._keys: dict[int, tuple[Any, ...]] = {}
+        # Sizes that a node makes the same where none is 1, and what it makes of them.
+        self.met: list[tuple[Iterable[Dim], Dim | None]] = []
 
     def fresh(self) -> int:
         """Return an unknown that equals no other."""
@@ -73,7 +75,17 @@ class Unknowns:
 
     def remembered(self, *key: Hashable) -> Dim:
         """Return the dimension for ``key``, always the same one."""
-        return (1, (self.whole(key),)) if self.arithmetic else self.fresh_dim()
+        unknown = self.whole(key) if self.arithmetic else self.fresh()
+        self._keys[unknown] = key
+        return 1, (unknown,)
+
+    def key(self, unknown: int) -> tuple[Any, ...]:
+        """Return what a dimension is remembered for; empty for any other."""
+        return self._keys.get(unknown, ())
+
+    def meet(self, *sizes: Dim) -> None:
+        """Note that sizes are the same where the node runs."""
+        self.met.append((sizes, None))
 
     def inferred(self, dim: Dim) -> Dim:
         """Return a dimension that takes arithmetic to find."""
@@ -134,24 +146,21 @@ class Unknowns:
             for i in range(rank)
         )
 
-    def broadcast_parts(self, dim: Dim) -> tuple[Dim, ...]:
-        """Return the sizes that a dimension was broadcast from; itself for any other."""
-        return self._broadcast.get(dim, (dim,))
-
     def _broadcast_dim(self, sizes: set[Dim]) -> Dim:
         # Broadcasting again what has been broadcast already changes nothing.
-        sizes = {part for size in sizes for part in self.broadcast_parts(size)}
-        sizes.discard((1, ()))
-        if len(sizes) < 2:
-            return sizes.pop() if sizes else known(1)
+        parts = {part for size in sizes for part in self._parts(size)} - {known(1)}
+        if len(parts) < 2:
+            return parts.pop() if parts else known(1)
         # Beside another number than 1, an unknown is that number or 1.
-        numbers = [size for size in sizes if not size[1]]
-        if len(numbers) == 1:
-            return numbers[0]
-        parts = tuple(sorted(sizes))
-        result = self.remembered("fit", *parts)
-        self._broadcast[result] = parts
-        return result
+        numbers = [size for size in parts if not size[1]]
+        made = numbers[0] if len(numbers) == 1 else self.remembered("fit", *sorted(parts))
+        self.met.append((parts, made))
+        return made
+
+    def _parts(self, dim: Dim) -> tuple[Dim, ...]:
+        """Return the sizes that a dimension was broadcast from; itself for any other."""
+        key = self.key(dim[1][0]) if dim[0] == len(dim[1]) == 1 else ()
+        return key[1:] if key[:1] == ("fit",) else (dim,)
 
 
 class DeclaredNames:

@@ -52,12 +52,8 @@ _KEEPS = frozenset({
 _MICROSOFT_KEEPS = frozenset({
     "BiasGelu", "BiasSoftmax", "DequantizeLinear", "FastGelu", "Gelu", "GroupNorm",
     "QLinearLeakyRelu", "QLinearSigmoid", "QLinearSoftmax", "QuantizeLinear", "QuickGelu",
-    "RotaryEmbedding", "SkipGroupNorm", "SkipLayerNormalization",
-    "SkipSimplifiedLayerNormalization",
+    "RotaryEmbedding", "SkipGroupNorm",
 })  # fmt: skip
-# Other outputs of the same shape.
-_ALSO_KEPT = {"Dropout": (1,), "SkipLayerNormalization": (3,),
-              "SkipSimplifiedLayerNormalization": (3,)}  # fmt: skip
 BROADCASTS = frozenset({
     "Add", "And", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Div", "Equal",
     "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Mean", "Min", "Mod", "Mul",
@@ -65,11 +61,11 @@ BROADCASTS = frozenset({
 })  # fmt: skip
 # Operators whose output has the rank of their first input, whatever the others are. For
 # reductions, that is with keepdims.
-_REDUCTIONS = (
-    *("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean"),
-    *("ReduceMin", "ReduceProd", "ReduceSum", "ReduceSumSquare"),
-)
-_KEEPS_RANK = frozenset({"Pad", "Slice", "Tile", *_REDUCTIONS})
+REDUCTIONS = frozenset({
+    "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean",
+    "ReduceMin", "ReduceProd", "ReduceSum", "ReduceSumSquare",
+})  # fmt: skip
+_KEEPS_RANK = frozenset({"Pad", "Slice", "Tile", *REDUCTIONS})
 
 
 _Rule = Callable[[Site], Sequence[Shape | None]]
@@ -81,12 +77,11 @@ def output_shapes(site: Site) -> Sequence[Shape | None]:
     keeps = _KEEPS if domain == "" else _MICROSOFT_KEEPS if domain == _MICROSOFT else ()
     if op_type in keeps:
         shape = site.shape(0)
-        shapes: list[Shape | None] = [shape]
-        if op_type == "DynamicQuantizeLinear":
-            shapes += [(), ()]
-        for index in _ALSO_KEPT.get(op_type, ()):
-            shapes += [None] * (index - len(shapes)) + [shape]
-        return shapes
+        others: dict[str, list[Shape]] = {
+            "Dropout": [shape],
+            "DynamicQuantizeLinear": [(), ()],
+        }
+        return [shape, *others.get(op_type, [])]
     if domain == "" and op_type in BROADCASTS:
         if site.opset < 7:  # the attributes broadcast and axis, which onnxruntime refuses
             return []
@@ -174,13 +169,13 @@ def _concat(site: Site) -> Sequence[Shape]:
     if any(len(dims) != rank for dims in inputs):
         return []
     result = []
-    for i in range(rank):
-        sizes = [dims[i] for dims in inputs]
+    for i, sizes in enumerate(zip(*inputs, strict=True)):
         if i == axis:
             result.append(site.unknowns.sum(sizes))
         elif len(set(sizes)) == 1:
             result.append(sizes[0])
         else:  # the size of the first that is not empty
+            site.unknowns.meet(*sizes)
             result.append(site.unknowns.remembered("Concat", i, *inputs))
     return [tuple(result)]
 
@@ -358,6 +353,7 @@ def _shape(site: Site) -> Sequence[Shape]:
 def _product(site: Site, a: Dims, b: Dims) -> Sequence[Shape]:
     if not a or not b:
         return [()]
+    site.unknowns.meet(a[-1], b[-2:][0])
     batch = site.unknowns.broadcast((a[:-2], b[:-2]))
     assert isinstance(batch, tuple)
     return [(*batch, *a[:-1][-1:], *(b[-1:] if len(b) > 1 else ()))]
@@ -401,8 +397,15 @@ def _standard_attention(site: Site) -> Sequence[Shape]:
 
 
 def _embedded(site: Site) -> Sequence[Shape]:
+    site.unknowns.broadcast(site.shape(i) for i in (0, 1, 7, 8) if site.has(i))
     made = (*site.dims(0), site.dims(2)[-1])
     return [made, site.dims(0)[:1], made]
+
+
+def _skip_norm(site: Site) -> Sequence[Shape | None]:
+    shape = site.shape(0)
+    site.unknowns.broadcast((shape, site.shape(1)))
+    return [shape, None, None, shape]
 
 
 def _group_query_attention(site: Site) -> Sequence[Shape]:
@@ -552,7 +555,7 @@ _STANDARD: dict[str, _Rule] = {
     **dict.fromkeys(("GlobalAveragePool", "GlobalLpPool", "GlobalMaxPool"), _global_pool),
     **dict.fromkeys(("GRU", "LSTM", "RNN"), _recurrent),
     **dict.fromkeys(("MatMul", "MatMulInteger"), _matmul()),
-    **dict.fromkeys(_REDUCTIONS, _reduce),
+    **dict.fromkeys(REDUCTIONS, _reduce),
     "Concat": _concat,
     "ConstantOfShape": lambda site: [_sizes(site, 0)],
     "Conv": _conv,
@@ -591,6 +594,9 @@ _CONTRIBUTED: dict[str, _Rule] = {
     **dict.fromkeys(
         ("QLinearAdd", "QLinearMul"),
         lambda site: [site.unknowns.broadcast((site.shape(0), site.shape(3)))],
+    ),
+    **dict.fromkeys(
+        ("SkipLayerNormalization", "SkipSimplifiedLayerNormalization"), _skip_norm
     ),
     "Attention": _attention,
     "DynamicQuantizeMatMul": _matmul(),

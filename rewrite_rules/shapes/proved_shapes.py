@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 
@@ -63,6 +63,8 @@ class ProvedShapes(Facts):
         self._shapes: dict[ir.Value, Shape] = {}
         self._integers: dict[ir.Value, Integers | None] = {}
         self._counts: dict[Shape, Dim] = {}
+        # What sizes meet at nodes (:attr:`.Unknowns.met`).
+        self.met: dict[ir.Node, list[tuple[Iterable[Dim], Dim | None]]] = {}
         begin = self._enter if on_demand else self._walk
         begin(model.graph, model.opset_imports, main=True)
         for function in model.functions.values():
@@ -162,13 +164,14 @@ class ProvedShapes(Facts):
         if is_constant(node):
             return  # looked at where it is needed
         site = Site(node, self, opsets.get(node.domain))
-        before = self.unknowns.count
+        before, met = self.unknowns.count, len(self.unknowns.met)
         shapes: list[Shape | None] = []
         with contextlib.suppress(*_MALFORMED):
             is_if = node.op_type == "If" and node.domain == ""
             shapes = self._joined(node) if is_if else list(output_shapes(site))
         if node.op_type in ("Reshape", "Squeeze") and node.domain == "" and node.inputs:
             shapes = self._keep_count(node, shapes, before)
+        self.met[node] = self.unknowns.met[met:]
         for i, value in enumerate(node.outputs):
             self._define(value, shapes[i] if i < len(shapes) else None, before)
         if node.outputs:

@@ -27,7 +27,8 @@ from rewrite_rules.graph.nodes import DOMAINS
 from rewrite_rules.graph.parameters import axes_of, axis_of, constant_ints, type_attribute
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import known
-from rewrite_rules.trim_padding.sample_masks import LOW
+from rewrite_rules.shapes.operator_shapes import REDUCTIONS
+from rewrite_rules.trim_padding.questions import LOW, ORDINARY, How
 from rewrite_rules.trim_padding.scores import keeps_order, sees_itself
 from rewrite_rules.trim_padding.token_axes import (
     BATCH,
@@ -42,26 +43,25 @@ from rewrite_rules.trim_padding.token_axes import (
     sequences_of,
     size_of,
 )
-from rewrite_rules.trim_padding.token_flow import How, Rule, Side, Site
+from rewrite_rules.trim_padding.token_flow import Rule, Side, Site
 
 _MICROSOFT = "com.microsoft"
 _UNSURE = "takes positions that may be padding: only the first is sure to be real"
 
 # Every token by itself
 
-_EITHER_ZERO = PerToken(zero=any, low=lambda _: False, packs=False)
-_ALL_KEPT = PerToken(zero=all, low=all, packs=False)
-_NEVER = PerToken(zero=lambda _: False, low=lambda _: False, packs=False)
+_EITHER_ZERO, _ALL_KEPT, _NEVER = (PER_TOKEN[name] for name in ("Mul", "Identity", "Max"))
 
 
 def _joined(flags: list[Sequence], row: PerToken) -> Sequence:
-    # Infinity times 0 is NaN.
-    zero = row.zero([f.zero for f in flags]) and not any(f.low for f in flags)
+    wild = any(f.wild for f in flags)
+    zero = row.zero([f.zero for f in flags]) and not wild
     return Sequence(
         zero,
         row.low([f.low for f in flags]),
         same=all(f.uniform for f in flags),
         set_by_mask=not zero and any(f.set_by_mask for f in flags),
+        wild=wild,
     )
 
 
@@ -94,11 +94,20 @@ def _broadcast(
     return tuple(_merged(parts, beside, row) for parts in zip(*padded, strict=True))
 
 
+# Operators, and of which operand 0 gives what is no number.
+_BREAKS_AT_0 = {"Div": 1, "Log": 0, "Mod": 1, "Pow": 0, "Reciprocal": 0}
+
+
 def _elementwise(site: Site) -> Axes:
     """Broadcast; an operand that is 0 everywhere is zero along all axes."""
     present = [i for i in range(len(site.node.inputs)) if site.has(i)]
     beside = [dataclasses.replace(site.beside(i), low=False) for i in present]
-    return _broadcast(site.operands(), per_token(site.node) or _NEVER, beside)
+    operands, op_type = site.operands(), site.node.op_type
+    axes = _broadcast(operands, per_token(site.node) or _NEVER, beside)
+    at_0 = operands[_BREAKS_AT_0.get(op_type, 0)] if op_type in _BREAKS_AT_0 else ()
+    if any(one.zero for one in sequences_of(*at_0)):
+        return marked(axes, zero=False, wild=True)
+    return axes
 
 
 def _cast(site: Site) -> list[Axes | Side]:
@@ -111,16 +120,21 @@ def _cast(site: Site) -> list[Axes | Side]:
 
 
 def _quantized(site: Site) -> Axes:
+    site.fixes(0)
     return changed(site.tokens(), Sequence.reduced)
 
 
 def _where(site: Site) -> Axes:
     """Of an operand that the condition chooses at padded positions, what that has there."""
     axes = _elementwise(site)
-    sides = [
-        ((),) * (len(axes) - len(operand)) + operand for operand in map(site.tokens, range(3))
-    ]
+    read = [site.tokens(i) for i in range(3)]
     beside = [site.beside(i) for i in range(3)]
+    found = sequences_of(*read[0])
+    is_side = isinstance(site.flow.value(site.input(0)), Side)
+    if is_side and found and not any(one.zero for one in found):  # may hide what is True
+        read = [site.tokens(0, How.HIDES), read[2], read[1]]
+        beside = [beside[0], beside[2], beside[1]]
+    sides = [((),) * (len(axes) - len(operand)) + operand for operand in read]
     is_one = len(sequences_of(*axes)) == 1
     result = list(axes)
     for i, axis in enumerate(axes):
@@ -137,15 +151,14 @@ def _where(site: Site) -> Axes:
 def _chosen(
     condition: Sequence, one: Sequence, other: Sequence, joined: Sequence, is_one: bool
 ) -> Sequence:
-    if condition.high:
-        one, other = other, one
-    elif not condition.zero:
+    if not condition.zero:
         return joined
     # Where the mask is the only sequence, positions behind all rows are all padded.
     same = joined.same or (is_one and other.uniform)
-    low = other.low and not one.low and (condition.low or condition.high)
+    low = other.low and not one.low and condition.low
     was_set = one.set_by_mask or other.set_by_mask or low or same
-    return Sequence(other.zero, low, same=same, set_by_mask=was_set and not other.zero)
+    set_by_mask = was_set and not other.zero
+    return Sequence(other.zero, low, same, set_by_mask, other.wild)
 
 
 # Along axes, under a mask where those hold the sequence
@@ -162,7 +175,8 @@ def _softmax(site: Site) -> Axes:
     is_log = site.node.op_type == "LogSoftmax"
     inside = [mixes and i in along for i in range(len(axes))]
     beside = _beside(axes, mixes)
-    made = {"zero": False} if is_log else {"zero": True, "low": False, "set_by_mask": False}
+    made = {"zero": not is_log, "wild": is_log}
+    made |= {} if is_log else {"low": False, "set_by_mask": False}
     under = marked(axes, **made)
     return tuple(under[i] if here else beside[i] for i, here in enumerate(inside))
 
@@ -171,7 +185,7 @@ def _product(site: Site, one: Axes, other: Axes) -> Axes:
     """Multiply stacks of matrices; a zero row makes zeros."""
     pairs = zip(sequences_of(one[-1]), sequences_of(other[-2]), strict=False)
     both: Axis = tuple(
-        Sequence(zero=(a.zero or b.zero) and not (a.low or b.low)) for a, b in pairs
+        Sequence(zero=(a.zero or b.zero) and not (a.wild or b.wild)) for a, b in pairs
     )
     if plain([one[-1]]) != plain([other[-2]]):
         if size_of(one[-1]) != size_of(other[-2]):
@@ -231,16 +245,15 @@ def _attention(site: Site) -> list[Axes | Side]:
         raise Refusal(UNFIT)
     if is_causal and plain([key[-2]]) != plain([query[-2]]):
         raise Refusal("hides what comes later in another sequence")
+    if is_causal and not site.node.domain and site.has(table.counted):
+        raise Refusal("counts later keys from the last of each row")
     masks = [(i, How.NUMBERS) for i in table.masks if site.has(i)]
-    if table.counted is not None and site.has(table.counted):
+    if site.has(table.counted):
         is_count = len(site.flow.roles.dims(site.input(table.counted)) or ()) == 1
         masks.append((table.counted, How.COUNT if is_count else How.ABOVE_0))
     read = [*table.keys, *(i for i, _ in masks)]
-    rest = [
-        site.tokens(i) for i in range(len(site.node.inputs)) if i not in read and site.has(i)
-    ]
     site.mixes([axis for axes in (query, key, value) for axis in (*axes[1:-2], axes[-1])])
-    site.mixes([axis for axes in rest for axis in axes])
+    site.fixes(*read)
     seen = [site.tokens(*mask) for mask in masks]
     for (index, _), axes in zip(masks, seen, strict=True):
         # Masks of fewer axes have none of rows, unless they say which keys count.
@@ -249,15 +262,20 @@ def _attention(site: Site) -> list[Axes | Side]:
             raise Refusal("is under a mask that has its axes at other places")
     hides = any(one.low for axes in seen for one in sequences_of(axes[-1]))
     hides = hides and all(keeps_order(site.flow, site.node, *mask) for mask in masks)
-    hides = hides and site.node.attributes.get_float("mask_filter_value", -math.inf) < LOW
+    fill, scale = (
+        site.node.attributes.get_float(name, default)
+        for name, default in (("mask_filter_value", -math.inf), ("scale", 1.0))
+    )
+    hides = hides and fill < LOW and abs(scale) <= ORDINARY
     # Infinity times 0 is NaN.
-    hides = hides and not any(one.low for one in sequences_of(value[-2]))
+    hides = hides and not any(one.wild for one in sequences_of(value[-2]))
     mixes = site.mixes(marked([key[-2]], low=hides), "low", query[:-1])
     return [(*_beside(query[:-1], mixes), site.sizes.axis(site.made()[-1]))]
 
 
 def _matmul_nbits(site: Site) -> Axes:
     *rows, last = site.tokens()
+    site.fixes(0)
     site.mixes([last], beside=rows)
     return (*changed(rows, Sequence.reworked), (site.integer("N", 1),))
 
@@ -276,30 +294,35 @@ def _reduced(site: Site, gone: set[int], flag: str) -> Axes:
     others = [axis for i, axis in enumerate(axes) if i not in gone]
     mixes = site.mixes([axes[i] for i in gone], flag, others)
     keep = site.integer("keepdims", 1)
+    keeps_zero = site.node.op_type in _OF_ZEROS
+    beside = changed(axes, lambda f: f.reduced(keeps_zero))
     return tuple(
         () if i in gone else axis
-        for i, axis in enumerate(plain(axes) if mixes else changed(axes, Sequence.reduced))
+        for i, axis in enumerate(plain(axes) if mixes else beside)
         if keep or i not in gone
     )
 
 
-# 0 at one padded position counts like 0 at several.
-_EXTREMES = frozenset({"ReduceMax", "ReduceMin"})
+# What leaves padding out of a reduction; of an extreme, 0 at one padded position counts like 0
+# at several.
+_LEFT_OUT = {
+    **dict.fromkeys(("ReduceL1", "ReduceL2", "ReduceSum", "ReduceSumSquare"), "zero"),
+    **dict.fromkeys(("ReduceLogSumExp", "ReduceMax"), "low"),
+}
+# Reductions that make 0 of zeros.
+_OF_ZEROS = REDUCTIONS - {"ReduceLogSum", "ReduceLogSumExp"}
 
 
-def _reduce(flag: str) -> Rule:
-    def rule(site: Site) -> Axes:
-        rank, given = len(site.tokens()), site.axes(1)
-        if not given and site.integer("noop_with_empty_axes", 0):
-            return changed(site.tokens(), Sequence.reduced)
-        gone = axes_of(given or range(rank), rank)
-        mixed = sequences_of(*(site.tokens()[i] for i in gone))
-        if site.node.op_type in _EXTREMES and any(one.zero and not one.low for one in mixed):
-            site.flow.keeps_one = True
-            return _reduced(site, gone, "zero")
-        return _reduced(site, gone, flag)
-
-    return rule
+def _reduce(site: Site) -> Axes:
+    axes, given, op_type = site.tokens(), site.axes(1), site.node.op_type
+    if not given and site.integer("noop_with_empty_axes", 0):
+        return changed(axes, Sequence.reduced)
+    gone, flag = axes_of(given or range(len(axes)), len(axes)), _LEFT_OUT.get(op_type, "")
+    mixed = sequences_of(*(axes[i] for i in gone))
+    if op_type in ("ReduceMax", "ReduceMin") and any(f.zero and not f.low for f in mixed):
+        site.flow.keeps_one = True
+        flag = "zero"
+    return _reduced(site, gone, flag)
 
 
 def _arg_reduce(site: Site) -> Axes | Side:
@@ -458,6 +481,7 @@ def _positions(site: Site, before: Axes, place: Axis, behind: Axes, joined: bool
 
 def _gather_block_quantized(site: Site) -> Axes:
     indices, after = _looked_up(site), site.made()
+    site.fixes(1)
     if len(after) != len(indices) + 1 or site.integer("gather_axis", 0):
         raise Refusal(UNFIT)
     return (*indices, site.sizes.axis(after[-1]))
@@ -468,6 +492,7 @@ def _embedded(site: Site) -> list[Axes | Side]:
     indices = [site.tokens(i) for i in (0, 1, 8) if site.has(i)]
     (width,) = site.tokens(2)[1:]
     made = (*plain(_broadcast(indices)), width)
+    site.fixes(0, 1, 7, 8)
     counts: Axes | Side = made[:1]
     for index in (1, 7, 8):
         if index in site.read:
@@ -508,24 +533,14 @@ def _gather_nd(site: Site) -> Axes:
     return (*_looked_up(site)[:-1], *data[skipped + depth :])
 
 
-def _shape(site: Site) -> Side:
-    axes = site.tokens()
+def _sizes(site: Site) -> Side:
+    axes, samples = site.tokens(), site.flow.samples
     span = axes[site.integer("start", 0) : site.integer("end", len(axes))]
-    samples = site.flow.samples
-    arrays = (
-        np.array([samples.size(axis, run) for axis in span], np.int64)
-        for run in range(len(samples.masks))
-    )
-    return site.flow.side(site.node.outputs[0], arrays)
-
-
-def _size(site: Site) -> Side:
-    factors = tuple(factor for axis in site.tokens() for factor in axis)
-    samples = site.flow.samples
-    arrays = (
-        np.array(samples.size(factors, run), np.int64) for run in range(len(samples.masks))
-    )
-    return site.flow.side(site.node.outputs[0], arrays)
+    runs = range(len(samples.masks))
+    each = (np.array([samples.size(axis, run) for axis in span], np.int64) for run in runs)
+    if site.node.op_type == "Size":
+        each = (sizes.prod() for sizes in each)
+    return site.flow.side(site.node.outputs[0], each)
 
 
 def _rows(rule: Rule, operators: str) -> dict[str, Rule]:
@@ -538,9 +553,7 @@ _STANDARD: dict[str, Rule] = {
     "Where": _where,
     # Along axes: which flag leaves padding out.
     **_rows(_softmax, "LogSoftmax Softmax"),
-    **_rows(_reduce("zero"), "ReduceL1 ReduceL2 ReduceSum ReduceSumSquare"),
-    **_rows(_reduce("low"), "ReduceLogSumExp ReduceMax"),
-    **_rows(_reduce(""), "ReduceLogSum ReduceMean ReduceMin ReduceProd"),
+    **dict.fromkeys(REDUCTIONS, _reduce),
     **_rows(_arg_reduce, "ArgMax ArgMin"),
     "CumSum": _cumulative_sum,
     "Gemm": _gemm,
@@ -555,8 +568,7 @@ _STANDARD: dict[str, Rule] = {
     "Gather": _gather,
     "GatherElements": _gather_elements,
     "GatherND": _gather_nd,
-    "Shape": _shape,
-    "Size": _size,
+    **_rows(_sizes, "Shape Size"),
     "Slice": _slice,
     "Split": _split,
     "Transpose": _transpose,

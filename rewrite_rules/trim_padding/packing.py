@@ -10,7 +10,7 @@ import onnx_ir as ir
 from rewrite_rules.facts.operator_table import NORMS, per_token
 from rewrite_rules.graph.initializers import FreshNames
 from rewrite_rules.graph.parameters import constant_ints, int_attribute
-from rewrite_rules.trim_padding.padding_nodes import NewNodes
+from rewrite_rules.trim_padding.new_nodes import NewNodes
 from rewrite_rules.trim_padding.token_axes import BATCH, Sequence
 from rewrite_rules.trim_padding.token_flow import Side, TokenFlow
 
@@ -23,9 +23,7 @@ _ALLOWZERO_SINCE = 14
 _MIN_PRODUCTS = 2
 
 
-def pack_regions(
-    model: ir.Model, flow: TokenFlow, mask: ir.Value, names: FreshNames, holds: ir.Value
-) -> int:
+def pack_regions(model: ir.Model, flow: TokenFlow, names: FreshNames, holds: ir.Value) -> int:
     """Pack in place; return how many nodes run on real tokens. The caller sorts the graph.
 
         x [batch, sequence, D] -> MatMul -> Add -> LayerNormalization -> y [batch, sequence, D]
@@ -34,13 +32,13 @@ def pack_regions(
           -> LayerNormalization -> Gather(a row for each position) -> y [batch, sequence, D]
 
     Attention keeps its padding. A padded position gets the row of the real one before it,
-    which the mask leaves out like what stood there; the first position of a row counts as
-    real, for models that pool it. Where ``holds`` is 0, the mask does not: all are real.
+    which the mask leaves out like what stood there. Where ``holds`` is 0, it does not, or a
+    row has none before it: all are real.
     """
     packed = [node for node in model.graph if _is_packable(node, flow)]
     if sum(node.op_type in _PRODUCTS for node in packed) < _MIN_PRODUCTS:
         return 0
-    _Packing(model, flow, mask, names, holds).apply(packed)
+    _Packing(model, flow, names, holds).apply(packed)
     return len(packed)
 
 
@@ -106,20 +104,15 @@ class _Packing:
     """The nodes that pack and unpack, and what they were made for."""
 
     def __init__(
-        self,
-        model: ir.Model,
-        flow: TokenFlow,
-        mask: ir.Value,
-        names: FreshNames,
-        holds: ir.Value,
+        self, model: ir.Model, flow: TokenFlow, names: FreshNames, holds: ir.Value
     ) -> None:
         self._graph = model.graph
         self._flow = flow
         self._names = names
         self._rows = dict[ir.Value, ir.Value]()
         self._shaped = dict[int, ir.Value]()
-        self._op = NewNodes(names)
-        self._index_rows(mask, holds, model.opset_imports[""])
+        self._op = NewNodes(names, flow.opset)
+        self._index_rows(flow.mask, holds, flow.opset)
 
     def apply(self, packed: list[ir.Node]) -> None:
         inside = set(packed)
@@ -175,15 +168,12 @@ class _Packing:
     def _index_rows(self, mask: ir.Value, holds: ir.Value, opset: int) -> None:
         """Rows of real tokens, and for each position the row that it gets back."""
         op, integers = self._op, self._op.integers
-        zero, one, flat = integers(0), integers(1), integers([-1])
-        shape = op.Shape(mask)
-        length = op.Gather(shape, one, axis=0)
-        first = op.Equal(op.Range(zero, length, one), zero)
-        all_or_first = op.Or(first, op.Not(op.Cast(holds, to=ir.DataType.BOOL)))
-        kept = op.Reshape(op.Or(op.is_real(mask), all_or_first), flat)
+        flat, shape = integers([-1]), op.Shape(mask)
+        kept = op.Or(op.true(mask), op.Not(op.Cast(holds, to=ir.DataType.BOOL)))
+        kept = op.Reshape(kept, flat)
         self._real = op.Reshape(op.NonZero(kept), flat)
         counted = op.Cast(kept, to=ir.DataType.INT64)
-        rows = op.Sub(op.CumSum(counted, zero), one)
+        rows = op.Sub(op.CumSum(counted, integers(0)), integers(1))
         # A batch of 0 is a size, not a size to copy; before opset 14 that can't be said.
         literal = {"allowzero": 1} if opset >= _ALLOWZERO_SINCE else {}
         self._places = op.Reshape(rows, shape, **literal)

@@ -18,11 +18,14 @@ import onnx_ir as ir
 
 from rewrite_rules.facts.operator_table import per_token
 from rewrite_rules.graph.parameters import constant
-from rewrite_rules.trim_padding.sample_masks import ORDINARY
+from rewrite_rules.trim_padding.questions import ORDINARY, How
 from rewrite_rules.trim_padding.token_axes import sequences_of
-from rewrite_rules.trim_padding.token_flow import RESHAPES, How, Side, TokenFlow
+from rewrite_rules.trim_padding.token_flow import RESHAPES, Side, TokenFlow
 
-_MOVES = RESHAPES | {"Cast", "Gather", "Identity", "Slice", "Transpose"}
+_MOVES = RESHAPES | {
+    *("Cast", "Gather", "GatherElements", "GatherND", "Identity", "Slice", "Split", "Tile"),
+    "Transpose",
+}
 _Part = tuple[ir.Node, int, How]
 
 
@@ -37,7 +40,9 @@ def keeps_order(flow: TokenFlow, node: ir.Node, index: int, how: How) -> bool:
     assert value is not None
     if _is_made(flow, value):
         return flow.opens(node, index, how)
-    return value.dtype is not ir.DataType.BOOL and sees_itself(flow, value)
+    # What says which keys count is no sum that could be asked by part.
+    is_float = value.dtype is not None and value.dtype.is_floating_point()
+    return how is How.NUMBERS and is_float and sees_itself(flow, value)
 
 
 def _parts(flow: TokenFlow, scores: ir.Value) -> Iterator[_Part | None]:
@@ -45,10 +50,11 @@ def _parts(flow: TokenFlow, scores: ir.Value) -> Iterator[_Part | None]:
     pending, seen = [(scores, False)], {scores}
     for value, grown in pending:
         node = value.producer()
-        if node is None or not (per_token(node) or _moves(node)):
+        if node is None or not (per_token(node) or _moves(node) or _joins(node)):
             continue
         kind = node.op_type if node.domain == "" else ""
-        read = {i: one for i, one in enumerate(node.inputs) if one is not None}
+        given = node.inputs[:1] if _moves(node) else node.inputs
+        read = {i: one for i, one in enumerate(given) if one is not None}
         made = {i: _bounds(flow, one) for i, one in read.items() if _is_made(flow, one)}
         if kind == "Where":
             yield from _chosen(node, made)
@@ -59,10 +65,17 @@ def _parts(flow: TokenFlow, scores: ir.Value) -> Iterator[_Part | None]:
                     yield (node, i, How.NUMBERS) if is_added else None
         elif kind in ("Mul", "Div"):
             for low, high in made.values():
-                if not math.isfinite(high - low):
-                    yield None
                 sizes = (abs(low), abs(high)) if low * high > 0 else (0, abs(low), abs(high))
-                grown |= max(sizes) > 1 if kind == "Mul" else min(sizes) < 1
+                factor = max(sizes) if kind == "Mul" else 1 / (min(sizes) or 1e-30)
+                grown |= factor > 1
+                if not factor <= ORDINARY:
+                    yield None
+        else:
+            for i, (low, high) in made.items():
+                clipped = high if i == 1 else -low
+                far = {"Max": high, "Min": -low, "Clip": clipped}.get(kind, max(-low, high))
+                if far > ORDINARY:
+                    yield None
         new = [one for i, one in read.items() if i not in made and one not in seen]
         seen.update(new)
         pending += [(one, grown) for one in new]
@@ -100,5 +113,9 @@ def _bounds(flow: TokenFlow, value: ir.Value) -> tuple[float, float]:
 
 
 def _moves(node: ir.Node) -> bool:
-    """Whether a node gives numbers that it reads, elsewhere or in another type."""
+    """Whether a node gives numbers of its first input, elsewhere or in another type."""
     return node.op_type in _MOVES and not node.domain
+
+
+def _joins(node: ir.Node) -> bool:
+    return node.op_type == "Concat" and not node.domain

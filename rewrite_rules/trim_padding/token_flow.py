@@ -16,7 +16,6 @@ What no rule covers is refused, with the node that stood in the way.
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -32,7 +31,8 @@ from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes import node_facts
 from rewrite_rules.shapes.dimensions import Dims
 from rewrite_rules.shapes.evaluator import CannotEvaluate, NodeEvaluator
-from rewrite_rules.trim_padding.sample_masks import LOW, SampleMasks
+from rewrite_rules.trim_padding.questions import LOW, How
+from rewrite_rules.trim_padding.sample_masks import SampleMasks
 from rewrite_rules.trim_padding.token_axes import (
     BATCH,
     MIXED_ROWS,
@@ -80,15 +80,6 @@ Value = Tokens | Side
 Rule = Callable[["Site"], Axes | Side | list[Axes | Side]]
 
 
-class How(enum.Enum):
-    """How a node reads a mask."""
-
-    NUMBERS = enum.auto()  # as it is: added to scores, or hiding those that are False
-    HIDES = enum.auto()  # those that are True are hidden
-    ABOVE_0 = enum.auto()  # keys count that are above 0
-    COUNT = enum.auto()  # as many keys count, ``[batch]``
-
-
 class Stopped(Refusal):
     """The walk ended at a node, with ``nodes_before`` before it."""
 
@@ -101,6 +92,7 @@ class TokenFlow:
     """The walk.
 
     Attributes:
+        mask: The input ``[batch, sequence]`` that says which positions are padding.
         values: What is known of each value that was met.
         masked_by: Nodes that leave padded positions out, by the mask.
         read: Side values that meet tokens, by node and input, with what they have to show, and
@@ -113,36 +105,52 @@ class TokenFlow:
     """
 
     def __init__(
-        self,
-        model: ir.Model,
-        inputs: Mapping[ir.Value, Value],
-        roles: AxisRoles,
-        sizes: Sizes,
-        samples: SampleMasks,
-        rules: Mapping[tuple[str, str], Rule],
+        self, model: ir.Model, mask: ir.Value, rules: Mapping[tuple[str, str], Rule]
     ) -> None:
         """Walk over the model; :class:`Stopped` where real positions may depend on padding."""
-        self.roles, self.sizes, self.samples = roles, sizes, samples
+        self.mask, self.roles = mask, AxisRoles(model, [mask])
+        rows, length = self.roles.dims(mask) or ()
+        self.sizes = Sizes(rows, length)
+        if not self.sizes.fits:
+            raise Stopped(
+                f"{mask.name!r} has no length of its own: export with a dynamic one", 0
+            )
+        self.samples = SampleMasks.usual(one_row=not rows[1])
         self.opset = model.opset_imports.get("", 0)
-        self.values: dict[ir.Value, Value] = dict(inputs)
+        self.values = {value: self._input(value) for value in model.graph.inputs}
         self.masked_by: list[ir.Node] = []
         self.read: dict[tuple[ir.Node, int], tuple[Axes, How]] = {}
         self.opened: dict[tuple[ir.Node, int], tuple[Axes, How]] = {}
         self.keeps_one = False
         self.picked: dict[tuple[ir.Node, int], bool] = {}
-        self.unpackable = "the model ends at some length" if roles.limits else ""
+        self.unpackable = "the model ends at some length" if self.roles.limits else ""
         self._rules = rules
         self._functions = {identifier[:2] for identifier in model.functions}
         self._evaluator = NodeEvaluator()
         self._flagged: dict[tuple[ir.Value, How], Tokens] = {}
         for i, node in enumerate(model.graph):
-            if node not in roles.read:
+            if node not in self.roles.read:
                 continue
             try:
                 outputs = self._outputs(node)
             except Refusal as refusal:
                 raise Stopped(f"{node.op_type} {label(node)!r} {refusal}", i) from None
             self.values.update(zip(node.outputs, outputs, strict=False))
+        if not self.masked_by:
+            raise Stopped(f"{mask.name!r} masks nothing", 0)
+
+    def _input(self, value: ir.Value) -> Value:
+        if value is self.mask:
+            assert value.dtype is not None
+            dtype = value.dtype.numpy()
+            return Side(tuple(array.astype(dtype) for array in self.samples.masks))
+        dims = self.roles.dims(value)
+        if dims is None or not isinstance(value.type, ir.TensorType):
+            return Tokens(None)
+        try:
+            return Tokens(tuple(map(self.sizes.axis, dims)))
+        except Refusal as refusal:
+            raise Stopped(f"input {value.name!r} {refusal}", 0) from None
 
     def value(self, value: ir.Value) -> Value:
         """Return what is known of a value; refused if nothing is."""
@@ -171,23 +179,12 @@ class TokenFlow:
                         f"reads {value.name!r}, which has more than a length per row"
                     )
                 axes = (*axes, (Sequence(),))
-            samples, seen = self.samples, self.seen(found, how)
+            samples = self.samples
+            seen = samples.seen(found.arrays, how)
             if how is How.COUNT:  # the first ones of each row: the graph asks whether they are
                 samples, seen = samples.of_first(seen)
             self._flagged[key] = Tokens(samples.flagged(seen, axes))
         return self._flagged[key]
-
-    def seen(self, side: Side, how: How) -> list[NDArray[Any]]:
-        """Return the numbers of a value as a node reads them."""
-        pairs = zip(side.arrays, self.samples.masks, strict=True)
-        match how:
-            case How.NUMBERS:
-                return [*side.arrays]
-            case How.HIDES:
-                return [~array for array in side.arrays]
-            case How.ABOVE_0:
-                return [array > 0 for array in side.arrays]
-        return [np.arange(mask.shape[1]) < array[:, None] for array, mask in pairs]
 
     def opens(self, node: ir.Node, index: int, how: How = How.NUMBERS) -> bool:
         """Return whether what is added to scores, or hides some, leaves the order of things.
@@ -205,7 +202,7 @@ class TokenFlow:
             return True
         if found.varies:
             self.opened[node, index] = axes, how
-        return self.samples.is_open(self.seen(found, how), axes)
+        return self.samples.is_open(self.samples.seen(found.arrays, how), axes)
 
     def is_constant(self, value: ir.Value) -> bool:
         found = self.value(value)
@@ -232,14 +229,17 @@ class TokenFlow:
             check_payload(tensor, f"constant {tensor.name!r}")
             array = self._evaluator.intern(tensor.numpy())
             return Side((array,) * len(self.samples.masks), varies=False)
-        return Tokens(_static_axes(ir.Shape(tensor.shape.numpy())))
+        return Tokens(tuple((int(n),) if n != 1 else () for n in tensor.shape.numpy()))
 
     def _outputs(self, node: ir.Node) -> list[Value]:
         if node.op_type == "Constant" and node.domain == "":
             return []  # looked at where it is needed
         inputs = [None if value is None else self.value(value) for value in node.inputs]
         if any(map(self._reads_sequence, subgraphs(node))):
-            raise Refusal("reads the sequence inside of a subgraph")
+            raise Refusal(
+                "reads the sequence inside of a subgraph; where TransformerFusion wrote it, "
+                "optimise the original with both passes"
+            )
         if not any(isinstance(value, Tokens) for value in inputs):
             try:
                 return self._evaluate(node, inputs)
@@ -251,7 +251,12 @@ class TokenFlow:
             if any(map(_changes, inputs)):
                 raise
             # What goes in is the same in both runs, and so is what comes out.
-            return [Tokens(_static_axes(out.shape or None)) for out in node.outputs]
+            return [Tokens(self._fixed_axes(out)) for out in node.outputs]
+
+    def _fixed_axes(self, value: ir.Value) -> Axes | None:
+        dims = self.roles.dims(value) if self.roles.follow(value) else None
+        axes = None if dims is None else tuple(map(self.sizes.axis, dims))
+        return None if axes is None or sequences_of(*axes) else axes
 
     def _by_rule(self, node: ir.Node) -> list[Value]:
         if (node.domain, node.op_type) in self._functions:
@@ -319,8 +324,14 @@ class Site(node_facts.Site):
         self.exact = self.exact and found.exact
         return found.axes
 
-    def operands(self) -> list[Axes]:
-        return [self.tokens(i) for i in range(len(self.node.inputs)) if self.has(i)]
+    def operands(self, *read: int) -> list[Axes]:
+        """Return the axes of inputs, but of those that are read already."""
+        count = len(self.node.inputs)
+        return [self.tokens(i) for i in range(count) if i not in read and self.has(i)]
+
+    def fixes(self, *read: int) -> None:
+        """Read the other inputs, which serve all tokens alike."""
+        self.mixes(axis for axes in self.operands(*read) for axis in axes)
 
     def beside(self, index: int) -> Sequence:
         """Return what an operand has along axes of the sequence that it lacks."""
@@ -329,7 +340,8 @@ class Site(node_facts.Site):
             return value
         array = found.arrays[0]
         is_low = array.dtype.kind == "f" and bool((array < LOW).all())
-        return dataclasses.replace(value, zero=not array.any(), low=is_low)
+        wild = is_low or not np.isfinite(array).all() if array.dtype.kind == "f" else False
+        return dataclasses.replace(value, zero=not array.any(), low=is_low, wild=wild)
 
     def made(self, output: int = 0) -> Dims:
         """Return the sizes of an output; refused where they do not follow from inputs'."""
@@ -361,9 +373,3 @@ class Site(node_facts.Site):
             self.flow.masked_by.append(self.node)
             self.exact = False
         return bool(found)
-
-
-def _static_axes(shape: ir.Shape | None) -> Axes | None:
-    if shape is None or not shape.is_static():
-        return None
-    return tuple((int(n),) if n != 1 else () for n in shape.numpy())

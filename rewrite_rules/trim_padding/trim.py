@@ -10,15 +10,13 @@ each batch what that rests on; trials on made-up batches check it.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from rewrite_rules.facts.axis_roles import AxisRoles
 from rewrite_rules.facts.input_roles import rows_below, tables_below
 from rewrite_rules.facts.made_up_batches import (
     numbers_compared_with,
@@ -32,14 +30,8 @@ from rewrite_rules.trim_padding.operator_rules import RULES
 from rewrite_rules.trim_padding.packing import pack_regions
 from rewrite_rules.trim_padding.padding_nodes import PaddingNodes
 from rewrite_rules.trim_padding.sample_masks import SampleMasks
-from rewrite_rules.trim_padding.token_axes import (
-    BATCH,
-    Axes,
-    Sequence,
-    Sizes,
-    sequences_of,
-)
-from rewrite_rules.trim_padding.token_flow import Side, Stopped, TokenFlow, Tokens, Value
+from rewrite_rules.trim_padding.token_axes import BATCH, Sequence, sequences_of
+from rewrite_rules.trim_padding.token_flow import Side, Stopped, TokenFlow, Tokens
 
 _MODEL = "model"
 _MIN_OPSET = 11  # Pad takes its sizes as an input
@@ -51,19 +43,6 @@ _MASK_TYPES = frozenset({
 _PADDED_TYPES = _MASK_TYPES | {
     ir.DataType.INT8, ir.DataType.UINT32, ir.DataType.UINT64, ir.DataType.FLOAT16,
 }  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Proof:
-    """A mask, and what the model does under it.
-
-    Attributes:
-        inputs: What each input is.
-    """
-
-    mask: ir.Value
-    flow: TokenFlow
-    inputs: Mapping[ir.Value, Value]
 
 
 def trim_padding(
@@ -81,26 +60,26 @@ def trim_padding(
     """
     names = FreshNames(model)
     try:
-        proof = _find_mask(model, mask)
-        flow, axes = proof.flow, _sequence_axes(model, proof)
+        flow = _find_mask(model, mask)
+        axes = _sequence_axes(model, flow)
         inputs = [value for value in model.graph.inputs if value in axes]
         outputs = [value for value in model.graph.outputs if value in axes]
         behind = [one for value in outputs for one in axes[value].values()]
         repeated = any(one.same and not one.zero for one in behind)
         keeps_one = repeated or flow.keeps_one
         sizes = {
-            value: (_axis_of_rows(known), *axes[value])
-            for value, known in proof.inputs.items()
-            if value in axes and isinstance(known, Tokens)
+            value: (_axis_of_rows(flow.tokens(value)), *axes[value])
+            for value in inputs
+            if value is not flow.mask
         }
-        nodes = PaddingNodes(model, names, proof.mask, flow)
+        nodes = PaddingNodes(model, names, flow)
         nodes.count(sizes, multiple, repeated, keeps_one)
     except Refusal as refusal:
         context.remarks.refused(_MODEL, str(refusal))
         return
-    context.trials.extend(_trial_batches(model, proof))
+    context.trials.extend(_trial_batches(model, flow))
     remove_unused(model)  # of which nothing is known
-    _forget_lengths(model, proof)
+    _forget_lengths(model, flow)
     nodes.cut_sides()
     sides = [v for v in model.graph.outputs if isinstance(flow.value(v), Side)]
     for value in dict.fromkeys(v for v in sides if not flow.is_constant(v)):
@@ -116,7 +95,7 @@ def trim_padding(
                 str(value.name), "positions behind the longest row are 0 from now on"
             )
     if pack:
-        gained += _pack(model, proof, names, nodes.holds, context)
+        gained += _pack(model, flow, names, nodes.holds, context)
     for value in inputs:
         nodes.cut_input(value, list(axes[value]))
     for value, at in zip(model.graph.outputs, places, strict=True):
@@ -125,16 +104,16 @@ def trim_padding(
     nodes.insert()
     remove_unused(model)
     name_apart(model)
-    context.remarks.fired(str(proof.mask.name), gained)
+    context.remarks.fired(str(flow.mask.name), gained)
 
 
 def _pack(
-    model: ir.Model, proof: _Proof, names: FreshNames, holds: ir.Value, context: PassContext
+    model: ir.Model, flow: TokenFlow, names: FreshNames, holds: ir.Value, context: PassContext
 ) -> str:
     """Pack what can be; return what was gained, after a note where that is nothing."""
-    why_not = f"{proof.flow.unpackable}: not packed" if proof.flow.unpackable else ""
+    why_not = f"{flow.unpackable}: not packed" if flow.unpackable else ""
     if not why_not:
-        if packed := pack_regions(model, proof.flow, proof.mask, names, holds):
+        if packed := pack_regions(model, flow, names, holds):
             return f"; {packed} nodes run on real tokens only"
         why_not = "nothing works token by token for long enough to pack it"
     context.remarks.note(_MODEL, why_not)
@@ -153,22 +132,22 @@ def _names(values: Iterable[ir.Value]) -> str:
 # Which input is the mask
 
 
-def _find_mask(model: ir.Model, name: str) -> _Proof:
+def _find_mask(model: ir.Model, name: str) -> TokenFlow:
     if model.opset_imports.get("", 0) < _MIN_OPSET:
         raise Refusal(
             f"opset {model.opset_imports.get('', 0)} is too old: convert the model to opset "
             f"{_MIN_OPSET} or newer"
         )
-    proofs: list[_Proof] = []
+    proofs: list[TokenFlow] = []
     stopped: list[Stopped] = []
     for mask in _candidates(model, name):
         try:
-            proofs.append(_prove(model, mask))
+            proofs.append(TokenFlow(model, mask, RULES))
         except Stopped as refusal:
             stopped.append(refusal)
     if len(proofs) > 1:
         raise Refusal(
-            f"{_names(proof.mask for proof in proofs)} may each be the mask: name it by "
+            f"{_names(flow.mask for flow in proofs)} may each be the mask: name it by "
             "trim_padding.mask"
         )
     if not proofs:
@@ -200,45 +179,16 @@ def _may_be_mask(value: ir.Value) -> bool:
     return value.dtype in _MASK_TYPES and value.shape is not None and len(value.shape) == 2
 
 
-# What the model does under it
+# Where it has the sequence
 
 
-def _prove(model: ir.Model, mask: ir.Value) -> _Proof:
-    roles = AxisRoles(model, [mask])
-    rows, length = roles.dims(mask) or ()
-    sizes = Sizes(rows, length)
-    if not sizes.fits:
-        raise Stopped(f"{mask.name!r} has no length of its own: export with a dynamic one", 0)
-    samples = SampleMasks.usual(one_row=not rows[1])
-    assert mask.dtype is not None
-    dtype = mask.dtype.numpy()
-    inputs: dict[ir.Value, Value] = {
-        value: Tokens(_axes_of_input(value, roles, sizes)) for value in model.graph.inputs
-    }
-    inputs[mask] = Side(tuple(array.astype(dtype) for array in samples.masks))
-    flow = TokenFlow(model, inputs, roles, sizes, samples, RULES)
-    if not flow.masked_by:
-        raise Stopped(f"{mask.name!r} masks nothing", 0)
-    return _Proof(mask, flow, inputs)
-
-
-def _axes_of_input(value: ir.Value, roles: AxisRoles, sizes: Sizes) -> Axes | None:
-    dims = roles.dims(value)
-    if dims is None or not isinstance(value.type, ir.TensorType):
-        return None
-    try:
-        return tuple(map(sizes.axis, dims))
-    except Refusal as refusal:
-        raise Stopped(f"input {value.name!r} {refusal}", 0) from None
-
-
-def _sequence_axes(model: ir.Model, proof: _Proof) -> dict[ir.Value, dict[int, Sequence]]:
+def _sequence_axes(model: ir.Model, flow: TokenFlow) -> dict[ir.Value, dict[int, Sequence]]:
     """Where inputs and outputs have the sequence, and what stands there at padding."""
     result = dict[ir.Value, dict[int, Sequence]]()
     for value in (*model.graph.inputs, *model.graph.outputs):
-        if not value.is_graph_input() and isinstance(proof.flow.value(value), Side):
+        if not value.is_graph_input() and isinstance(flow.value(value), Side):
             continue  # computed from whole inputs
-        axes = proof.flow.tokens(value).axes or ()
+        axes = flow.tokens(value).axes or ()
         found = {i: one for i, axis in enumerate(axes) for one in sequences_of(axis)}
         if not found:
             continue
@@ -262,14 +212,14 @@ def _sequence_axes(model: ir.Model, proof: _Proof) -> dict[ir.Value, dict[int, S
     return result
 
 
-def _forget_lengths(model: ir.Model, proof: _Proof) -> None:
+def _forget_lengths(model: ir.Model, flow: TokenFlow) -> None:
     """Drop the sizes of values inside that depend on the length.
 
     Where onnxruntime knows that two values are equally large it lets them share a buffer,
     which makes attention's products 1.4 times as slow, and fuses SkipLayerNormalization.
     """
-    roles = proof.flow.roles
-    (length,) = (roles.dims(proof.mask) or ())[1][1]
+    roles = flow.roles
+    (length,) = (roles.dims(flow.mask) or ())[1][1]
     for value in [value for node in model.graph for value in node.outputs if value.shape]:
         dims = roles.dims(value)
         if dims is None or value.shape is None or len(dims) != len(value.shape):
@@ -281,21 +231,21 @@ def _forget_lengths(model: ir.Model, proof: _Proof) -> None:
 # What is tried
 
 
-def _trial_batches(model: ir.Model, proof: _Proof) -> Iterator[Trial]:
+def _trial_batches(model: ir.Model, flow: TokenFlow) -> Iterator[Trial]:
     """Make the trials; what the model computes at real positions has to be the same."""
-    mask, flow = proof.mask, proof.flow
+    mask = flow.mask
     assert mask.shape is not None and mask.dtype is not None
     rng = np.random.default_rng(17)
-    compared_with = numbers_compared_with(model, proof.inputs)
+    fed = [v for v in model.graph.inputs if v.name not in model.graph.initializers]
+    compared_with = numbers_compared_with(model, fed)
     for batch in padded_batches(model, mask):
         real = batch.real
         run = SampleMasks([real])
         feeds = {
             str(value.name): real.astype(mask.dtype.numpy())
-            if isinstance(known, Side)
-            else _array(value, known, run, compared_with[value], rng)
-            for value, known in proof.inputs.items()
-            if value.name not in model.graph.initializers
+            if value is mask
+            else _array(value, flow.tokens(value), run, compared_with[value], rng)
+            for value in fed
         }
         made = {v: flow.value(v) for v in model.graph.outputs}
         compared = {

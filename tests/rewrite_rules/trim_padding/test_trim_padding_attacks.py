@@ -58,6 +58,22 @@ CONSTANTS = {
     "four": np.array([4]),
     "two": np.int64(2),
     "minus_one": np.int64(-1),
+    "ones8": np.ones(8, np.float32),
+    "one_behind": np.array([0, 0, 0, 0, 1, 0]),
+    "minus_100": np.float32(-100),
+    "rows_of_72": np.array([-1, 72]),
+    "grid": np.float32(0.05),
+    "middle_code": np.uint8(128),
+    "nbits_steps": np.ones((8, 1), np.float32),
+    "nbits": np.arange(64, dtype=np.uint8).reshape(8, 1, 8) * 3,
+    "row_steps": np.linspace(0.1, 1, 32, dtype=np.float32)[:, None],
+    "row_codes": np.arange(256, dtype=np.uint8).reshape(32, 8),
+    "three": np.array([3]),
+    "highest": np.float32(3e38),
+    "ones3": np.ones(3, np.int64),
+    "nine": np.float32(9),
+    "lowest_rows": np.full(32, -3.4e38, np.float32),
+    "infinity": np.float32(np.inf),
 }
 INPUTS = {
     "labels": (["texts", "kinds"], "int64"),
@@ -188,6 +204,16 @@ def test_an_output_has_another_rank_than_declared():
     feed = fed(model, ("111", "11111"), 0)
     (found, _), (expected, _) = (run(m, feed) for m in (result.model, model))
     assert_same_where_real(found[0], expected[0], feed["attention_mask"].astype(bool))
+
+
+def test_a_declared_shape_that_is_wrong_decides_nothing():
+    mask, head = ADDITIVE, "t = Hardmax(nine_rows)\ny = Add(hidden, t)"
+    rows = np.random.default_rng(8).standard_normal((9, 8), np.float32)
+    model = encoder(mask, head, extra={"nine_rows": rows})
+    (stale,) = (value for value in model.graph.value_info if value.name == "t")
+    stale.type.tensor_type.shape.dim[0].dim_value = 1
+    _, remark = proved(model)
+    assert "has sizes that do not follow from the length" in remark.reason
 
 
 NAMES = (("s10", "s70"), ("s43", "s53"), ("s77", "s88"))
