@@ -14,7 +14,6 @@ from builders.qdq_models import (
     parse,
     place,
     quantized,
-    refused,
     serialized,
     to,
 )
@@ -33,6 +32,7 @@ from rewrite_rules.remarks import Outcome, PassContext, Remarks
 from session_options import MixedPrecisionBoundaries
 from session_options.override_json import read_overrides
 
+FIRED = Outcome.FIRED
 U8, I8, U16, I16 = (ir.DataType.UINT8, ir.DataType.INT8, ir.DataType.UINT16, ir.DataType.INT16)
 CHAIN = """g (float[2,3] x) => (float[2,3] y) {
     [A] a = Sigmoid(x)
@@ -81,92 +81,49 @@ def read_grid(text: str) -> QuantizationGrid:
     return grid(float(scale), int(zero_point), ir.DataType[dtype], getattr(np, real))
 
 
+def read_ranges(text: str) -> dict[str, tuple[float, ...]]:
+    pairs = (each.split("=") for each in text.split())
+    return {name: tuple(map(float, ends.split(".."))) for name, ends in pairs}
+
+
 @pytest.mark.parametrize("name", REGIONS)
 def test_regions(name: str):
-    """A case has the paths between operators, or the codes of refusals alone."""
+    """A case has the paths between operators and the grids; or codes of refusals, or an error.
+
+    ``grid`` is that of all activations, ``grid_NAME`` of one; with ``quantized: no`` the text
+    has pairs of its own.
+    """
     case, options = REGIONS[name], {**REGIONS[name].settings}
     text = globals()[options.pop("model")] if "model" in options else case.nodes
-    how = {"opset": int(options.pop("opset", 21))}
-    if "grid" in options:
-        how["default"] = read_grid(options.pop("grid"))
-        if how["default"].float_dtype == np.float16:
-            text = text.replace("float[", "float16[")
-    if "d" in options:
-        how["grids"] = {"d": read_grid(options.pop("d"))}
-    model = quantized(text, **how)
+    opset = int(options.pop("opset", 21))
+    grids = {key: read_grid(options.pop(key)) for key in [*options] if key.startswith("grid")}
+    default = grids.pop("grid", None)
+    if default is not None and default.float_dtype == np.float16:
+        text = text.replace("float[", "float16[")
+    if options.pop("quantized", "yes") == "no":
+        model = parse(text)
+    else:
+        named = {key.removeprefix("grid_"): each for key, each in grids.items()}
+        model = quantized(text, named, opset, default)
     before = serialized(model)
-    remarks = place(
-        model,
-        promote=frozenset(filter(None, options.pop("promote", "").split(", "))),
-        overrides=read_overrides(options.pop("overrides", "{}")),
-        **options,
-    )
-    if serialized(model) == before:
-        case.expect(" ".join(["stays", *(code_of(remark.reason) for remark in remarks)]))
-        assert {remark.outcome for remark in remarks} <= {Outcome.REFUSED, Outcome.NOTE}
+    options["promote"] = frozenset(filter(None, options.pop("promote", "").split(", ")))
+    options["overrides"] = read_overrides(options.pop("overrides", "{}"))
+    options["ranges"] = read_ranges(options.pop("ranges", ""))
+    try:
+        remarks = place(model, **options)
+    except OverrideError as error:
+        assert serialized(model) == before
+        case.expect(f"error: {error}")
         return
-    case.expect(" ".join(sorted(chains(model))))
+    codes = sorted({code_of(each.reason) for each in remarks if each.outcome is not FIRED})
+    if serialized(model) == before:
+        case.expect(" ".join(["stays", *filter(None, codes)]))
+        return
+    found = {str(tensor.grid) for tensor in QuantizedGraph(model).tensors}
+    case.expect("\n".join([" ".join([*sorted(chains(model)), *codes]), *sorted(found)]))
     feeds = {v.name: np.ones(v.shape.numpy(), v.dtype.numpy()) for v in model.graph.inputs}
     run(model, feeds)
     run(model, feeds, optimised=True)
-
-
-def test_a_calibrated_range_of_one_is_the_grid_of_its_group():
-    model = quantized(MOVED)
-    place(model, promote=frozenset("xyz") | {"a"}, ranges=dict.fromkeys("xa", (-2.0, 2.0)))
-    scales = {
-        node.inputs[0].name: float(node.inputs[1].const_value.numpy())
-        for node in model.graph
-        if node.op_type == "QuantizeLinear"
-    }
-    assert [scales[name] for name in "abcd"] == pytest.approx([4 / 65535] * 4)
-
-
-FINE, FINER = ({"scale": scale, "zero_point": 5} for scale in (0.002, 0.001))
-
-
-@pytest.mark.parametrize(
-    ("text", "options", "words"),
-    [
-        (MOVED, {"overrides": {"a": of(U16), "d": of(I16)}},
-         r"'d'.*int16.*override of 'd'.*uint16.*'a'"),
-        (MOVED, {"overrides": {"a": of(U16, **FINE), "d": of(U16, **FINER)}},
-         "'a' and 'd' share parameters"),
-        (SUM, {"overrides": {"a": of(U16), "b": of(I16)}},
-         r"'C'.*uint16 by the override of 'a'.*int16.*'b'"),
-        (CHAIN, {"overrides": {"a": of(U8, convert=to(I16, "B")), "b": of(U16)}},
-         r"'B' is asked to read tensor 'a' as int16.*uint16"),
-        (CHAIN, {"overrides": {"b": of(I16)}, "promote": {"B"}},
-         r"tensor 'b'.*int16.*'b'.*uint16.*'B'"),
-        (CHAIN, {"promote": {"Sigmoidd"}}, "no quantised tensor and no node 'Sigmoidd'"),
-        (CHAIN, {"promote": {"b_QuantizeLinear_Outptu"}}, r"b_QuantizeLinear_Output'\?"),
-        (CHAIN, {"overrides": {"bb": of(U16)}}, "'bb'"),
-        (CHAIN, {"overrides": {"b": of(U8, convert=to(U16, "D"))}}, "no node 'D'"),
-        (CHAIN, {"overrides": {"b": of(U8, convert=to(U8, "C"))}}, "tensor's own"),
-        (CHAIN, {"mode": "int8"}, "mode is 'int8'"),
-        (CHAIN, {"overrides": {"a": of(U16), "a_QuantizeLinear_Output": of(I16)}},
-         "both are names of tensor 'a'"),
-        (CHAIN, {"overrides": {"x": of(ir.DataType.UINT4)}}, "tensor 'x'.*uint4"),
-        (CHAIN, {"overrides": {"x": of(I16)}, "promote": {"x"}}, "tensor 'x'.*int16"),
-        (CHAIN, {"overrides": {"x": of(axis=0)}}, "tensor 'x'.*per-channel"),
-    ],
-)  # fmt: skip
-def test_what_is_wrong_or_contradicts_itself_changes_nothing(
-    text: str, options: dict, words: str
-):
-    model = quantized(text)
-    before = serialized(model)
-    with pytest.raises(OverrideError, match=words):
-        place(model, **options)
-    assert serialized(model) == before
-
-
-@pytest.mark.parametrize("options", [{}, {"mode": "float"}])
-def test_an_empty_region_changes_nothing(options):
-    model = quantized(CHAIN)
-    before = serialized(model)
-    assert not list(place(model, **options))
-    assert serialized(model) == before
 
 
 def test_new_values_have_types_and_shapes():
@@ -237,38 +194,6 @@ def test_pairs_without_zero_point_get_one_or_the_type_of_an_attribute(kind: str)
     run(model, {"x": np.linspace(0, 2, 6, dtype=np.float32).reshape(2, 3)})
 
 
-def test_quantised_inputs_and_outputs_keep_types_and_parameters():
-    model = parse(
-        """g (uint8[4] x) => (uint8[4] yq, float[4] y)
-        <float s = {0.02}, uint8 z = {121}>
-        {
-            [DX] xf = DequantizeLinear(x, s, z)
-            [A] a = Sigmoid(xf)
-            [QY] yq = QuantizeLinear(a, s, z)
-            [DY] y = DequantizeLinear(yq, s, z)
-        }"""
-    )
-    remarks = place(model, promote=frozenset({"x", "a"}))
-    assert chains(model) == {"x>u16>A", "A>u16>u8>yq", "A>u16>u8>y"}
-    assert [value.dtype for value in model.graph.outputs] == [U8, ir.DataType.FLOAT]
-    assert {str(remark) for remark in remarks} == {
-        "x: uint8 -> uint16 for 'A'",
-        "a: uint8 -> uint16",
-        "a: uint16 -> uint8 for the output",
-    }
-    run(model, {"x": np.arange(4, dtype=np.uint8)})
-    model = parse(
-        """g (float[4] x) => (uint8[4] q, float[4] y)
-        <float s = {0.02}, uint8 z = {121}>
-        {
-            [Q] q = QuantizeLinear(x, s, z)
-            [D] y = DequantizeLinear(q, s, z)
-        }"""
-    )
-    finer = of(scale=0.01, zero_point=121)
-    refused(model, "parameters can't change", overrides={"x": finer})
-
-
 def test_parameters_in_constant_nodes():
     model = parse(
         """g (uint8[4] x) => (float[4] y, float[4] w) {
@@ -285,38 +210,6 @@ def test_parameters_in_constant_nodes():
     assert chains(model) == {"x>A", "x>u16>B", "A>y", "B>w"}
     after = run(model, feeds)
     assert [value.tobytes() for value in after] == [value.tobytes() for value in before]
-
-
-def test_mode_float_reads_8_bits_at_an_entry():
-    model = quantized(
-        """g (float[4] x) => (float[4] a, float[4] y) {
-            [A] a = Sigmoid(x)
-            [B] y = Sigmoid(a)
-        }"""
-    )
-    finer = of(scale=0.004, zero_point=0)
-    place(model, overrides={"a": finer}, promote=frozenset({"B"}), mode="float")
-    assert chains(model) == {"x>u8>A", "A>u8>a", "A>u8>B", "B>y"}
-    assert "uint8 0.004 @ 0" in {str(tensor.grid) for tensor in QuantizedGraph(model).tensors}
-
-
-def test_a_tensor_quantised_twice():
-    text = """g (float[4] x) => (float[4] y, float[4] w)
-        <float s = {0.02}, float t = {0.5}, uint8 z = {121}>
-        {
-            [A] a = Sigmoid(x)
-            [Q] q = QuantizeLinear(a, s, z)
-            [R] r = QuantizeLinear(a, t, z)
-            [D] d = DequantizeLinear(q, s, z)
-            [E] e = DequantizeLinear(r, t, z)
-            [B] y = Neg(d)
-            [C] w = Neg(e)
-        }"""
-    one, both = parse(text), parse(text)
-    place(one, overrides={"q": of(U8, convert=to(U16, "B"))})
-    assert chains(one) == {"x>A", "A>u8>u16>B", "A>u8>C", "B>y", "C>w"}
-    place(both, promote=frozenset({"a"}))
-    assert chains(both) == {"x>A", "A>u16>B", "A>u16>C", "B>y", "C>w"}
 
 
 def test_elementwise_constants_follow_exactly():
@@ -372,77 +265,6 @@ def test_a_bias_that_would_overflow_stays(target, outcome):
     assert model.graph.node("A").inputs[2].producer().name == "BIAS"
     (remark,) = [remark for remark in remarks if remark.outcome is outcome]
     assert "2147483648, beyond int32" in remark.reason
-
-
-def test_weights_that_are_quantised_in_the_graph_stay():
-    # As training with quantisation exports them: float initializer -> Q -> DQ -> Conv.
-    model = quantized(
-        """g (float[1,1,4,4] x) => (float[1,2,4,4] y)
-        <float s = {0.02}, uint8 z = {121}, float[2,1,1,1] w = {0.5, -0.7},
-         float[2] sw = {0.01, 0.02}, int8[2] zw = {0, 0}, float k = {0.25}> {
-            [QW] wq = QuantizeLinear <axis = 0> (w, sw, zw)
-            [DW] wf = DequantizeLinear <axis = 0> (wq, sw, zw)
-            [QK] kq = QuantizeLinear(k, s, z)
-            [DK] kf = DequantizeLinear(kq, s, z)
-            [A] a = Conv(x, wf)
-            [M] y = Mul(a, kf)
-        }"""
-    )
-    place(model, promote=frozenset({"a"}))
-    assert chains(model) == {"x>u8>u16>A", "A>u16>M", "M>u16>y"}
-    convolution, multiply = map(model.graph.node, "AM")
-    assert convolution.inputs[1].producer().name == "DW"
-    assert multiply.inputs[1].producer().inputs[0].dtype == U16
-    run(model, {"x": np.ones((1, 1, 4, 4), np.float32)})
-
-
-def test_explicit_parameters_and_ranges_leave_exact_entries():
-    model = quantized(CHAIN)
-    place(
-        model,
-        overrides={
-            "x": of(U16, scale=0.001, zero_point=77),
-            "a": of(U16, rmin=-1.0, rmax=3.0, symmetric=True),
-            "b": of(U16, rmin=-1.0, rmax=3.0),
-            "y": of(U16),
-        },
-        ranges={"y": (-0.5, 1.0)},
-    )
-    grids = [str(tensor.grid) for tensor in QuantizedGraph(model).tensors]
-    assert grids == [
-        "uint16 0.001 @ 77",
-        f"uint16 {6 / 65535:.6g} @ {65536 // 2}",
-        f"uint16 {4 / 65535:.6g} @ {65535 // 4 + 1}",
-        f"uint16 {1.5 / 65535:.6g} @ {65535 // 3}",
-    ]
-    model = quantized(CHAIN)
-    place(model, promote=frozenset({"B"}), ranges=dict.fromkeys("xaby", (-1.0, 1.0)))
-    assert {str(tensor.grid) for tensor in QuantizedGraph(model).tensors} == {
-        "uint8 0.02 @ 121",
-        f"uint16 {0.02 / 256:.6g} @ {121 * 256}",
-    }
-
-
-def test_a_removed_relu6_ends_at_6_inside_a_region():
-    model = quantized(CHAIN, default=grid(6 / 255, 0))
-    place(model, promote=frozenset({"b"}))
-    tensors = {(t.name, t.grid.bits): t.grid for t in QuantizedGraph(model).tensors}
-    inside, entry_grid = tensors["b", 16], tensors["a_convert_DequantizeLinear_Output", 16]
-    assert inside.dequantize([65535]) == pytest.approx([6.0])
-    assert entry_grid == grid(6 / 255, 0).refine(U16)
-
-
-def test_a_refused_region_leaves_another_alone():
-    model = quantized(
-        """g (float[4] x, float[4] v) => (float[4] y, float[4] w) {
-            [A] y = Sigmoid(x)
-            [B] w = Sigmoid(v)
-        }""",
-        {"y": grid(1e-37, 0)},
-    )
-    remarks = place(model, promote=frozenset({"A", "B"}))
-    assert chains(model) == {"x>u8>A", "A>u8>y", "v>u8>u16>B", "B>u16>w"}
-    assert [r.node for r in remarks if r.outcome is Outcome.REFUSED] == ["A"]
 
 
 # Quantisers remove the Relu or Clip between two tensors; the range stands for it. Operators,
@@ -505,19 +327,6 @@ def test_a_region_beside_an_earlier_one_is_bridged_where_asked():
     exact = run(parse(CHAIN), feeds)[0]
     errors = {merge: np.abs(run(made[merge], feeds)[0] - exact).max() for merge in made}
     assert errors[True] <= errors[False] + 1e-4
-
-
-def test_codes_that_nothing_dequantises_are_converted_back():
-    model = parse(
-        """g (float[4] x) => (uint8[4] q)
-        <float s = {0.02}, uint8 z = {121}>
-        { [A] a = Sigmoid(x)\n [Q] q = QuantizeLinear(a, s, z) }"""
-    )
-    feeds = {"x": np.linspace(-1, 1, 4, dtype=np.float32)}
-    before = run(model, feeds)[0]
-    place(model, promote=frozenset({"a"}))
-    assert chains(model) == {"x>A", "A>u16>u8>q"}
-    assert np.abs(run(model, feeds)[0].astype(int) - before.astype(int)).max() <= 1
 
 
 UNARY = ("Sigmoid", "Tanh", "Neg", "Relu")
