@@ -19,8 +19,8 @@ operator takes 0.6 to 0.8 of the time of the nodes.
 Shapes are proved, and a run asks its mask what kernels take for granted (:mod:`.conditions`);
 where it shows something else, nodes add it as the model does.
 
-Refused by name: soft caps, masks of their own for the heads of a group, other types than
-float32, weights that something else reads. What multiplies the weights of a Softmax and is not
+Refused by name: sinks and soft caps without a cache, other types than float32, weights that
+something else reads. What multiplies the weights of a Softmax and is not
 fused says why.
 """
 
@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import onnx_ir as ir
@@ -57,6 +57,7 @@ from rewrite_rules.transformer_fusion.read_attention import (
 from rewrite_rules.transformer_fusion.shared_cache import SharedCache
 
 _KERNELS = ("Attention", "GroupQueryAttention", "MultiHeadAttention")
+_PRODUCTS = ("Einsum", "MatMul")
 _MAX_BETWEEN = 4
 
 
@@ -71,6 +72,15 @@ class Written:
 
     caches: list[tuple[ir.Value, ir.Value]] = dataclasses.field(default_factory=list)
     uncached: bool = False
+
+    def name_caches(self) -> None:
+        """Let new caches be the outputs, under their names."""
+        for whole, made in self.caches:
+            if not whole.is_graph_output():
+                continue  # another attention that reads it has replaced it
+            made.type, made.shape, name = whole.type, whole.shape, whole.name
+            whole.replace_all_uses_with(made, replace_graph_outputs=True)
+            whole.name, made.name = None, name
 
 
 class FuseAttention(RewriteRuleClassBase):
@@ -99,7 +109,9 @@ class FuseAttention(RewriteRuleClassBase):
     def pattern(self, op, logits, zero, values):  # type: ignore[no-untyped-def]
         softmax = op.Softmax(logits, _allow_other_attributes=True, _outputs=["softmax"])
         numbers = op.Where(op.IsNaN(softmax), zero, softmax)
-        weights = OrValue([softmax, numbers], tag_var="guarded", tag_values=[0, 1])
+        cut = op.Slice(softmax, _allow_other_inputs=True, _outputs=["cut"])
+        forms = [softmax, numbers, cut]
+        weights = OrValue(forms, tag_var="guarded", tag_values=[0, 1, 2])
         mixed = op.MatMul(weights, values, _outputs=["mixed"])
         same = op.Reshape(mixed, _allow_other_inputs=True, _allow_other_attributes=True)
         kept = OrValue([mixed, same], tag_var="kept", tag_values=[0, 1])
@@ -111,44 +123,42 @@ class FuseAttention(RewriteRuleClassBase):
         softmax: ir.Value,
         zero: ir.Value | None,
         mixed: ir.Value,
-        out: ir.Value,
         guarded: int,
-        **_: object,
+        **bound: Any,
     ) -> MatchResult:
         """Read the attention; what stands in the way is a remark."""
         result, node = MatchResult(), producer(mixed)
         if int_attribute(producer(softmax), "axis", -1) not in (-1, 3):
             return result.fail("weights are not over keys", node)
-        if guarded and not _is_zero(zero):
+        if guarded == 1 and not _is_zero(zero):
             return result.fail("what NaN becomes is not 0", node)
         with self._remarks.at(label(node)):
             try:
-                self._read(softmax, mixed, out, guarded)
+                self._read(softmax, mixed, guarded, **bound)
             except Refusal as refusal:
                 self._remarks.refused(label(node), f"attention: {refusal}")
                 return result.fail(str(refusal), node)
         return result
 
     def _read(
-        self, softmax: ir.Value, mixed: ir.Value, out: ir.Value, guarded: int
+        self,
+        softmax: ir.Value,
+        mixed: ir.Value,
+        guarded: int,
+        out: ir.Value,
+        cut: ir.Value | None = None,
+        **_: object,
     ) -> Attention:
-        found = read_attention(Match(softmax, mixed, out, bool(guarded)), self._facts)
+        match = Match(softmax, mixed, out, guarded == 1, cut)
+        found = read_attention(match, self._facts)
         for applies, reason in _REFUSALS:
             if applies(self, found):
                 raise Refusal(reason)
         return found
 
-    def rewrite(
-        self,
-        op: Any,
-        softmax: ir.Value,
-        mixed: ir.Value,
-        out: ir.Value,
-        guarded: int,
-        **_: object,
-    ) -> Any:
+    def rewrite(self, op: Any, mixed: ir.Value, out: ir.Value, **bound: Any) -> Any:
         """Emit the forms, and what chooses between them at each run."""
-        found = self._with_mask(op, self._read(softmax, mixed, out, guarded))
+        found = self._with_mask(op, self._read(mixed=mixed, out=out, **bound))
         name = producer(mixed).name
         if not found.cached:
             form, (rows, *cache) = self._uncached(op, found, name)
@@ -230,7 +240,7 @@ class FuseAttention(RewriteRuleClassBase):
 
         if number(found.tokens[1]) not in (None, 1):
             return forms, build(op)
-        one_token = functools.partial(found.one_token, mask=self._group_rows(op, found))
+        one_token = functools.partial(found.one_token, rows=self._group_rows(op, found))
         return forms, either(op, answers.one, one_token, build, name)
 
     def _group_rows(self, op: Any, found: Attention) -> ir.Value | None:
@@ -238,10 +248,10 @@ class FuseAttention(RewriteRuleClassBase):
 
         None where the standard operator does not take it.
         """
-        if not self._standard or found.mask is None:
+        if not self._standard or found.mask is None or not found.is_plain:
             return None
         repeats = found.heads // found.groups
-        if repeats == 1:
+        if repeats == 1 or found.masks_heads:
             return found.mask
         key = "rows", found.mask, repeats
         if key not in self._shared:
@@ -308,6 +318,11 @@ _REFUSALS: tuple[tuple[Callable[[FuseAttention, Attention], bool], str], ...] = 
         "without a cache it needs the kernel of onnxruntime 1.24",
     ),
     (
+        # The standard operator caps what a mask hides as well, and knows no sinks.
+        lambda rule, found: not (found.cached or found.is_plain),
+        "its scores are capped, or have sinks, without a cache",
+    ),
+    (
         lambda rule, found: not found.cached and found.read_keys.merge is not None,
         "the batch of its heads is not known to be their own",
     ),
@@ -341,8 +356,10 @@ def multiplied_weights(softmaxes: Iterable[ir.Node]) -> dict[ir.Node, tuple[str,
             readers = [node for node in value.consumers() if node.op_type != "Shape"]
             if not readers:
                 break
-            node = next((one for one in readers if one.op_type == "MatMul"), readers[0])
-            if node.op_type == "MatMul" and node.inputs[0] is value:
+            node = next((one for one in readers if one.op_type in _PRODUCTS), readers[0])
+            if node.op_type in _PRODUCTS and (
+                node.inputs[0] is value or node.op_type == "Einsum"
+            ):
                 found[node] = tuple(between)
                 break
             between.append(node.op_type)
@@ -351,7 +368,7 @@ def multiplied_weights(softmaxes: Iterable[ir.Node]) -> dict[ir.Node, tuple[str,
 
 
 def refuse_the_rest(
-    main: ir.Graph, products: Mapping[ir.Node, Sequence[str]], remarks: Remarks
+    graphs: Container[ir.Graph], products: Mapping[ir.Node, Sequence[str]], remarks: Remarks
 ) -> None:
     """Say what differs in attention, of all found before, that no rule made a remark on."""
     seen = {remark.node for remark in remarks}
@@ -359,7 +376,7 @@ def refuse_the_rest(
         readers = product.outputs[0].consumers()
         if product.graph is None or not readers or label(product) in seen:
             continue
-        if product.graph is not main:
+        if product.graph not in graphs:
             reason = "it stands in a subgraph"
         elif between:
             reason = f"its weights go through {', '.join(between)}"

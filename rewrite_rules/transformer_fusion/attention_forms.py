@@ -24,7 +24,7 @@ from rewrite_rules.transformer_fusion.head_layout import (
     unproved_splits,
     unsplit,
 )
-from rewrite_rules.transformer_fusion.masks import GroupedLayout, Mask
+from rewrite_rules.transformer_fusion.masks import HIDDEN, GroupedLayout, Mask
 from rewrite_rules.transformer_fusion.repeated_heads import RepeatedHeads
 
 _MICROSOFT = "com.microsoft"
@@ -43,6 +43,8 @@ class Attention:
         heads, groups, size: H, G, D.
         guarded: Whether weights that are NaN, of a token that sees nothing, count as 0.
         cached: Whether keys and values are caches, to which all forms add the new ones.
+        cap: ``cap * tanh(scale q k' / cap)`` stands for the scores; 0 for none.
+        sinks: A score of each head, ``[1, H, 1, 1]``, that takes a part of the weights.
         mask: The sum of the masks for ``[B, H, S, T]``; None for nothing. ``full_mask`` has a
             row for each query and a column for each key, ``repeated_mask`` r times the rows.
         joins: Whether a form returns the new cache as well, made of the old one.
@@ -60,6 +62,8 @@ class Attention:
     size: int
     guarded: bool
     cached: bool
+    cap: float = 0.0
+    sinks: ir.Value | None = None
     mask: ir.Value | None = None
     full_mask: ir.Value | None = None
     repeated_mask: ir.Value | None = None
@@ -126,6 +130,17 @@ class Attention:
         return bool(self.masks) and self.size % _KERNEL_SIZES == 0
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the standard operator computes it."""
+        return not self.cap and self.sinks is None
+
+    @property
+    def masks_heads(self) -> bool:
+        """Whether the mask may differ from head to head."""
+        dims = self.facts.dims(self.mask, len(SPLIT_HEADS))
+        return dims is not None and dims[1] != (1, ())
+
+    @property
     def both(self) -> tuple[RepeatedHeads, RepeatedHeads]:
         """How keys and values are read."""
         return self.read_keys, self.read_values
@@ -154,17 +169,25 @@ class Attention:
         """Emit B and S."""
         return batch_and_length(op, self.query, self.facts)
 
-    def one_token(self, op: Any, mask: ir.Value | None) -> list[Any]:
+    def one_token(self, op: Any, rows: ir.Value | None) -> list[Any]:
         """Emit ``[B, 1, H * D]``, where query heads of a group are rows of one head.
 
-        ``mask`` is added to the rows of each head by the standard operator, which reads the
-        cache in fewer steps; None for nodes.
+        ``rows``: the mask of these for the standard operator, which reads the cache in fewer
+        steps; None for nodes.
         """
-        sizes = ints(op, -1, self.groups, self.heads // self.groups, self.size)
+        repeats, mask = self.heads // self.groups, self.mask if rows is None else rows
+        sizes = ints(op, -1, self.groups, repeats, self.size)
         query, both = op.Reshape(in_order(self.query), sizes), (self.keys, self.values)
-        if mask is None:
+        if mask is not None and repeats > 1 and self.masks_heads:
+            batch, count = (op.Shape(mask, start=axis, end=axis + 1) for axis in (0, 3))
+            mask = op.Reshape(mask, ints(op, batch, self.groups, repeats, count))
+        if rows is None:
             keys, values = (self._cache(op, heads, one=True) for heads in self.both)
-            mixed = op.MatMul(self._weights(op, self._scores(op, query, keys)), values)
+            sinks = self.sinks
+            if sinks is not None:
+                sinks = op.Reshape(sinks, ints(op, 1, self.groups, repeats, 1))
+            weights = self._weights(op, self._scores(op, query, keys), mask, sinks)
+            mixed = op.MatMul(weights, values)
         elif self.joins:
             past = [producer(whole).inputs[0] for whole in both]
             new = [self._one_new(op, whole) for whole in both]
@@ -182,7 +205,8 @@ class Attention:
         query = self._split(op, self.query)
         held, values = (self._cache(op, each) for each in self.both)
         if heads == groups:
-            mixed = op.MatMul(self._weights(op, self._scores(op, query, held)), values)
+            weights = self._weights(op, self._scores(op, query, held), self.mask, self.sinks)
+            mixed = op.MatMul(weights, values)
             return self._results(self._merged(op, mixed, query), held, values)
         repeats = ints(op, heads // groups)
 
@@ -193,7 +217,8 @@ class Attention:
 
         tokens, keys = op.Shape(query, start=2, end=3), op.Shape(held, start=2, end=3)
         rows = reshape(query, groups, op.Mul(tokens, repeats), self.size)
-        weights = self._weights(op, reshape(self._scores(op, rows, held), heads, tokens, keys))
+        scores = reshape(self._scores(op, rows, held), heads, tokens, keys)
+        weights = self._weights(op, scores, self.mask, self.sinks)
         # A mask may have more rows or columns, where there is one token or key.
         tokens, keys = (op.Shape(weights, start=axis, end=axis + 1) for axis in (2, 3))
         grouped = reshape(weights, groups, op.Mul(tokens, repeats), keys)
@@ -220,10 +245,12 @@ class Attention:
             None,
             None,
             self.mask,
+            *([] if self.sinks is None else [op.Reshape(self.sinks, ints(op, -1))]),
             num_heads=self.heads,
             kv_num_heads=self.groups,
             scale=self.scale,
             _domain=_MICROSOFT,
+            **({"softcap": self.cap} if self.cap else {}),
             _outputs=3,
         )
         return self._results(attended, keys, values)
@@ -316,11 +343,25 @@ class Attention:
         return op.Transpose(split, perm=SPLIT_HEADS)
 
     def _scores(self, op: Any, query: Any, keys: Any) -> Any:
-        return op.FusedMatMul(query, keys, transB=1, alpha=self.scale, _domain=_MICROSOFT)
+        options = {"transB": 1, "_domain": _MICROSOFT}
+        if not self.cap:
+            return op.FusedMatMul(query, keys, alpha=self.scale, **options)
+        scores = op.FusedMatMul(query, keys, alpha=self.scale / self.cap, **options)
+        return op.Mul(op.Tanh(scores), op.Constant(value_float=self.cap))
 
-    def _weights(self, op: Any, scores: ir.Value) -> Any:
-        total = scores if self.mask is None else op.Add(scores, self.mask)
+    def _weights(
+        self, op: Any, scores: ir.Value, mask: ir.Value | None, sinks: ir.Value | None
+    ) -> Any:
+        total = scores if mask is None else op.Add(scores, mask)
+        if mask is not None and any(each.replaces for each in self.masks):
+            hidden = op.LessOrEqual(mask, op.Constant(value_float=HIDDEN))
+            total = op.Where(hidden, mask, total)
+        if sinks is not None:
+            sizes = ints(op, op.Shape(total, end=-1), 1)
+            total = op.Concat(total, op.Expand(sinks, sizes), axis=-1)
         weights = op.Softmax(total, axis=-1)
+        if sinks is not None:
+            weights = op.Slice(weights, *(ints(op, end) for end in (0, -1, -1)))
         if not self.guarded:
             return weights
         return op.Where(op.IsNaN(weights), op.Constant(value_float=0.0), weights)

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import itertools
+from collections.abc import Hashable, Iterable
 
 import onnx_ir as ir
 
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
-from rewrite_rules.graph.nodes import remove_unused
 from rewrite_rules.graph.parameters import constant
 from rewrite_rules.shapes.evaluator import CannotEvaluate, GraphEvaluator, NodeEvaluator
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
@@ -73,11 +73,11 @@ def _computes(node: ir.Node) -> Hashable:
     return node.op_type, tuple(node.inputs), len(node.outputs), tuple(attributes)
 
 
-def fold_scalars(model: ir.Model) -> None:
+def fold_scalars(model: ir.Model, graphs: Iterable[ir.Graph]) -> None:
     """Make numbers that scale others constants: the root of a head's size, of a Shape."""
     facts, names = ProvedShapes(model, on_demand=True), FreshNames(model)
     evaluator = GraphEvaluator(facts, {}, NodeEvaluator())
-    for node in model.graph:
+    for node in itertools.chain(*graphs):
         if node.op_type not in ("Mul", "Div") or node.domain:
             continue
         for index, value in enumerate(node.inputs):
@@ -95,18 +95,17 @@ def fold_scalars(model: ir.Model) -> None:
             node.replace_input_with(index, new_initializer(model.graph, tensor))
 
 
-def drop_reshapes(model: ir.Model) -> None:
+def drop_reshapes(model: ir.Model, graph: ir.Graph) -> None:
     """Remove Reshapes that are proved to change no size.
 
     onnxruntime's optimiser infers one of their sizes, which fails where nothing is reshaped.
     """
     facts = ProvedShapes(model, on_demand=True)
-    for node in model.graph:
+    for node in graph:
         if node.op_type != "Reshape" or node.domain or node.inputs[0] is None:
             continue
         source, result = node.inputs[0], node.outputs[0]
         dims = facts.dims(source)
         if dims is not None and dims == facts.dims(result) and not result.is_graph_output():
             result.replace_all_uses_with(source)
-            model.graph.remove(node, safe=True)
-    remove_unused(model)  # what computed their sizes
+            graph.remove(node, safe=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import onnx_ir as ir
 from onnxscript.rewriter import RewriteRule
 
 from rewrite_rules.facts.made_up_batches import DecoderInputs, trials_of
-from rewrite_rules.graph.nodes import drop_copies, remove_unused
+from rewrite_rules.graph.nodes import drop_copies, remove_unused, subgraphs
 from rewrite_rules.graph.opset_conversion import convert_opset
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.graph.value_types import derive_types
@@ -39,6 +39,7 @@ from rewrite_rules.transformer_fusion.norms_and_activations import (
     SkipNorm,
     TanhGelu,
 )
+from rewrite_rules.transformer_fusion.own_axes import give_heads_an_axis
 from rewrite_rules.transformer_fusion.projections import merge_projections
 from rewrite_rules.transformer_fusion.rotary import Rotary, SplitRotary, may_be_rotation
 from rewrite_rules.transformer_fusion.shared_cache import SharedCache
@@ -78,21 +79,24 @@ def fuse_transformer(
     derive_types(model)
     # Looked at only as far as rules ask, and what they made as well.
     shapes, nodes = ProvedShapes(model, on_demand=True), _by_operator(model)
-    products, opset = nodes["MatMul"], model.opset_imports.get("", 0)
+    opset = model.opset_imports.get("", 0)
     if options.attention:
         note_kernels(nodes, remarks)
     if (options.rotary or options.attention) and context.cpu_only and opset >= _SHAPE_OPSET:
         drop_copies((*nodes["Cast"], *nodes["Concat"]))
         share_constants(model)
-        share_nodes(model.graph)
-        _fuse_attention(model, nodes, shapes, options, context)
+        _fuse_attention(model, shapes, options, context)
     elif options.kv_cache == _SHARED:
         raise ValueError(f"kv_cache=shared needs a CPU session and opset {_SHAPE_OPSET}")
+    elif options.grouped_queries and opset >= _SHAPE_OPSET:
+        give_heads_an_axis(model, [model.graph], remarks)
+        model.graph.sort()
+        remove_unused(model)
     rules, candidates = list[RewriteRule](), set[ir.Node]()
     if options.grouped_queries and opset >= _SHAPE_OPSET:
         rules.append(GroupQueries.rule(shapes, remarks))
         # Those that attention writes repeat nothing.
-        candidates.update(products)
+        candidates.update(_by_operator(model)["MatMul"])
     if options.norms and context.cpu_only:
         rules += [*RmsNorm.rule(shapes, remarks).commute(), SkipNorm.rule(shapes, remarks)]
         candidates |= _behind(nodes["ReduceMean"], MAX_NORM_STEPS)
@@ -149,13 +153,9 @@ def _behind(ends: Iterable[ir.Node], steps: int) -> set[ir.Node]:
 
 
 def _fuse_attention(
-    model: ir.Model,
-    nodes: Mapping[str, list[ir.Node]],
-    shapes: ProvedShapes,
-    options: TransformerOptions,
-    context: PassContext,
+    model: ir.Model, shapes: ProvedShapes, options: TransformerOptions, context: PassContext
 ) -> None:
-    """Fuse rotary embeddings, then attention."""
+    """Fuse rotary embeddings, then attention, in the graph and in the branches of each If."""
     remarks, inputs = context.remarks, None
     try:
         inputs = DecoderInputs(model)
@@ -163,35 +163,29 @@ def _fuse_attention(
         if options.kv_cache == _SHARED:
             raise ValueError(f"kv_cache=shared: {refusal}") from refusal
         remarks.note("model", f"no run tries the result: {refusal}")
-    written = Written()
-    drop_reshapes(model)
-    fold_scalars(model)
-    rules = list[RewriteRule]()
-    if options.rotary:
-        for each in (Rotary, SplitRotary):
-            rules += each.rule(shapes, remarks).commute()
     is_shared = options.kv_cache == _SHARED and inputs is not None and inputs.has_cache
+    written, graphs = Written(), [model.graph] if is_shared else [*_branches(model.graph)]
+    _normalise(model, graphs, remarks)
     shared = SharedCache(model, inputs) if is_shared and inputs is not None else None
-    if options.attention:
-        standard = (
-            _has_standard_attention(context) and model.opset_imports[""] >= _ATTENTION_OPSET
-        )
-        rules += [FuseAttention.rule(shapes, remarks, standard, written, shared)]
+    nodes = _by_operator(model)
     weighted = multiplied_weights(nodes["Softmax"])
     ends = {*nodes["Transpose"], *filter(may_be_rotation, nodes["Add"] + nodes["Concat"])}
-    _apply(model, rules, lambda node: node in ends and node.graph is model.graph, remarks)
+    standard = _has_standard_attention(context) and model.opset_imports[""] >= _ATTENTION_OPSET
+    for graph in graphs:
+        rules, own = list[RewriteRule](), {node for node in graph if node in ends}
+        for each in (Rotary, SplitRotary) if options.rotary else ():
+            rules += each.rule(shapes, remarks).commute()
+        if options.attention:
+            rules += [FuseAttention.rule(shapes, remarks, standard, written, shared)]
+        if own:
+            _apply(model, rules, own.__contains__, remarks)
     if options.attention:
         if shared is not None:
             shared.replace_sizes(whole for whole, _ in written.caches)
-        for whole, made in written.caches:
-            if not whole.is_graph_output():
-                continue  # another attention that reads it has replaced it
-            made.type, made.shape, name = whole.type, whole.shape, whole.name
-            whole.replace_all_uses_with(made, replace_graph_outputs=True)
-            whole.name, made.name = None, name
+        written.name_caches()
         remove_unused(model)
         model.graph.sort()
-        refuse_the_rest(model.graph, weighted, remarks)
+        refuse_the_rest(graphs, weighted, remarks)
     if shared is not None:
         refused = (remark.reason for remark in remarks if remark.outcome is Outcome.REFUSED)
         shared.check(
@@ -201,6 +195,28 @@ def _fuse_attention(
         # Of the forms with a cache it is known which runs they are faster in.
         trials = inputs.trials(_BOUND, written.uncached, shared_cache=shared is not None)
         context.trials.extend(trials)
+
+
+def _normalise(model: ir.Model, graphs: Sequence[ir.Graph], remarks: Remarks) -> None:
+    """Let what is equal be one node, and heads have an axis."""
+    for graph in graphs:
+        share_nodes(graph)
+        drop_reshapes(model, graph)
+    remove_unused(model)  # what computed their sizes
+    fold_scalars(model, graphs)
+    give_heads_an_axis(model, graphs, remarks)
+    remove_unused(model)
+    derive_types(model)
+    model.graph.sort()
+
+
+def _branches(graph: ir.Graph) -> Iterator[ir.Graph]:
+    """Yield a graph and the branches of each If in it: what these read is computed already."""
+    yield graph
+    for node in graph:
+        if node.op_type == "If" and not node.domain:
+            for branch in subgraphs(node):
+                yield from _branches(branch)
 
 
 def _apply(

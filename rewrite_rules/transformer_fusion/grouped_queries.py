@@ -35,7 +35,6 @@ class GroupQueries(RewriteRuleClassBase):
         super().__init__(remove_nodes=False)
         self._facts = facts
         self._remarks = remarks
-        self._heads: RepeatedHeads | None = None
         self._counts: dict[object, tuple[ir.Value, ...]] = {}
 
     def pattern(self, op, left, right):  # type: ignore[no-untyped-def]
@@ -48,17 +47,17 @@ class GroupQueries(RewriteRuleClassBase):
         result, node = MatchResult(), producer(out)
         with self._remarks.at(label(node)):
             try:
-                self._heads = self._read(left, right)
+                heads = self._read(left, right)
             except Refusal as refusal:
                 self._remarks.refused(label(node), f"heads stay repeated: {refusal}")
                 return result.fail(str(refusal), node)
-        return result if self._heads else result.fail("repeats no heads", node)
+        return result if heads else result.fail("repeats no heads", node)
 
     def rewrite(
         self, op: Any, left: ir.Value, right: ir.Value, out: ir.Value, **_: object
     ) -> Any:
         """Emit the MatMul of all rows of a group, and the Reshapes around it."""
-        heads, node = self._heads, producer(out)
+        heads, node = self._read(left, right), producer(out)
         rows, columns = self._facts.dims(left), self._facts.dims(right)
         assert heads is not None and rows is not None and columns is not None
         query_heads = heads.groups * heads.repeats

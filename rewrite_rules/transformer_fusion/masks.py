@@ -24,6 +24,9 @@ from rewrite_rules.transformer_fusion.head_layout import ints
 
 # Added to a score, it hides it: no two scores are as far apart as these numbers.
 HIDDEN, VISIBLE = -1e8, -5e7
+# Half of what lies between float32 numbers of such size is far above any score: added to one,
+# a number like this is what it was.
+LOWEST = -1e37
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,23 +94,34 @@ def read_grouped_layout(
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """A tensor that is added to scores, or says where ``lowest`` stands instead of one.
+    """A tensor that is added to scores, or subtracted, or says where ``lowest`` stands.
 
-    Adding that number is the same: no score is large enough to change it. ``hides`` is the
-    value of a bool tensor that hides a score.
+    That number hides a score as if it were added. ``hides`` is the value of a bool tensor that
+    hides a score; ``scale`` multiplies what it makes of the scores.
     """
 
     value: ir.Value
     lowest: float | None = None
     hides: bool = True
+    subtracted: bool = False
+    scale: float = 1.0
+
+    @property
+    def replaces(self) -> bool:
+        """Whether a token that sees nothing sees other scores than if it were added."""
+        return self.lowest is not None and self.lowest * self.scale > LOWEST
 
     def added(self, op: Any, missing: int, total: ir.Value | None) -> Any:
         """Emit what is added, with that many more axes, after a total of other masks."""
         value: Any = (
             op.Unsqueeze(self.value, ints(op, *range(missing))) if missing else self.value
         )
-        if self.lowest is None:
-            return value if total is None else op.Add(total, value)
-        shown = op.Constant(value_float=0.0) if total is None else total
-        numbers = [op.Constant(value_float=self.lowest), shown]
-        return op.Where(value, *numbers[:: 1 if self.hides else -1])
+        if self.lowest is not None:
+            shown = op.Constant(value_float=0.0) if total is None else total
+            numbers = [op.Constant(value_float=self.lowest), shown]
+            value = op.Where(value, *numbers[:: 1 if self.hides else -1])
+        elif total is not None:
+            value = op.Sub(total, value) if self.subtracted else op.Add(total, value)
+        elif self.subtracted:
+            value = op.Neg(value)
+        return value if self.scale == 1 else op.Mul(value, op.Constant(value_float=self.scale))

@@ -20,13 +20,18 @@ from rewrite_rules.transformer_fusion.head_layout import (
     count_heads,
     unsplit,
 )
-from rewrite_rules.transformer_fusion.masks import GroupedLayout, read_grouped_layout
+from rewrite_rules.transformer_fusion.masks import (
+    HIDDEN,
+    LOWEST,
+    GroupedLayout,
+    read_grouped_layout,
+)
 from rewrite_rules.transformer_fusion.repeated_heads import (
     RepeatedHeads,
     before_unsqueeze,
     read_repeated_heads,
 )
-from rewrite_rules.transformer_fusion.scores import Scores, factor, read_scores, unscaled
+from rewrite_rules.transformer_fusion.scores import Scores, factor, read_logits, unscaled
 
 # What a Reshape may ask for instead of a size.
 _COPIED = (0, ())
@@ -34,12 +39,16 @@ _COPIED = (0, ())
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """The values that the pattern binds; ``guarded``: weights that are NaN become 0."""
+    """The values that the pattern binds.
+
+    ``guarded``: weights that are NaN become 0. ``cut``: weights without those of sinks.
+    """
 
     softmax: ir.Value
     mixed: ir.Value
     out: ir.Value
     guarded: bool
+    cut: ir.Value | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -88,7 +97,8 @@ def read_attention(match: Match, facts: ProvedShapes) -> Attention:
     assert heads is not None and size is not None
     found = Attention(
         facts, parts.query, keys, parts.values, parts.scores.masks, parts.layout,
-        parts.scale, heads, keys.groups, size, match.guarded, cached=True,
+        parts.scale, heads, keys.groups, size, match.guarded, True, abs(parts.scores.cap),
+        parts.scores.sinks,
     )  # fmt: skip
     found = dataclasses.replace(found, cached=_is_cached(found))
     _check_masks(parts, found.cached)
@@ -96,7 +106,8 @@ def read_attention(match: Match, facts: ProvedShapes) -> Attention:
 
 
 def _read_parts(match: Match, facts: ProvedShapes) -> _Parts:
-    scores = read_scores(producer(match.softmax).inputs[0])
+    cut = None if match.cut is None else producer(match.cut)
+    scores = read_logits(producer(match.softmax), cut, facts)
     if scores is None:
         raise Refusal(f"{match.softmax.name!r} is not scaled scores and masks")
     (keys, keys_apart), (values, values_apart) = (
@@ -153,16 +164,25 @@ def _sizes_differ(parts: _Parts) -> bool:
     return parts.size is None or (parts.size, keys.groups) != (other, values.groups)
 
 
+def _sinks_differ(parts: _Parts) -> bool:
+    dims = parts.facts.dims(parts.scores.sinks)
+    return dims is not None and number(dims[1]) != parts.heads
+
+
 def _check_masks(parts: _Parts, cached: bool) -> None:
-    """Refuse masks of unknown axes, and with a cache those of the heads of a group."""
-    for mask in parts.scores.masks:
+    """Refuse masks of unknown axes, and where heads share keys of unknown heads."""
+    highest, behind = HIDDEN if len(parts.scores.masks) == 1 else LOWEST, 1.0
+    for mask in reversed(parts.scores.masks):
         shape, name = parts.facts.dims(mask.value), mask.value.name
+        behind *= mask.scale
         if shape is None:
             raise Refusal(f"the axes of mask {name!r} are not known")
         dims = parts.layout.dims(shape, name)
         shared = cached and parts.heads != parts.keys.groups
+        if mask.lowest is not None and not mask.lowest * behind <= highest:
+            raise Refusal(f"Where by {name!r} chooses something else than the lowest number")
         # One query head would be repeated for the heads of a mask.
-        if (shared or parts.heads == 1) and number(dims[1]) != 1:
+        if (shared or parts.heads == 1) and number(dims[1]) not in (1, parts.heads):
             raise Refusal(f"mask {name!r} may differ from head to head")
 
 
@@ -213,7 +233,9 @@ _REFUSALS: tuple[tuple[Callable[[_Parts], bool], str], ...] = (
     ),
     # GroupQueryAttention takes 0 for no scale at all, and Attention takes positive ones only.
     (lambda parts: not 0 < parts.scale < math.inf, "its scale is not a positive number"),
+    (lambda parts: not abs(parts.scores.cap) < math.inf, "its scores are capped by no number"),
     (_are_read_elsewhere, "its scores or weights are read elsewhere"),
+    (_sinks_differ, "its sinks are not known to be one of each head"),
     (_sizes_differ, "keys and values are not known to have heads of one size"),
     (lambda parts: parts.heads is None, "how many heads {0.name!r} has is not known"),
     (_moves_heads, "the result is laid out in another way"),

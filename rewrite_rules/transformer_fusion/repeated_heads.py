@@ -7,8 +7,8 @@
     Gather(K, [0, 0, ..., 1, 1, ...], axis=1)
     Expand(K[B, 1, T, D], [B, r, T, D])
 
-and behind it, on the way to the MatMul: Transpose, Reshapes that only merge and split axes,
-Mul and Div by a scalar. All of these commute with the repetition.
+and behind it, on the way to the MatMul: Transpose, Mul and Div by a scalar. All of these
+commute with the repetition.
 
 Exporters take the sizes of Expand from whatever tensor was at hand, and no run checks that it
 is this one's. Where they cannot be proved to be K's own, K is reshaped to them: that costs
@@ -25,7 +25,7 @@ import onnx_ir as ir
 from rewrite_rules.graph.nodes import label, made_by
 from rewrite_rules.graph.parameters import constant, int_attribute
 from rewrite_rules.remarks import Refusal
-from rewrite_rules.shapes.dimensions import Dim, Dims, Shape, number
+from rewrite_rules.shapes.dimensions import Dim, Shape, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.head_layout import count_heads, unsplit
 
@@ -87,7 +87,7 @@ def read_repeated_heads(
             if order not in _HEADS_FIRST:
                 raise Refusal(f"{label(chain[0][0])!r} mixes heads with other axes")
             return _laid_out(found, order, chain)
-        index = 0 if node.op_type in ("Transpose", "Reshape") else scaled_input(node)
+        index = 0 if node.op_type == "Transpose" else scaled_input(node)
         if index is None:
             break
         chain.append((node, index))
@@ -239,62 +239,22 @@ def scaled_input(node: ir.Node) -> int | None:
 
 def _order(heads: ir.Value, chain: Sequence[ir.Node], facts: ProvedShapes) -> tuple[int, ...]:
     """Follow the axes of heads to the MatMul; return which of them is where."""
-    dims = facts.dims(heads)
+    dims = facts.dims(heads, _RANK)
     if dims is None:
         raise Refusal(f"the rank of {heads.name!r} is not known")
-    axes: list[list[int]] = [[axis] for axis in range(len(dims))]
+    axes = [*range(_RANK)]
     for node in chain:
         if node.op_type == "Transpose":
             attribute = node.attributes.get("perm")
-            perm = range(len(axes))[::-1] if attribute is None else attribute.as_ints()
+            perm = range(_RANK)[::-1] if attribute is None else attribute.as_ints()
             axes = [axes[axis] for axis in perm]
-        elif node.op_type == "Reshape":
-            axes = _regrouped(axes, dims, node, facts)
-    # An axis of size 1 may be split off and merged anywhere.
-    found = [[atom for atom in axis if dims[atom] != (1, ())] for axis in axes]
     for order in (*_HEADS_FIRST, *_HEADS_SPLIT):
-        if found == [[atom] if dims[atom] != (1, ()) else [] for atom in order]:
+        # An axis of size 1 may be anywhere.
+        if all(
+            a == b or dims[a] == dims[b] == (1, ()) for a, b in zip(axes, order, strict=True)
+        ):
             return order
     raise Refusal(f"{label(chain[-1])!r} mixes heads with other axes")
-
-
-def _regrouped(
-    axes: Sequence[Sequence[int]], dims: Dims, node: ir.Node, facts: ProvedShapes
-) -> list[list[int]]:
-    """Which of the repeated heads' axes each axis of a Reshape's output holds."""
-    atoms = [atom for axis in axes for atom in axis]
-    sizes = [facts.unknowns.product(dims[atom] for atom in axis) for axis in axes]
-    found: list[list[int]] = []
-    for size in _asked(node, sizes, facts):
-        group: list[int] = []
-        total: Dim = (1, ())
-        while total != size and atoms:
-            group.append(atoms.pop(0))
-            total = facts.unknowns.product(dims[atom] for atom in group)
-        if total != size:
-            raise Refusal(f"Reshape {label(node)!r} splits an axis")
-        found.append(group)
-    if atoms:
-        raise Refusal(f"Reshape {label(node)!r} splits an axis")
-    return found
-
-
-def _asked(node: ir.Node, sizes: Sequence[Dim], facts: ProvedShapes) -> Dims:
-    """The sizes that a Reshape asks for; a size that turns out 0 makes everything empty."""
-    target = None if node.inputs[1] is None else facts.integers(node.inputs[1])
-    known = None if target is None else target.known
-    if known is None:
-        raise Refusal(f"the sizes that Reshape {label(node)!r} asks for are not known")
-    literal = int_attribute(node, "allowzero", 0)
-    asked = [
-        sizes[i] if size == (0, ()) and not literal and i < len(sizes) else size
-        for i, size in enumerate(known)
-    ]
-    if (rest := (-1, ())) in asked:
-        hole = asked.index(rest)
-        others = facts.unknowns.product(asked[:hole] + asked[hole + 1 :])
-        asked[hole] = facts.unknowns.quotient(facts.unknowns.product(sizes), others)
-    return tuple(asked)
 
 
 _READERS = {"Gather": _gathered, "Expand": _expanded_single_head, "Reshape": _merged}

@@ -58,7 +58,6 @@ class Rotary(RewriteRuleClassBase):
         super().__init__(remove_nodes=False)
         self._facts = facts
         self._remarks = remarks
-        self._found: _Rotation | None = None
         self._tables: dict[object, tuple[ir.Value, ...]] = {}
         self._sizes: dict[object, ir.Value] = {}
 
@@ -66,44 +65,42 @@ class Rotary(RewriteRuleClassBase):
         return op.Add(op.Mul(x, cos), op.Mul(turned, sin), _outputs=["out"])
 
     def check(  # type: ignore[override]
-        self, context: MatchContext, x: ir.Value, turned: ir.Value, **tables: ir.Value
+        self, context: MatchContext, out: ir.Value, **bound: ir.Value
     ) -> MatchResult:
-        """Compare what the subgraph computes with a rotation."""
-        if turned.producer() is None or tables["cos"] is tables["sin"]:
-            return MatchResult().fail("nothing is turned", turned)
-        return self._check(x, [turned], **tables)
-
-    def _check(
-        self,
-        x: ir.Value,
-        parts: Sequence[ir.Value],
-        cos: ir.Value,
-        sin: ir.Value,
-        out: ir.Value,
-    ) -> MatchResult:
-        """Check what x becomes, as a whole or in halves, and the tables for each part."""
+        """Compare what the subgraph computes with a rotation, and look at the tables."""
         result, node = MatchResult(), producer(out)
+        try:
+            found = self._read(**bound)
+        except Refusal as refusal:
+            self._remarks.refused(label(node), f"rotary: {refusal}")
+            return result.fail(str(refusal), node)
+        return result if found is not None else result.fail("it is not a rotation", node)
+
+    def _parts(
+        self, x: ir.Value, turned: ir.Value, **_: object
+    ) -> tuple[ir.Value | None, Sequence[ir.Value]]:
+        """Return what is rotated, and what it becomes: as a whole or in halves."""
+        return None if turned.producer() is None else x, [turned]
+
+    def _read(self, cos: ir.Value, sin: ir.Value, **bound: ir.Value) -> _Rotation | None:
+        """Read a rotation; None for what is none, a Refusal for another rotation."""
+        x, parts = self._parts(**bound)
         sizes = self._facts.dims(x, 4)
-        if sizes is None or x.dtype != ir.DataType.FLOAT:
-            return result.fail("x is not [B, H, S, D] in float32", x)
+        if x is None or cos is sin or sizes is None or x.dtype != ir.DataType.FLOAT:
+            return None
         size = number(sizes[3]) or 0
         width = size // len(parts)
         for dims in (self._facts.dims(table, 4) for table in (cos, sin)):
             if dims is None or dims[1] != (1, ()) or dims[3] != (width, ()):
-                return result.fail("cos is not [B, 1, S, D]", cos)
-        try:
-            kind = self._kind(x, parts, size)
-            if kind is not None and self._facts.dims(cos) != self._facts.dims(sin):
-                raise Refusal("cos and sin are not known to have one shape")
-            if kind is not None and len(parts) == 1:
-                self._check_tables(cos, sin, *kind)
-        except Refusal as refusal:
-            self._remarks.refused(label(node), f"rotary: {refusal}")
-            return result.fail(str(refusal), node)
+                return None
+        kind = self._kind(x, parts, size)
         if kind is None:
-            return result.fail("it is not a rotation", node)
-        self._found = _Rotation(x, size, kind[0], width == size)
-        return result
+            return None
+        if self._facts.dims(cos) != self._facts.dims(sin):
+            raise Refusal("cos and sin are not known to have one shape")
+        if len(parts) == 1:
+            self._check_tables(cos, sin, *kind)
+        return _Rotation(x, size, kind[0], width == size)
 
     def _kind(
         self, x: ir.Value, parts: Sequence[ir.Value], size: int
@@ -143,10 +140,10 @@ class Rotary(RewriteRuleClassBase):
                 raise Refusal("the halves of cos or sin differ")
 
     def rewrite(
-        self, op: Any, cos: ir.Value, sin: ir.Value, out: ir.Value, **_: object
+        self, op: Any, cos: ir.Value, sin: ir.Value, out: ir.Value, **bound: ir.Value
     ) -> Any:
         """Rotate before heads are transposed, where they are."""
-        found, node = self._found, producer(out)
+        found, node = self._read(cos, sin, **bound), producer(out)
         assert found is not None
         x, shape = found.x, self._facts.shape(found.x)
         assert isinstance(shape, tuple)
@@ -193,15 +190,12 @@ class SplitRotary(Rotary):
         high = op.Add(op.Mul(second, cos), op.Mul(first, sin))
         return op.Concat(low, high, axis=-1, _outputs=["out"])
 
-    def check(  # type: ignore[override]
-        self, context: MatchContext, first: ir.Value, second: ir.Value, **tables: ir.Value
-    ) -> MatchResult:
-        """Compare the terms with the halves of what they are cut from."""
+    def _parts(  # type: ignore[override]
+        self, first: ir.Value, second: ir.Value, **_: object
+    ) -> tuple[ir.Value | None, Sequence[ir.Value]]:
+        """Return what the terms are cut from, and the terms."""
         node = first.producer()
-        x = node.inputs[0] if node is not None and node.inputs else None
-        if x is None:
-            return MatchResult().fail("nothing is split", first)
-        return self._check(x, [first, second], **tables)
+        return node.inputs[0] if node is not None and node.inputs else None, [first, second]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

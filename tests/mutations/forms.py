@@ -15,6 +15,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 from builders import decoders, encoders, exports, layout_matrix, order_graphs
+from builders.attention_forms import FORMS as ATTENTION_FORMS
+from builders.attention_forms import form, form_feeds
 from builders.transformer_parts import LAYOUTS, REPEATS, attention, gelu, norm
 from numpy.typing import NDArray
 
@@ -152,6 +154,11 @@ def _order_feeds(model: onnx.ModelProto, rng: np.random.Generator, index: int) -
     return {k: v + np.float32(index) if v.dtype.kind == "f" else v for k, v in feeds.items()}
 
 
+def _form_feeds(model: onnx.ModelProto, rng: np.random.Generator, index: int) -> Feeds:
+    texts, rows, columns = ((2, 7, 11), (3, 11, 7), (1, 1, 13), (5, 6, 6))[index % 4]
+    return form_feeds(model, texts, rows, columns, int(rng.integers(99)))
+
+
 def _proto(model: ir.Model | onnx.ModelProto) -> onnx.ModelProto:
     return ir.to_proto(model) if isinstance(model, ir.Model) else model
 
@@ -197,6 +204,8 @@ def _small_ones() -> Iterator[tuple[str, Form]]:
         for layout in LAYOUTS:
             make = lambda r=repeat, text=layout: attention(r, text)  # noqa: E731
             yield f"heads {repeat} {layout}", Form(make, TRANSFORMER, plain_feeds)
+    for name in ATTENTION_FORMS:
+        yield f"form {name}", Form(lambda name=name: form(name), TRANSFORMER, _form_feeds)
     yield "norm", Form(lambda: norm(("", "")), TRANSFORMER, plain_feeds)
     yield "gelu", Form(lambda: gelu(("", "")), TRANSFORMER, plain_feeds)
 
@@ -225,14 +234,15 @@ FORMS: Mapping[str, Form] = dict(
 )
 # How the names of forms begin, and how often mutants are made of them.
 FAMILIES = {
-    "decoder export": (25, [*exports.DECODERS]),
-    "encoder export": (25, [*exports.ENCODERS]),
+    "decoder export": (22, [*exports.DECODERS]),
+    "encoder export": (22, [*exports.ENCODERS]),
     **{
         family: (share, [name for name in FORMS if re.match(starts, name)])
         for family, share, starts in (
             ("decoder", 18, r"decoder |torch$|grouped"),
             ("encoder", 12, "encoder "),
             ("heads, norms", 6, "heads|norm|gelu"),
+            ("form", 6, "form "),
             ("weight", 8, "weight"),
             ("order", 6, "order"),
         )

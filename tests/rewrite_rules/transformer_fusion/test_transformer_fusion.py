@@ -85,6 +85,13 @@ def test_a_norm_and_its_residual_are_one_node(square: str, inverse: str, weight:
     check(result, model, ADDENDS)
 
 
+def test_a_mean_may_count_its_axis_from_the_front():
+    model = norm(("last = {-1}", "last = {2}"))
+    result, *_ = fused(model)
+    assert op_types(result) == ["SkipSimplifiedLayerNormalization"]
+    check(result, model, ADDENDS)
+
+
 def test_norms_share_what_they_read():
     """One sum and one mean under two norms, and the sum read before them."""
     model = rms_norm("power", "division", "behind", ("mean =", "early = Relu(x)\nmean ="))

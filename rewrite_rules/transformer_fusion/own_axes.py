@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: MIT
+"""Gives heads an axis of their own, so that all attention is read in one layout.
+
+    Reshape(f(Reshape(x[B, H, S, D], [B * H, S, D]), ...), [B, H, S, T])    -> f(x, ...)
+    Reshape(Add(Reshape(x[b * W, H, S, T], [b, W, H, S, T]), mask), [b * W, H, S, T])
+        -> Add(x, Reshape(Expand(mask)))
+    softmax(q[B, S, D] k') v    -> Reshape(Transpose(softmax(q[B, 1, S, D] k') v), [B, S, D])
+    Einsum("bihd,bjhd->bhij", q, k)    -> MatMul(Transpose(q), Transpose(k))
+
+where f are products, Softmax, factors and masks. The same numbers are computed in the same
+order; whatever else reads a value of the old shape reads a Reshape of the new one.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnxscript import TapeBuilder
+
+from rewrite_rules.graph.nodes import label, made_by, producer
+from rewrite_rules.graph.parameters import constant, int_attribute
+from rewrite_rules.remarks import Remarks
+from rewrite_rules.shapes.dimensions import Dims, number
+from rewrite_rules.shapes.proved_shapes import ProvedShapes
+from rewrite_rules.transformer_fusion.head_layout import SPLIT_HEADS, ints
+
+_RANK = 4
+_LAST_TWO, _LAST_TWO_OF_HEADS = (0, 2, 1), (0, 1, 3, 2)
+_ELEMENTWISE = frozenset({"Add", "Div", "IsNaN", "Mul", "Sub", "Where"})
+# From a product to the Softmax of its scores: factors and masks.
+_MAX_STEPS = 6
+
+
+def give_heads_an_axis(model: ir.Model, graphs: Iterable[ir.Graph], remarks: Remarks) -> None:
+    """Rewrite sorted graphs of a model; unused nodes stay, and the order may change."""
+    facts = ProvedShapes(model, on_demand=True)
+    for graph in graphs:
+        heads = _HeadsApart(graph, facts)
+        for node in graph if any(node.op_type == "Softmax" for node in graph) else ():
+            made = _multiply(node, facts, remarks) if node.op_type == "Einsum" else [node]
+            for each in made:
+                heads.visit(each)
+
+
+class _HeadsApart:
+    """Computes what nodes of a sorted graph do with heads on an axis of their own.
+
+    ``apart`` has ``[B, H, S, D]`` of each value that holds the same in another shape: with
+    heads merged into the batch, or with the batch split, of which ``sizes`` has the new sizes.
+    ``made``: which values a new one stands for.
+    """
+
+    def __init__(self, graph: ir.Graph, facts: ProvedShapes) -> None:
+        self._graph, self._facts = graph, facts
+        self._apart: dict[ir.Value | None, ir.Value] = {}
+        self._sizes: dict[ir.Value | None, ir.Value] = {}
+        self._made = collections.defaultdict[ir.Value, list[ir.Value]](list)
+
+    def visit(self, node: ir.Node) -> None:
+        """Read a node, and replace what is reshaped to what is known by itself."""
+        if node.domain or len(node.outputs) != 1 or node.outputs[0].is_graph_output():
+            return
+        if node.op_type == "Reshape":
+            self._read_reshape(node)
+            return
+        op, out = TapeBuilder(), node.outputs[0]
+        is_mixed = node.op_type == "MatMul" and self._split_one_head(op, node)
+        made = self._computed(op, node)
+        if made is not None:
+            self._apart[out] = made
+            for value in node.inputs:
+                if value in self._sizes:
+                    self._sizes[out] = self._sizes[value]
+            if made.producer() is not None:
+                self._made[made].append(out)
+        if made is not None and is_mixed:
+            turned = op.Transpose(made, perm=SPLIT_HEADS)
+            width = number((self._facts.dims(made) or ())[-1]) or 0
+            out.replace_all_uses_with(op.Reshape(turned, ints(op, 0, 0, width)))
+        self._graph.insert_before(node, op.nodes)
+        if made is not None and is_mixed:
+            self._settle(made)
+
+    def _read_reshape(self, node: ir.Node) -> None:
+        """Note that a Reshape merges or splits axes; remove one that ends with ``apart``."""
+        (source, sizes), out, facts = node.inputs, node.outputs[0], self._facts
+        before, apart = facts.dims(source), self._apart.get(source)
+        asked = None if before is None else _asked_sizes(node, before, facts)
+        if source is None or sizes is None or before is None or asked is None:
+            return
+        if apart is not None and self._has_sizes(facts.dims(apart) or (), asked):
+            out.replace_all_uses_with(apart)
+            self._settle(apart)
+            return
+        merged = self._merged_axes(asked, before)
+        if merged is not None:
+            facts.note(source, merged)
+        elif len(before) == _RANK < len(asked) and asked[2:] == before[1:]:
+            if all(size is not None and size[0] > 0 for size in facts.numbers(sizes) or ()):
+                self._sizes[out] = sizes
+        else:
+            return
+        facts.note(out, asked)
+        self._apart[out] = source
+
+    def _has_sizes(self, dims: Dims, asked: Dims) -> bool:
+        """Whether sizes are those that a Reshape asks for: of as many elements, if there are.
+
+        One that differs would make them more or fewer, and so would a mask that has more.
+        """
+        if len(asked) != len(dims):
+            return False
+        parts = map(self._facts.unknowns.broadcast_parts, dims)
+        fits = all(dim in found for dim, found in zip(asked, parts, strict=True))
+        return fits or sum(a != b for a, b in zip(asked, dims, strict=True)) < 2
+
+    def _merged_axes(self, asked: Dims, before: Dims) -> Dims | None:
+        """Return ``[B, H, S, T]`` of what a Reshape merges, in each run that gets past it.
+
+        What a mask was added to has the sizes of the scores: no fewer elements would do.
+        """
+        if len(before) != _RANK or len(asked) != _RANK - 1:
+            return None
+        unknowns = self._facts.unknowns
+        batch, heads, *rest = (unknowns.broadcast_parts(dim) for dim in before)
+        if not all(dim in parts for dim, parts in zip(asked[1:], rest, strict=True)):
+            return None
+        pairs = itertools.product(batch, heads)
+        whole = (pair for pair in pairs if unknowns.product(pair) == asked[0])
+        return *next(whole, before[:2]), *asked[1:]
+
+    def _settle(self, made: ir.Value) -> None:
+        """Let those that read a value with heads merged into the batch read the new one."""
+        pending = [made]
+        while pending:
+            value = pending.pop()
+            for old in self._made.pop(value, ()):
+                if len(self._facts.dims(old) or ()) >= _RANK:
+                    continue
+                op = TapeBuilder()
+                batch, heads = (op.Shape(value, start=axis, end=axis + 1) for axis in (0, 1))
+                sizes = ints(op, op.Mul(batch, heads), op.Shape(value, start=2))
+                merged = op.Reshape(value, sizes, allowzero=1)
+                self._apart[merged] = value
+                self._graph.insert_after(producer(value), op.nodes)
+                old.replace_all_uses_with(merged)
+            inputs = [] if (node := value.producer()) is None else node.inputs
+            pending += [v for v in inputs if v is not None and v in self._made]
+
+    def _computed(self, op: Any, node: ir.Node) -> ir.Value | None:
+        """Emit what a node computes, for heads on an axis; None where that is not known."""
+        read = [self._apart.get(value) for value in node.inputs]
+        first, made = read[0] if read else None, None
+        if node.op_type in _ELEMENTWISE and any(each is not None for each in read):
+            made = self._elementwise(op, node, read)
+        elif node.op_type == "MatMul" and None not in read:
+            made = self._product(op, *read)
+        elif node.op_type == "Transpose" and first is not None and _perm(node) == _LAST_TWO:
+            made = op.Transpose(first, perm=_LAST_TWO_OF_HEADS)
+        elif node.op_type == "Softmax" and first is not None:
+            rank = len(self._facts.dims(node.inputs[0]) or ())
+            if int_attribute(node, "axis", -1) in (-1, rank - 1):
+                made = op.Softmax(first, axis=-1)
+        return made
+
+    def _product(self, op: Any, *factors: ir.Value | None) -> ir.Value | None:
+        """Emit a product of as many heads; where batches differ, the old one fails."""
+        one, other = (self._facts.dims(value, _RANK) for value in factors)
+        if one is None or other is None or one[1] != other[1] or number(one[1]) is None:
+            return None
+        made: ir.Value = op.MatMul(*factors)
+        if one[1] != (1, ()):
+            self._facts.note(made, (*one[:3], other[3]))
+        return made
+
+    def _elementwise(
+        self, op: Any, node: ir.Node, read: Sequence[ir.Value | None]
+    ) -> ir.Value | None:
+        """Emit something elementwise; the other operands have to broadcast over heads."""
+        facts, pairs = self._facts, list(zip(node.inputs, read, strict=True))
+        old = [value for value, each in pairs if value is not None and each is not None]
+        shapes = {(facts.dims(value) or ())[:-2] for value in old}
+        heads = {(facts.dims(each, _RANK) or ())[:2] for _, each in pairs if each is not None}
+        if len(shapes) != 1 or len(heads) != 1 or () in shapes | heads:
+            return None
+        keeps = facts.dims(old[0]) == facts.dims(node.outputs[0])
+        if node.op_type == "Add" and keeps and any(map(_are_zeros, node.inputs)):
+            return self._apart[old[0]]
+        (shape,), (leading,), found = shapes, heads, list[ir.Value]()
+        for value, made in pairs:
+            if made is None:
+                dims = facts.dims(value)
+                if value is None or dims is None:
+                    return None
+                if len(shape) == 1:
+                    made = _merged(op, value, dims, number(leading[1]))
+                else:
+                    made = _split(op, value, dims, shape, self._sizes.get(old[0]))
+            if made is None:
+                return None
+            found.append(made)
+        result: ir.Value = getattr(op, node.op_type)(*found)
+        return result
+
+    def _split_one_head(self, op: Any, node: ir.Node) -> bool:
+        """Emit operands of attention that has no heads; return whether these are values."""
+        left, right = node.inputs
+        dims = [self._facts.dims(value, _RANK - 1) for value in (left, right)]
+        if left is None or right is None or right in self._apart or None in dims:
+            return False
+        if left in self._apart:
+            sizes = self._facts.dims(self._apart[left], _RANK)
+            is_one = sizes is not None and sizes[1] == (1, ())
+            is_weights = made_by(left, "Softmax", "Where") is not None
+            return is_one and is_weights and self._one_head(op, right)
+        if _leads_to_softmax(node.outputs[0]) and self._one_head(op, left):
+            turned = made_by(right, "Transpose")
+            keys = None if turned is None or _perm(turned) != _LAST_TWO else turned.inputs[0]
+            if keys is None:
+                keys = op.Transpose(right, perm=_LAST_TWO)
+            if self._one_head(op, keys):
+                made = op.Transpose(self._apart[keys], perm=_LAST_TWO_OF_HEADS)
+                self._apart[right] = made
+        return False
+
+    def _one_head(self, op: Any, value: ir.Value) -> bool:
+        """Emit ``[B, 1, S, D]`` of ``[B, S, D]``, if D is known."""
+        dims = self._facts.dims(value, _RANK - 1)
+        width = None if dims is None else number(dims[2])
+        if width:
+            split = op.Reshape(value, ints(op, 0, 0, 1, width))
+            self._apart[value] = op.Transpose(split, perm=SPLIT_HEADS)
+        return bool(width)
+
+
+def _merged(op: Any, value: ir.Value, dims: Dims, heads: int | None) -> ir.Value | None:
+    """Emit an operand beside ``[B * H, S, T]`` for ``[B, H, S, T]``."""
+    made: ir.Value | None = None
+    if len(dims) < _RANK - 1 or (dims[0] == (1, ()) and len(dims) < _RANK):
+        made = value
+    elif len(dims) == _RANK - 1 and heads == 1:
+        made = op.Unsqueeze(value, ints(op, 1))
+    elif len(dims) == _RANK - 1 and heads and dims[0][0] % heads == 0:
+        # Such a number broadcasts to no other: the sum fails unless it is that of the scores.
+        batch = op.Div(op.Shape(value, start=0, end=1), ints(op, heads))
+        sizes = ints(op, batch, heads, op.Shape(value, start=1))
+        made = op.Reshape(value, sizes, allowzero=1)
+    return made
+
+
+def _split(
+    op: Any, value: ir.Value, dims: Dims, leading: Dims, sizes: ir.Value | None
+) -> ir.Value | None:
+    """Emit an operand beside ``[b, W, H, S, T]`` for ``[b * W, H, S, T]``."""
+    if len(dims) < _RANK:
+        return value
+    dims = ((1, ()),) * (len(leading) + 2 - len(dims)) + dims
+    pairs = zip(dims[:2], leading, strict=False)
+    fits = all(dim in ((1, ()), size) for dim, size in pairs)
+    if sizes is None or len(dims) != len(leading) + 2 or not fits:
+        return None
+    first = op.Slice(sizes, ints(op, 0), ints(op, 2))
+    whole = op.Expand(value, ints(op, first, ints(op, *[1] * (_RANK - 1))))
+    asked = ints(op, op.ReduceProd(first, keepdims=1), op.Shape(whole, start=2))
+    made: ir.Value = op.Reshape(whole, asked, allowzero=1)
+    return made
+
+
+def _asked_sizes(node: ir.Node, sizes: Dims, facts: ProvedShapes) -> Dims | None:
+    """Return the sizes that a Reshape asks for; one that turns out 0 makes all empty."""
+    target = None if node.inputs[1] is None else facts.integers(node.inputs[1])
+    known = None if target is None else target.known
+    if known is None:
+        return None
+    literal = int_attribute(node, "allowzero", 0)
+    asked = [
+        sizes[i] if size == (0, ()) and not literal and i < len(sizes) else size
+        for i, size in enumerate(known)
+    ]
+    if (rest := (-1, ())) in asked:
+        hole = asked.index(rest)
+        others = facts.unknowns.product(asked[:hole] + asked[hole + 1 :])
+        asked[hole] = facts.unknowns.quotient(facts.unknowns.product(sizes), others)
+    return tuple(asked)
+
+
+def _perm(node: ir.Node) -> tuple[int, ...]:
+    attribute = node.attributes.get("perm")
+    return () if attribute is None else tuple(attribute.as_ints())
+
+
+def _are_zeros(value: ir.Value | None) -> bool:
+    """Whether a value is zeros of any shape, or a number times that: torch's baddbmm."""
+    node = made_by(value, "ConstantOfShape", "Mul")
+    if node is None:
+        return False
+    if node.op_type == "Mul":
+        factors = [constant(each) for each in node.inputs]
+        finite = any(f is not None and np.isfinite(f.numpy()).all() for f in factors)
+        return finite and any(map(_are_zeros, node.inputs))
+    filled = node.attributes.get("value")
+    return filled is None or not filled.as_tensor().numpy().any()
+
+
+def _leads_to_softmax(value: ir.Value) -> bool:
+    """Whether a Softmax alone reads a value, behind factors and masks."""
+    for _ in range(_MAX_STEPS):
+        readers = [node for node in value.consumers() if node.op_type != "Shape"]
+        if len(readers) != 1 or readers[0].domain:
+            return False
+        if readers[0].op_type not in _ELEMENTWISE:
+            return readers[0].op_type == "Softmax"
+        value = readers[0].outputs[0]
+    return False
+
+
+def _multiply(node: ir.Node, facts: ProvedShapes, remarks: Remarks) -> Sequence[ir.Node]:
+    """Write the Einsum of scores, or of weights and values, as a MatMul; return the nodes."""
+    op, out = TapeBuilder(), node.outputs[0]
+    is_near = any(made_by(value, "Softmax") is not None for value in node.inputs)
+    is_near = is_near or _leads_to_softmax(out)
+    if node.domain or out.is_graph_output() or not is_near:
+        return ()
+    made = _product_of(op, node, facts)
+    if made is None:
+        reason = f"Einsum {label(node)!r} is not known to be a product of matrices"
+        remarks.refused(label(node), f"attention: {reason}")
+        return ()
+    assert node.graph is not None
+    node.graph.insert_before(node, op.nodes)
+    out.replace_all_uses_with(made)
+    return op.nodes
+
+
+def _product_of(op: Any, node: ir.Node, facts: ProvedShapes) -> ir.Value | None:
+    """Emit the MatMul of an Einsum: the axis that is summed has one size in both factors."""
+    text = node.attributes.get_string("equation", "").replace(" ", "")
+    sides, _, result = text.partition("->")
+    terms = list(zip(sides.split(","), node.inputs, strict=False))
+    if len(terms) != 2 or len(node.inputs) != 2 or "." in text:
+        return None
+    own = [axis for axis in result if (axis in terms[0][0]) != (axis in terms[1][0])]
+    if own and own[0] not in terms[0][0]:
+        terms.reverse()
+    batch = [axis for axis in result if all(axis in term for term, _ in terms)]
+    summed = [axis for axis in terms[0][0] if axis in terms[1][0] and axis not in result]
+    orders = [*batch, *own[:1], *summed], [*batch, *summed, *own[1:]]
+    if len(own) != 2 or len(summed) != 1:
+        return None
+    made, sizes = list[Any](), list[set[object]]()
+    for (term, value), order in zip(terms, orders, strict=True):
+        dims = facts.dims(value, len(term))
+        if dims is None or sorted(term) != sorted(order) or len({*term}) < len(term):
+            return None
+        # A mask may be as long as the keys: if it is longer than one, the product fails.
+        sizes.append({*facts.unknowns.broadcast_parts(dims[term.index(summed[0])])})
+        made.append(_transposed(op, value, term, order))
+    if not set.intersection(*sizes):
+        return None
+    product = op.MatMul(*made, _name=node.name)
+    found: ir.Value = _transposed(op, product, [*batch, *own], result)
+    return found
+
+
+def _transposed(op: Any, value: Any, axes: Sequence[str], order: Sequence[str]) -> Any:
+    perm = [axes.index(axis) for axis in order]
+    return value if perm == sorted(perm) else op.Transpose(value, perm=perm)

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: MIT
+"""Forms of attention without a cache, as text; beside each, what looks like it."""
+
+import collections
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+
+from .text_models import normal, proto_of
+
+_CONSTANTS = {
+    **{name: normal(32, 32, seed=seed) / 6 for seed, name in enumerate(("wq", "wk", "wv"))},
+    "split": np.array([0, 0, 4, 8]),
+    "flat": np.array([0, 0, 32]),
+    "columns_of_texts": np.array([-1, 1, 0]),
+    "minus_one": np.array([-1]),
+    "three": np.array([3]),
+    "four": np.array([4]),
+    "eight": np.array([8]),
+    "threes": np.array([3, 1, 1, 1]),
+    "scale": np.float32(0.3),
+    "two": np.float32(2),
+    "billion": np.float32(-1e9),
+    "minus_two": np.float32(-2),
+    "zero": np.float32(0),
+    "infinity": np.float32(np.inf),
+    "tiny": np.float32(1e-35),
+    "lowest": np.float32(np.finfo(np.float32).min),
+}
+
+
+class Case(NamedTuple):
+    """Inputs beside x and t, nodes, and what becomes of it: ``fused`` or a refusal."""
+
+    inputs: str
+    nodes: str
+    outcome: str
+
+
+def _cases() -> dict[str, Case]:
+    texts, name = collections.defaultdict[str, str](str), ""
+    for line in Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith("    "):
+            texts[name] += line + "\n"
+        elif not line.startswith("#"):
+            name = line
+    found = {}
+    for line, nodes in texts.items():
+        if line.count("|") == 2:
+            while "@" in nodes:
+                nodes = re.sub(r"@\w+", lambda snippet: texts[snippet[0]], nodes)
+            name, inputs, outcome = map(str.strip, line.split("|"))
+            found[name] = Case(inputs, nodes, outcome)
+    return found
+
+
+FORMS = _cases()
+
+
+def form(name: str) -> onnx.ModelProto:
+    """Return the model of one of :data:`FORMS`."""
+    inputs, nodes, _ = FORMS[name]
+    more = f", {inputs}" if inputs else ""
+    text = f"""g (float[batch, rows, 32] x, float[batch, columns, 32] t{more})
+        => (float[a, b, c] y) {{ {nodes} }}"""
+    used = {k: v for k, v in _CONSTANTS.items() if re.search(rf"\b{k}\b", nodes)}
+    return proto_of(text, used)
+
+
+def form_feeds(
+    model: onnx.ModelProto, texts: int, rows: int, columns: int, seed: int
+) -> dict[str, NDArray]:
+    """Draw inputs; what a mask has for itself is 1 or of the scores, and it may hide some."""
+    rng = np.random.default_rng(seed)
+    known = dict.fromkeys(("batch", "texts_of_m", "n"), texts)
+    known |= {"rows": rows, "rows_of_m": rows}
+    known |= dict.fromkeys(("columns", "columns_of_m", "any"), columns)
+    if seed % 2:
+        known |= dict.fromkeys(("texts_of_m", "rows_of_m", "n", "any"), 1)
+    found = {}
+    for value in model.graph.input:
+        tensor = value.type.tensor_type
+        shape = [dim.dim_value or known[dim.dim_param] for dim in tensor.shape.dim]
+        array = rng.standard_normal(shape).astype(np.float32)
+        if tensor.elem_type == onnx.TensorProto.BOOL:
+            array = array > -0.5
+        elif value.name == "m" and seed % 3:
+            array[array < -0.5] = -np.inf if seed % 3 == 1 else np.finfo(np.float32).min
+        found[value.name] = array
+    return found
