@@ -148,7 +148,7 @@ class Unknowns:
 
     def _broadcast_dim(self, sizes: set[Dim]) -> Dim:
         # Broadcasting again what has been broadcast already changes nothing.
-        parts = {part for size in sizes for part in self._parts(size)} - {known(1)}
+        parts = {part for size in sizes for part in self.broadcast_parts(size)} - {known(1)}
         if len(parts) < 2:
             return parts.pop() if parts else known(1)
         # Beside another number than 1, an unknown is that number or 1.
@@ -157,7 +157,7 @@ class Unknowns:
         self.met.append((parts, made))
         return made
 
-    def _parts(self, dim: Dim) -> tuple[Dim, ...]:
+    def broadcast_parts(self, dim: Dim) -> tuple[Dim, ...]:
         """Return the sizes that a dimension was broadcast from; itself for any other."""
         key = self.key(dim[1][0]) if dim[0] == len(dim[1]) == 1 else ()
         return key[1:] if key[:1] == ("fit",) else (dim,)
