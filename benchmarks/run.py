@@ -35,6 +35,7 @@ from benchmarks.sessions.hints import (
 from benchmarks.sessions.large_models import measure_large_models
 from benchmarks.sessions.layout_score import measure_layout_score
 from benchmarks.sessions.layout_times import measure_layout_times
+from benchmarks.sessions.long_texts import measure_long_texts
 from benchmarks.sessions.mixed_precision import measure_mixed_precision
 from benchmarks.sessions.olive_tuning import measure_olive_tuning
 from benchmarks.sessions.order_peaks import measure_order_peaks
@@ -61,6 +62,7 @@ BENCHMARKS: dict[str, Callable[[Path, int], list[Figure]]] = {
     "mixed_precision": measure_mixed_precision,
     "trim_padding": measure_trim_padding,
     "transformer_fusion": measure_transformer_fusion,
+    "long_texts": measure_long_texts,
     "conv_fusion": measure_conv_fusion,
     "rapidocr": measure_rapidocr,
     "encoder8": measure_encoder8,
@@ -87,6 +89,7 @@ TITLES = {
     "mixed_precision": "8-bit QDQ models, a quarter of the activations promoted",
     "trim_padding": "Padded batches on MiniLM-L6, beside plain onnxruntime",
     "transformer_fusion": "SmolLM2-135M and MiniLM-L6, fused beside plain onnxruntime",
+    "long_texts": "Layers of encoders on long texts, fused beside plain onnxruntime",
     "encoder8": "Sentence encoders by the recipe encoder8, beside float and other 8 bits",
     "runtimes": "Nets of six kinds, tuned for latency, beside onnxruntime and OpenVINO",
     "conv_fusion": "Convolution nets, folded, beside plain onnxruntime",

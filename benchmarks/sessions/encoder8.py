@@ -6,10 +6,8 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from tokenizers import Tokenizer
@@ -17,7 +15,7 @@ from tokenizers import Tokenizer
 import ortplugins
 from benchmarks.figures.bounds import Figure
 from benchmarks.models.corpus import CACHE, read_text
-from benchmarks.models.minilm import feeds, float_minilm, sentences
+from benchmarks.models.minilm import feeds, float_minilm, padded_batch, sentences
 from benchmarks.models.openvino_runs import beside_openvino
 from benchmarks.models.real_nets import real_nets
 from ortplugins.evaluation import Evaluation, evaluate
@@ -31,8 +29,6 @@ _CALIBRATED, _PAIRS = 64, 250
 _TIME, _LOST, _RAGGED = 0.42, 0.002, 0.1
 _SETTINGS = {"intra_op_num_threads": 2}
 _MS = 1e3
-
-Feed = dict[str, npt.NDArray[Any]]
 
 
 def measure_encoder8(folder: Path, rounds: int) -> list[Figure]:
@@ -67,8 +63,11 @@ def _encoder(
         yield Figure(f"{name}, {what}: 1 - cosine", 1 - found.cosine, bound=bound)
         lost = 1 - found.ranking_agreement
         yield Figure(f"{name}, {what}: 1 - ranking agreement", lost, bound=bound)
-    full = _batch(inputs, np.full(8, 128), 128)
-    ragged = _batch(inputs, np.random.default_rng(17).integers(12, 25, 32), 256)
+    short = np.random.default_rng(17).integers(12, 25, 32)
+    full, ragged = (
+        {key: array for key, array in padded_batch(*batch).items() if key in inputs}
+        for batch in (([128] * 8, 128), (short, 256))
+    )
     trims = entries_of([ortplugins.TrimPadding.name], cache_dir=str(folder / "cache"))
     plain = Candidate(path, "float", settings=_SETTINGS)
     eight = Candidate(ours, "encoder8", settings=_SETTINGS)
@@ -91,10 +90,3 @@ def _judged(model: Path, floats: Path, tokenizer: Path) -> Evaluation:
     read_text("wiki_eval")
     text = CACHE / "wiki_eval.txt"
     return evaluate(model, floats, text=text, tokenizer=tokenizer, pairs=_PAIRS)
-
-
-def _batch(inputs: set[str], lengths: npt.NDArray[np.int64], padded: int) -> Feed:
-    mask = (np.arange(padded) < lengths[:, None]).astype(np.int64)
-    ids = np.random.default_rng(0).integers(1000, 30000, mask.shape) * mask
-    whole = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
-    return {name: array for name, array in whole.items() if name in inputs}

@@ -14,7 +14,7 @@ import onnxruntime as ort
 
 import ortplugins
 from benchmarks.figures.bounds import Figure
-from benchmarks.models.minilm import float_minilm
+from benchmarks.models.minilm import float_minilm, padded_batch
 from ortplugins.measurement.measure import Candidate, measure
 from ortplugins.quantization import quantize
 from rewrite_rules.remarks import PassContext, Remarks
@@ -23,7 +23,6 @@ from session_options.plan import entries_of
 
 Feed = dict[str, npt.NDArray[np.int64]]
 
-_VOCABULARY = 30000
 _BATCH, _PADDED = 32, 256
 _FILLS = (16, 64, 128, 192)
 _LEVEL = {"session.qdq_matmulnbits_accuracy_level": "4"}
@@ -34,7 +33,7 @@ def measure_trim_padding(folder: Path, rounds: int) -> list[Figure]:
     """Measure short texts, filled ones and those between; float and int4."""
     path, _ = float_minilm()
     rng = np.random.default_rng(17)
-    short = _batch(rng, rng.integers(12, 25, _BATCH), _PADDED)
+    short = padded_batch(rng.integers(12, 25, _BATCH), _PADDED)
     int4 = folder / "minilm.int4.onnx"
     quantize(path, int4)
     figures = [
@@ -45,36 +44,30 @@ def measure_trim_padding(folder: Path, rounds: int) -> list[Figure]:
         _beside(
             "1 text of 16 tokens, padded to 256",
             path,
-            _batch(rng, np.array([16]), _PADDED),
+            padded_batch([16], _PADDED),
             folder,
             rounds,
         ),
         _beside(
             "8 texts of 128 tokens, not padded",
             path,
-            _batch(rng, np.full(8, 128), 128),
+            padded_batch([128] * 8, 128),
             folder,
             rounds,
             1.01,
         ),
     ]
-    mixed = _batch(rng, rng.integers(8, 129, _BATCH), 128)
+    mixed = padded_batch(rng.integers(8, 129, _BATCH), 128)
     what = "32 texts of 8 to 128 tokens, padded to 128"
     figures += [
         _beside(what, path, mixed, folder, rounds),
         _beside(f"{what}, packed", path, mixed, folder, rounds, 0.7, pack=True),
     ]
     for longest in _FILLS:
-        feed = _batch(rng, np.full(8, longest), _PADDED)
+        feed = padded_batch([longest] * 8, _PADDED)
         what = f"8 texts of {longest} tokens, padded to 256"
         figures.append(_beside(what, path, feed, folder, rounds))
     return [*figures, _real_difference(path, short), *_cost_of_the_pass(path, rounds)]
-
-
-def _batch(rng: np.random.Generator, lengths: npt.NDArray[np.int64], padded: int) -> Feed:
-    mask = (np.arange(padded) < lengths[:, None]).astype(np.int64)
-    ids = rng.integers(1000, _VOCABULARY, mask.shape) * mask
-    return {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
 
 
 def _beside(
