@@ -73,10 +73,8 @@ _FIRST_SEED = 1000
 # Lengths beyond numbers in the graph are tried up to here, where inputs stay small; and how
 # many of them.
 _MAX_NUMBER, _MAX_ELEMENTS, _MAX_LENGTHS = 2048, 1 << 21, 3
-# Long enough that attention shows; longer than some models take.
-_TIMED = (Run(1, 16, 0), Run(4, 128, 0, "right"))
-# Long enough for the form of long texts.
-_LONG_TEXTS = Run(2, 259, 0, "right")
+# Long enough that attention shows, and for long texts; longer than some models take.
+_TIMED = (Run(1, 16, 0), Run(4, 128, 0, "right"), Run(2, 259, 0, "right"))
 _TIMED_WITH_CACHE = (Run(1, 1, 63),)
 # How far a mask is followed to the scores, and what adds it or hides scores by it.
 _MAX_FOLLOWED = 64
@@ -184,8 +182,6 @@ class DecoderInputs:
             for value, role in self._roles.items()
         )
         tried = [*(run for run in TRIED if beside or not run.one_row), *self._long_runs()]
-        if timed and not self.has_cache:
-            tried.append(_LONG_TEXTS)
         if shared_cache:  # nor in none
             tried = [run for run in tried if run.batch and run.length]
         short = self.runs(tried)
