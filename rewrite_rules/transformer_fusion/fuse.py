@@ -43,6 +43,7 @@ from rewrite_rules.transformer_fusion.own_axes import give_heads_an_axis
 from rewrite_rules.transformer_fusion.projections import merge_projections
 from rewrite_rules.transformer_fusion.rotary import Rotary, SplitRotary, may_be_rotation
 from rewrite_rules.transformer_fusion.shared_cache import SharedCache
+from rewrite_rules.transformer_fusion.standard_operators import use_kernels
 
 # Shape(x, start, end) stands in what grouped queries write.
 _SHAPE_OPSET = 15
@@ -82,6 +83,8 @@ def fuse_transformer(
     opset = model.opset_imports.get("", 0)
     if options.attention:
         note_kernels(nodes, remarks)
+    parts = [part for part in ("attention", "activations") if getattr(options, part)]
+    use_kernels(model, nodes, shapes, parts, context)
     if (options.rotary or options.attention) and context.cpu_only and opset >= _SHAPE_OPSET:
         drop_copies((*nodes["Cast"], *nodes["Concat"]))
         share_constants(model)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: MIT
+"""Standard operators without a kernel on a CPU, by those of onnxruntime's own operators.
+
+    LinearAttention(q, k, v, state, decay, beta)
+        -> com.microsoft LinearAttention(q, k, v, state, decay, beta)
+    CausalConvWithState(x, weight, bias, state)
+        -> If(few tokens: com.microsoft CausalConvWithState(...), else: itself)
+    Swish(x)
+        -> QuickGelu(x)
+
+onnxruntime runs the functions that define them: LinearAttention is a Scan over tokens. The
+first two have the same inputs, outputs and attributes under both names. The kernel reads decay
+and beta without a look at their batch and length: unless these are proved, a Reshape to them
+stands in front, as in the function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+from onnxscript import TapeBuilder
+
+from rewrite_rules.graph.initializers import name_apart
+from rewrite_rules.graph.nodes import input_of, label
+from rewrite_rules.graph.parameters import float_attribute
+from rewrite_rules.remarks import PassContext, Refusal
+from rewrite_rules.shapes.dimensions import number
+from rewrite_rules.shapes.proved_shapes import ProvedShapes
+from rewrite_rules.transformer_fusion.conditions import either
+from rewrite_rules.transformer_fusion.head_layout import ints
+
+_MICROSOFT = "com.microsoft"
+# Opsets up to which the operators are known, and the first onnxruntime that was looked at.
+_OPSET, _VERSION = 28, (1, 32)
+_DECAY_AND_BETA = (4, 5)
+# The kernel takes .1 of the nodes' time for one token, .3 for 4, .8 for 16 and 3.2 for 256.
+_FEW_TOKENS = 8
+
+
+def use_kernels(
+    model: ir.Model,
+    nodes: Mapping[str, Sequence[ir.Node]],
+    shapes: ProvedShapes,
+    parts: Collection[str],
+    context: PassContext,
+) -> None:
+    """Rewrite in place, in subgraphs as well, operators of some parts of the pass."""
+    version, remarks = context.onnxruntime, context.remarks
+    is_newer = model.opset_imports.get("", 0) > _OPSET
+    if is_newer or (version is not None and version < _VERSION) or not context.cpu_only:
+        return
+    before = len(remarks.rewritten)
+    for kind, (part, rewrite) in _REWRITES.items():
+        for node in nodes[kind] if part in parts else ():
+            name = label(node)
+            with remarks.trying(kind, name) as allowed:
+                if node.domain or not allowed:
+                    continue
+                try:
+                    _check_types(node)
+                    rewrite(node, shapes)
+                except Refusal as refusal:
+                    remarks.refused(name, f"{kind}: {refusal}")
+                else:
+                    remarks.fired(name, f"{kind} by a kernel")
+    if len(remarks.rewritten) > before:
+        model.opset_imports.setdefault(_MICROSOFT, 1)
+        name_apart(model)
+
+
+def _check_types(node: ir.Node) -> None:
+    for value in node.inputs:
+        if value is not None and value.dtype is not ir.DataType.FLOAT:
+            raise Refusal(f"computes in {value.dtype}, not in float32")
+
+
+def _attention(node: ir.Node, shapes: ProvedShapes) -> None:
+    query = node.inputs[0]
+    tokens = shapes.dims(query, 3)
+    for index in _DECAY_AND_BETA:
+        value = input_of(node, index)
+        dims = shapes.dims(value, 3)
+        if value is not None and (dims is None or tokens is None or dims[:2] != tokens[:2]):
+            op = TapeBuilder()
+            sizes = op.Concat(op.Shape(query, start=0, end=2), ints(op, -1), axis=0)
+            node.replace_input_with(index, op.Reshape(value, sizes))
+            _graph(node).insert_before(node, op.nodes)
+    node.domain = _MICROSOFT
+
+
+def _convolution(node: ir.Node, shapes: ProvedShapes) -> None:
+    dims = shapes.dims(node.inputs[0], 3)
+    length = None if dims is None else number(dims[2])
+    if length is not None and length > _FEW_TOKENS:
+        raise Refusal(f"nodes are faster for {length} tokens")
+    if length is not None:
+        node.domain = _MICROSOFT
+        return
+
+    def by(domain: str) -> Callable[[Any], Sequence[ir.Value]]:
+        made = {"_domain": domain, "_outputs": len(node.outputs)}
+        attributes = {name: item.value for name, item in node.attributes.items()}
+        return lambda op: op.CausalConvWithState(*node.inputs, **attributes, **made)
+
+    op = TapeBuilder()
+    count = op.Shape(node.inputs[0], start=2, end=3)
+    is_few = op.LessOrEqual(count, ints(op, _FEW_TOKENS))
+    _replace(node, op, either(op, is_few, by(_MICROSOFT), by(""), node.name))
+
+
+def _swish(node: ir.Node, shapes: ProvedShapes) -> None:
+    op = TapeBuilder()
+    alpha = float_attribute(node, "alpha", 1.0)
+    gate = op.QuickGelu(node.inputs[0], alpha=alpha, _domain=_MICROSOFT, _name=node.name)
+    _replace(node, op, [gate])
+
+
+def _replace(node: ir.Node, op: TapeBuilder, made: Sequence[ir.Value]) -> None:
+    graph = _graph(node)
+    ir.convenience.replace_nodes_and_values(graph, node, [node], op.nodes, node.outputs, made)
+
+
+def _graph(node: ir.Node) -> ir.Graph:
+    assert isinstance(node.graph, ir.Graph)
+    return node.graph
+
+
+_REWRITES: Mapping[str, tuple[str, Callable[[ir.Node, ProvedShapes], None]]] = {
+    "LinearAttention": ("attention", _attention),
+    "CausalConvWithState": ("attention", _convolution),
+    "Swish": ("activations", _swish),
+}

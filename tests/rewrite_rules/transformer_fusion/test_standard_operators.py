@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: MIT
+"""Standard operators without a kernel on a CPU give the same numbers by onnxruntime's own."""
+
+import itertools
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from builders.dequantized_models import op_types
+from builders.exports import fused
+from builders.same_numbers import session
+from builders.text_models import normal, proto_of
+from numpy.typing import NDArray
+
+H, G, K, V, WIDTH = 4, 2, 3, 5, 16
+ATTENTION = [("com.microsoft", "LinearAttention")]
+RULES = {
+    "linear": ("", ""),
+    "gated": ("g", ""),
+    "delta": ("", "b"),
+    "gated_delta": ("g", "b"),
+}
+
+
+def attention(
+    rule: str = "gated_delta",
+    *,
+    decay: int = G,
+    beta: int = G,
+    state: str = "state",
+    heads: int = H,
+    change: tuple[str, str] = ("", ""),
+) -> onnx.ModelProto:
+    sizes = {"q": heads * K, "k": G * K, "v": G * V, "g": decay, "b": beta}
+    g, b = RULES[rule]
+    text = f"""m (float[B, T, {WIDTH}] x, float[B, {G}, {K}, {V}] state)
+        => (float[B, T, {heads * V}] y, float[B, {G}, {K}, {V}] present) {{
+        q = MatMul(x, wq) k_long = MatMul(x, wk) v = MatMul(x, wv)
+        k = LpNormalization<axis = -1>(k_long)
+        g_any = MatMul(x, wg) g_high = Softplus(g_any) g = Neg(g_high)
+        b_any = MatMul(x, wb) b = Sigmoid(b_any)
+        y, present = LinearAttention<q_num_heads = {heads}, kv_num_heads = {G},
+            update_rule = "{rule}", scale = 0.3>(q, k, v, {state}, {g}, {b}) }}"""
+    weights = {f"w{name}": normal(WIDTH, size) / 4 for name, size in sizes.items()}
+    return proto_of(text.replace(*change), weights, opset=27, ir_version=13)
+
+
+def of_attention(batch: int, tokens: int) -> dict[str, NDArray]:
+    return {"x": normal(batch, tokens, WIDTH), "state": normal(batch, G, K, V)}
+
+
+def convolution(
+    inputs: str = "x, w, b, past", *, kernel: int = 4, tokens: str = "L", activation: str = ""
+) -> onnx.ModelProto:
+    text = f"""m (float[B, 6, {tokens}] x, float[B, 6, {kernel - 1}] past)
+        => (float[B, 6, {tokens}] y, float[B, 6, {kernel - 1}] present) {{
+        y, present = CausalConvWithState{activation}({inputs}) }}"""
+    weights = {"w": normal(6, 1, kernel), "b": normal(6)}
+    return proto_of(text, weights, opset=27, ir_version=13)
+
+
+def of_convolution(batch: int, tokens: int, kernel: int = 4) -> dict[str, NDArray]:
+    return {"x": normal(batch, 6, tokens), "past": normal(batch, 6, kernel - 1)}
+
+
+def check(model: onnx.ModelProto, *feeds: dict[str, NDArray]) -> list[tuple[str, str]]:
+    """Compare a model with its fusion; return which recurrent operators the main graph has."""
+    result = fused(model)[0]
+    before, after = session(model), session(result)
+    for feed in feeds:
+        read = {item.name for item in before.get_inputs()}
+        given = {name: array for name, array in feed.items() if name in read}
+        pairs = zip(after.run(None, given), before.run(None, given), strict=True)
+        for actual, expected in pairs:
+            np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+    return [(node.domain, node.op_type) for node in result.graph if len(node.outputs) == 2]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_linear_attention(rule: str):
+    feeds = [of_attention(*sizes) for sizes in ((1, 1), (3, 1), (1, 9), (2, 7))]
+    for decay, beta, state, heads in itertools.product(
+        (G, G * K), (1, G), ("state", ""), (H, G)
+    ):
+        options = {"decay": decay, "beta": beta, "state": state, "heads": heads}
+        assert check(attention(rule, **options), *feeds) == ATTENTION
+
+
+def test_large_heads_that_the_kernel_multiplies_otherwise(monkeypatch: pytest.MonkeyPatch):
+    for name, size in {"K": 64, "V": 72}.items():
+        monkeypatch.setitem(globals(), name, size)
+    assert check(attention(), of_attention(2, 5)) == ATTENTION
+
+
+def test_a_scale_that_is_left_out():
+    assert check(attention(change=(", scale = 0.3", "")), of_attention(2, 5)) == ATTENTION
+
+
+@pytest.mark.parametrize("name", ["g", "b"])
+def test_sizes_of_decay_and_beta_are_checked(name: str):
+    """The kernel reads as many as the queries have tokens, whatever there are."""
+    made = {"g": ("g = Neg(g_high)", ""), "b": ("b = Sigmoid(b_any)", "")}[name]
+    model = attention(change=made)
+    kind = onnx.helper.make_tensor_value_info(name, 1, ["B", "T", G])
+    model.graph.input.append(kind)
+    feed = of_attention(2, 5) | {name: -np.abs(normal(2, 5, G))}
+    assert check(model, feed) == ATTENTION
+    before, after = session(model), session(fused(model)[0])
+    for wrong in ((1, 5, G), (2, 4, G), (1, 1, G), (2, 6, G), (1, 10, G), (5, 2, G)):
+        given = feed | {name: -np.abs(normal(*wrong))}
+        try:
+            expected = before.run(None, given)
+        except Exception:
+            with pytest.raises(Exception, match=r"Reshape|decay"):
+                after.run(None, given)
+        else:
+            for pair in zip(after.run(None, given), expected, strict=True):
+                np.testing.assert_allclose(*pair, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("inputs", ["x, w", "x, w, b", "x, w, , past", "x, w, b, past"])
+@pytest.mark.parametrize("activation", ["", '<activation = "silu">', '<activation = "swish">'])
+def test_a_convolution_of_few_tokens(inputs: str, activation: str):
+    all_sizes = ((1, 1), (3, 1), (2, 3), (2, 8), (1, 9), (3, 20))
+    for kernel in (1, 2, 4, 7):
+        model = convolution(inputs, kernel=kernel, activation=activation)
+        feeds = [of_convolution(*sizes, kernel) for sizes in all_sizes]
+        assert check(model, *feeds) == [("", "If")]
+        model = convolution(inputs, kernel=kernel, activation=activation, tokens="1")
+        found = check(model, *feeds[:2])
+        assert found == [("com.microsoft", "CausalConvWithState")]
+
+
+STAYS = {
+    "many tokens": (convolution(tokens="9"), "CausalConvWithState: nodes are faster for 9"),
+    "float16": (
+        attention(
+            change=("q = MatMul(x, wq)", "q_wide = MatMul(x, wq) q = Cast<to=10>(q_wide)")
+        ),
+        "LinearAttention: computes in FLOAT16",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STAYS)
+def test_what_stays(case: str):
+    model, reason = STAYS[case]
+    result, remarks, _ = fused(model)
+    assert [text.startswith(reason) for text in remarks["refused"]] == [True]
+    assert [node.domain for node in result.graph if len(node.outputs) == 2] == [""]
+
+
+@pytest.mark.parametrize("change", [{"domain": "mine"}, {"opset": 29}])
+def test_operators_of_others_stay(change: dict[str, int | str]):
+    model = ir.from_proto(attention())
+    model.opset_imports[""] = change.get("opset", 27)
+    for node in model.graph:
+        if node.op_type == "LinearAttention":
+            node.domain = change.get("domain", "")
+    result = fused(ir.to_proto(model))[0]
+    assert "com.microsoft" not in {node.domain for node in result.graph}
+    assert "LinearAttention" in op_types(result)
+
+
+SPECIAL = np.array([[0.0, -0.0, 3.0, -3.0, 90.0, -90.0, np.inf, -np.inf, np.nan]], np.float32)
+
+
+@pytest.mark.parametrize("alpha", ["", "<alpha = 1.702>", "<alpha = 0.0>", "<alpha = -2.0>"])
+def test_swish(alpha: str):
+    model = proto_of(
+        f"m (float[B, 9] x) => (float[B, 9] y) {{ y = Swish{alpha}(x) }}", opset=24
+    )
+    result = fused(model)[0]
+    assert op_types(result) == ["QuickGelu"]
+    for feed in ({"x": SPECIAL}, {"x": 4 * normal(5, 9)}):
+        actual, expected = (session(each).run(None, feed)[0] for each in (result, model))
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
