@@ -245,7 +245,7 @@ def _check_float_model(
     if opset < least:
         hint = "; or give per_channel=False" if per_channel and opset >= 10 else ""
         raise QuantizationError(
-            f"{loaded.name}: has opset {opset}, but {reason} needs {least}: export it anew, "
+            f"{loaded.name}: has opset {opset}, but {reason} needs {least}: export it again, "
             f"or convert it with onnx.version_converter{hint}"
         )
     known = {node.op_type for owner in loaded.model.graphs() for node in owner}
