@@ -123,6 +123,9 @@ def _scales(
         greatest = list(map(np.maximum, greatest, found)) if greatest else found
     for cache, most in zip(caches, greatest, strict=True):
         if not np.isfinite(most).all():
-            raise CalibrationError(f"cache {cache.present.name!r} holds NaN or infinity")
+            raise CalibrationError(
+                f"cache {cache.present.name!r} holds NaN or infinity for these samples: give "
+                "others, or leave out kv_bits"
+            )
     least = np.finfo(np.float32).tiny
     return [np.maximum(most / np.float32(_HIGHEST), least) for most in greatest]

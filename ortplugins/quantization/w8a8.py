@@ -41,10 +41,9 @@ from ortplugins.quantization.methods.nearest import Floats
 from ortplugins.quantization.statistics.accumulator import ActivationRequest
 from ortplugins.quantization.statistics.collect import Calibration, collect
 from ortplugins.quantization.weights.folds import find_folds, insert_mul
-from ortplugins.quantization.weights.plan import WeightPlan, report_of, reported
+from ortplugins.quantization.weights.plan import WeightPlan, report_of
 from ortplugins.quantization.weights.quantize_group import checked_matrix
 from ortplugins.quantization.weights.recipe import Recipe
-from ortplugins.quantization.weights.report import QuantizeReport
 from ortplugins.quantization.weights.uses import WeightUse
 from ortplugins.quantization.weights.weight import UNREACHED, Errors
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
@@ -89,8 +88,8 @@ class QuantizedProducts:
 
 def quantize_products(
     plan: WeightPlan, recipe: Recipe, calibration: Calibration | None
-) -> QuantizeReport:
-    """Quantise the products that a plan names, in place.
+) -> WeightPlan:
+    """Quantise the products that a plan names, in place; return what is to be reported.
 
     A layer whose output's cosine with that of the float layer is below ``least_cosine`` of the
     recipe, on sampled tokens, stays in float.
@@ -134,7 +133,7 @@ def quantize_products(
         if left := [use for use in uses if use not in floats]:
             writer.write(found[name], left)
     remove_unused(plan.model)
-    return reported(_less(plan, floats, errors), recipe)
+    return _less(plan, floats, errors)
 
 
 def _nothing(floats: Mapping[WeightUse, str]) -> str:
@@ -147,7 +146,7 @@ def _layers(plan: WeightPlan) -> tuple[dict[str, list[WeightUse]], dict[WeightUs
     floats: dict[WeightUse, str] = {}
     for group in plan.groups:
         for use in (use for weight in group.weights for use in weight.uses):
-            why = group.reason or _refusal(use, plan.model.graph)
+            why = use.no_statistics or _refusal(use, plan.model.graph)
             if why or use.activation is None:
                 floats[use] = why
             else:
@@ -182,9 +181,13 @@ def _less(
             (weight, [use for use in weight.uses if use not in floats])
             for weight in group.weights
         ]
+        group.reason = ""  # which holds for all uses of a weight, and here some are left out
         group.weights = [
             dataclasses.replace(
-                weight, uses=uses, errors=Errors(output=max(errors[use] for use in uses))
+                weight,
+                method="w8a8",
+                uses=uses,
+                errors=Errors(output=max(errors[use] for use in uses)),
             )
             for weight, uses in kept
             if uses

@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: MIT
 """Products in 8 bits: near float, never saturated, and each text by itself."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from builders.command_line import printed
+from builders.decoders import decoder
 from builders.encoders import encoder
 from builders.quantized_files import arrays_of, kinds, read
 from builders.text_models import T, normal, text_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from onnxruntime.quantization import CalibrationDataReader, quantize_dynamic, quantize_static
 
 from ortplugins.errors import CalibrationError, ModelFileError, QuantizationError
 from ortplugins.quantization import Recipe, quantize
@@ -275,9 +281,103 @@ def test_samples_and_a_recent_opset_are_needed():
         quantized(PRODUCT, {"W": normal(K, N)}, np.full((8, K), np.nan, np.float32))
 
 
-@pytest.mark.parametrize(("settings", "noted"), [({}, True), ({"recipe": "encoder8"}, False)])
-def test_weights_alone_make_an_encoder_slower(settings: dict, noted: bool):
+def test_a_weight_that_multiplies_a_constant_too_is_quantised_where_it_can_be():
+    """As DeBERTa's queries and keys, which its table of distances goes through as well."""
+    nodes = "[fixed] c = MatMul(distances, W) [free] p = MatMul(x, W) y = Add(p, c)"
+    constants = {"W": normal(K, N), "distances": normal(1, K, seed=3)}
+    model, result = quantized(nodes, constants)
+    (kept,) = result.report.refused
+    assert kept.node == "fixed" and "both of its operands are constants" in kept.reason
+    (row,) = result.report.quantized
+    assert (row.node, row.method, row.reason) == ("free", "w8a8", "")
+    assert error(model, read(result.model), with_outliers(256, seed=3)) < 0.03
+
+
+# What is said of encoders that are quantised.
+
+
+def ids_and_mask(model: onnx.ModelProto) -> dict:
     ids = np.arange(1, 9)[None]
-    samples = [{"input_ids": ids, "attention_mask": np.ones_like(ids)}]
-    report = quantize(encoder(), calibration_data_reader=samples, **settings).report
-    assert any("encoder8" in note for note in report.notes) == noted
+    given = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+    return {value.name: given[value.name] for value in model.graph.input}
+
+
+def image_encoder(*, attends: bool = True) -> onnx.ModelProto:
+    """Patches of an image, and attention of one head; or a mean alone."""
+    mixed = """
+        t = Transpose<perm = [0, 2, 1]>(q)
+        s = MatMul(q, t)
+        w = Softmax(s)
+        m = MatMul(w, q)
+    """
+    nodes = f"""
+        c = Conv<strides = [4, 4]>(pixel_values, patches)
+        r = Reshape(c, flat)
+        h = Transpose<perm = [0, 2, 1]>(r)
+        q = MatMul(h, W)
+        {mixed if attends else "m = Softmax(q)"}
+        y = MatMul(m, V)
+    """
+    constants = {
+        "patches": normal(16, 3, 4, 4),
+        "flat": np.array([0, 0, -1]),
+        "W": normal(16, 16),
+        "V": normal(16, 16, seed=1),
+    }
+    inputs = {"pixel_values": (T.FLOAT, ("batch", 3, 16, 16))}
+    return text_model(nodes, constants, inputs)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "noted"),
+    [
+        (encoder(), [], True),
+        (encoder(), ["--bits", "8", "--quant-format", "MatMulNBits"], True),
+        (image_encoder(), [], True),
+        (image_encoder(attends=False), [], False),
+        (decoder("torch"), [], False),
+    ],
+    ids=["text", "MatMulNBits", "image", "no attention", "a decoder"],
+)
+def test_weights_alone_make_an_encoder_slower(tmp_path, model, options, noted):
+    onnx.save(model, tmp_path / "float.onnx")
+    text = printed("quantize", tmp_path / "float.onnx", "-o", tmp_path / "q.onnx", *options)
+    assert ("longer than in float" in text) == noted
+    assert ("recipe encoder8" in text) == noted
+
+
+def dynamic(folder: Path) -> Path:
+    onnx.save(encoder(), folder / "float.onnx")
+    quantize_dynamic(folder / "float.onnx", folder / "q.onnx", ["MatMul"], per_channel=True)
+    return folder / "q.onnx"
+
+
+def fixed_ranges(folder: Path) -> Path:
+    onnx.save(encoder(), folder / "float.onnx")
+    feeds = iter([ids_and_mask(encoder())])
+    methods = {"get_next": lambda _: next(feeds, None)}
+    reader = type("Reader", (CalibrationDataReader,), methods)
+    quantize_static(folder / "float.onnx", folder / "q.onnx", reader())
+    return folder / "q.onnx"
+
+
+def by_us(folder: Path, **settings) -> Path:
+    samples = [ids_and_mask(encoder())]
+    quantize(encoder(), folder / "q.onnx", calibration_data_reader=samples, **settings)
+    return folder / "q.onnx"
+
+
+@pytest.mark.parametrize(
+    ("write", "said"),
+    [
+        (dynamic, r"3 products take the ranges of activations from each batch.*\.994.*\.999"),
+        (fixed_ranges, r"3 products read activations of 8 bits.*\.93.*\.999"),
+        (lambda folder: by_us(folder, bits=8), r"3 products have weights of few bits.*1\.13"),
+        (lambda folder: by_us(folder, recipe="encoder8", least_cosine=0), ""),
+    ],
+    ids=["dynamic", "QDQ", "weights", "encoder8"],
+)
+def test_inspect_says_what_the_recipe_would_gain(tmp_path, write, said):
+    text = " ".join(printed("inspect", write(tmp_path)).split())
+    assert (re.search(f"{said}.*ortplugins quantize FLOAT", text) is not None) == bool(said)
+    assert ("encoder8" in text) == bool(said)

@@ -9,6 +9,7 @@ compared with the file's.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import mmap
 import os
@@ -19,6 +20,7 @@ from typing import Any
 import numpy.typing as npt
 
 from ortplugins.errors import MissingFileError, ModelFileError
+from ortplugins.quantization.checkpoints.packages import package
 from ortplugins.quantization.tensor_reference import TensorReference
 
 MAGIC = b"GGUF"
@@ -108,10 +110,17 @@ class _Header:
             if name in found:
                 raise ModelFileError(f"{self._path}: tensor {name!r} comes twice")
             found[name] = self._placed(name, shape, kind, start + offset)
+        in_order = sorted(found.values(), key=lambda tensor: tensor.offset)
+        for before, after in itertools.pairwise(in_order):
+            if before.offset + before.nbytes > after.offset:
+                raise ModelFileError(
+                    f"{self._path} is damaged: tensors {before.name!r} and {after.name!r} "
+                    "overlap"
+                )
         return GgufFile(known, found)
 
     def _placed(self, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GgufTensor:
-        import gguf
+        gguf = package("gguf")
 
         try:
             known = gguf.GGMLQuantizationType(kind)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
-Grid = tuple[Floats, Floats | None]  # scales and minimums, [blocks, parts]
+Factors = npt.NDArray[Any]  # [blocks, parts], or [blocks, 1]
 
 _SIGNED = (*range(128), *range(-128, 0))
 _NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -32,25 +32,28 @@ class BlockType:
     """How a type stores a block of weights.
 
     Attributes:
-        layout: numpy's description of a block.
+        layout: numpy's description of a block; it has a scale d, and may have a minimum m.
         planes: Field, bits and run in bytes of each plane, those of the low bits first.
         part: Weights that share a scale.
-        grid: Returns the scales and minimums of blocks.
-        has_minimum: Whether there are minimums.
+        factors: Returns what d and m are multiplied by, of blocks.
         values: What codes stand for, where that is not ``code - 2**(bits - 1)``.
     """
 
     layout: tuple[Any, ...]
     planes: tuple[tuple[str, int, int], ...]
     part: int
-    grid: Callable[[npt.NDArray[Any]], Grid]
-    has_minimum: bool = False
+    factors: Callable[[npt.NDArray[Any]], tuple[Factors, Factors]]
     values: tuple[int, ...] = ()
 
     @property
     def dtype(self) -> np.dtype[np.void]:
         """Of a block."""
         return np.dtype(list(self.layout))
+
+    @property
+    def has_minimum(self) -> bool:
+        """Whether blocks have minimums."""
+        return any(field[0] == "m" for field in self.layout)
 
     @property
     def size(self) -> int:
@@ -81,11 +84,12 @@ class BlockType:
             shift += bits
         middle = 1 << (self.code_bits - 1)
         signed = np.array(self.values or range(-middle, middle), np.int8)[codes]
-        scales, minimums = self.grid(blocks)
-        if minimums is not None:
-            minimums = minimums + np.float32(middle) * scales
-        n = len(rows)
-        offsets = None if minimums is None else minimums.reshape(n, -1)
+        of_scales, of_minimums = self.factors(blocks)
+        n, scales = len(rows), _float(blocks, "d") * of_scales
+        offsets = None
+        if self.has_minimum:
+            minimums = _float(blocks, "m") * of_minimums
+            offsets = (minimums + np.float32(middle) * scales).reshape(n, -1)
         return signed.reshape(n, -1), scales.reshape(n, -1), offsets
 
 
@@ -93,70 +97,62 @@ def _float(blocks: npt.NDArray[Any], name: str) -> Floats:
     return blocks[name].astype(np.float32)[:, None]
 
 
-def _plain(blocks: npt.NDArray[Any]) -> Grid:
-    return _float(blocks, "d"), None
+def _none(blocks: npt.NDArray[Any]) -> tuple[Factors, Factors]:
+    ones = np.ones((len(blocks), 1), np.float32)
+    return ones, ones
 
 
-def _with_minimum(blocks: npt.NDArray[Any]) -> Grid:
-    return _float(blocks, "d"), _float(blocks, "m")
-
-
-def _scaled_minimum(
-    blocks: npt.NDArray[Any], scales: npt.NDArray[Any], minimums: npt.NDArray[Any]
-) -> Grid:
-    return _float(blocks, "d") * scales, -(_float(blocks, "m") * minimums)
-
-
-def _nibbles(blocks: npt.NDArray[Any]) -> Grid:
+def _nibbles(blocks: npt.NDArray[Any]) -> tuple[Factors, Factors]:
     """Q2_K: a scale of 4 bits, a minimum of 4 bits."""
-    return _scaled_minimum(blocks, blocks["s"] & 15, blocks["s"] >> 4)
+    return blocks["s"] & 15, -(blocks["s"] >> 4).astype(np.float32)
 
 
-def _six_bits(blocks: npt.NDArray[Any]) -> Grid:
+def _six_bits(blocks: npt.NDArray[Any]) -> tuple[Factors, Factors]:
     """Q4_K, Q5_K: of 8 scales and 8 minimums the last four have their top bits elsewhere."""
     first, second, low = np.split(blocks["s"], 3, axis=1)
     scales = np.hstack([first & 63, low & 15 | first >> 6 << 4])
     minimums = np.hstack([second & 63, low >> 4 | second >> 6 << 4])
-    return _scaled_minimum(blocks, scales, minimums)
+    return scales, -minimums.astype(np.float32)
 
 
-def _signed_six_bits(blocks: npt.NDArray[Any]) -> Grid:
+def _signed_six_bits(blocks: npt.NDArray[Any]) -> tuple[Factors, Factors]:
     """Q3_K: low 4 bits of 16 scales in 8 bytes, high 2 in the next 4."""
     low, high = blocks["s"][:, :8], blocks["s"][:, 8:]
     numbers = np.hstack([low & 15, low >> 4])
     numbers |= np.hstack([high >> shift & 3 for shift in (0, 2, 4, 6)]) << 4
-    return _float(blocks, "d") * (numbers.astype(np.float32) - 32), None
+    return numbers.astype(np.float32) - 32, numbers
 
 
-def _bytes(blocks: npt.NDArray[Any]) -> Grid:
+def _bytes(blocks: npt.NDArray[Any]) -> tuple[Factors, Factors]:
     """Q6_K: a signed byte for each scale."""
-    return _float(blocks, "d") * blocks["s"], None
+    return blocks["s"], blocks["s"]
 
 
-def _split_six_bits(blocks: npt.NDArray[Any]) -> Grid:
+def _split_six_bits(blocks: npt.NDArray[Any]) -> tuple[Factors, Factors]:
     """IQ4_XS: low 4 bits of 8 scales in 4 bytes, high 2 in 16 bits."""
     low = (blocks["s"][:, :, None] >> np.array([0, 4], np.uint8) & 15).reshape(len(blocks), 8)
     high = blocks["h"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16) & 3
-    return _float(blocks, "d") * ((low | high << 4).astype(np.float32) - 32), None
+    numbers = (low | high << 4).astype(np.float32) - 32
+    return numbers, numbers
 
 
 _D, _M = ("d", "<f2"), ("m", "<f2")
 _Q = ("q", 4, 16), ("h", 1, 1)
 
 TYPES = {
-    "Q4_0": BlockType((_D, ("q", "u1", 16)), _Q[:1], 32, _plain),
-    "Q4_1": BlockType((_D, _M, ("q", "u1", 16)), _Q[:1], 32, _with_minimum, True),
-    "Q5_0": BlockType((_D, ("h", "u1", 4), ("q", "u1", 16)), _Q, 32, _plain),
-    "Q5_1": BlockType((_D, _M, ("h", "u1", 4), ("q", "u1", 16)), _Q, 32, _with_minimum, True),
+    "Q4_0": BlockType((_D, ("q", "u1", 16)), _Q[:1], 32, _none),
+    "Q4_1": BlockType((_D, _M, ("q", "u1", 16)), _Q[:1], 32, _none),
+    "Q5_0": BlockType((_D, ("h", "u1", 4), ("q", "u1", 16)), _Q, 32, _none),
+    "Q5_1": BlockType((_D, _M, ("h", "u1", 4), ("q", "u1", 16)), _Q, 32, _none),
     "Q8_0": BlockType(
         (_D, ("q", "u1", 32)),
         (("q", 8, 32),),
         32,
-        _plain,
+        _none,
         values=_SIGNED,
     ),
     "Q2_K": BlockType(
-        (("s", "u1", 16), ("q", "u1", 64), _D, _M), (("q", 2, 32),), 16, _nibbles, True
+        (("s", "u1", 16), ("q", "u1", 64), _D, _M), (("q", 2, 32),), 16, _nibbles
     ),
     "Q3_K": BlockType(
         (("h", "u1", 32), ("q", "u1", 64), ("s", "u1", 12), _D),
@@ -165,14 +161,13 @@ TYPES = {
         _signed_six_bits,
     ),
     "Q4_K": BlockType(
-        (_D, _M, ("s", "u1", 12), ("q", "u1", 128)), (("q", 4, 32),), 32, _six_bits, True
+        (_D, _M, ("s", "u1", 12), ("q", "u1", 128)), (("q", 4, 32),), 32, _six_bits
     ),
     "Q5_K": BlockType(
         (_D, _M, ("s", "u1", 12), ("h", "u1", 32), ("q", "u1", 128)),
         (("q", 4, 32), ("h", 1, 32)),
         32,
         _six_bits,
-        True,
     ),
     "Q6_K": BlockType(
         (("q", "u1", 128), ("h", "u1", 64), ("s", "i1", 16), _D),
@@ -180,7 +175,7 @@ TYPES = {
         16,
         _bytes,
     ),
-    "IQ4_NL": BlockType((_D, ("q", "u1", 16)), _Q[:1], 32, _plain, values=_NL),
+    "IQ4_NL": BlockType((_D, ("q", "u1", 16)), _Q[:1], 32, _none, values=_NL),
     "IQ4_XS": BlockType(
         (_D, ("h", "<u2"), ("s", "u1", 4), ("q", "u1", 128)),
         (("q", 4, 16),),

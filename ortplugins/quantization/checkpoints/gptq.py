@@ -13,146 +13,77 @@ by scales that the norms before them were divided by: those, and biases, come al
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from ortplugins.errors import ModelFileError
-from ortplugins.quantization.checkpoints.layers import Found, LayerCodes
+from ortplugins.quantization.checkpoints.layers import Layer
 from ortplugins.quantization.checkpoints.safetensors_folder import (
     BITS,
     FLOATS,
     WORD,
+    Numbers,
     SafetensorsCheckpoint,
     StoredLayer,
-    StoredTensor,
-    unpacked,
 )
-from ortplugins.quantization.methods.nearest import BlockFormat, ZeroPoints
+from ortplugins.quantization.schema import is_int
 
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-_WORDS = ("I32", "U32")
-
-
-@dataclasses.dataclass(frozen=True)
-class GptqLayer(StoredLayer):
-    """Codes of one weight."""
-
-    packing: str  # "gptq" or "awq": how codes are packed
-    bits: int
-    zero_offset: int  # what is added to the stored zero points
-
-    @property
-    def method(self) -> str:
-        """What made them."""
-        return self.packing
-
-    def shape(self) -> tuple[int, int]:
-        """Return K and N."""
-        rows, columns = self.part("qweight", 2, _WORDS).shape
-        packed = WORD // self.bits
-        return (rows, columns * packed) if self.packing == "awq" else (rows * packed, columns)
-
-    def with_own_bits(self) -> GptqLayer:
-        """Return the layer with the bits that its tensors have: rules give some layers others.
-
-        N zero points fill a row of words of qzeros, which may hold a few more.
-        """
-        columns = self.part("qweight", 2, _WORDS).shape[1]
-        words = self.part("qzeros", 2, _WORDS).shape[1]
-        if self.packing == "awq" or words == -(-columns * self.bits // WORD):
-            return self
-        for bits in BITS:
-            if words == -(-columns * bits // WORD):
-                return dataclasses.replace(self, bits=bits)
-        raise ModelFileError(
-            f"layer {self.name!r} of the checkpoint has {words * WORD / columns:.3g} bits: "
-            "2, 4 and 8 are read"
-        )
-
-    def form(self, scale_type: str) -> BlockFormat:
-        """Return the form of the codes: symmetric where all zero points are in the middle."""
-        (_, n), zeros = self.shape(), self._zero_points()
-        blocks = len(zeros)
-        scales = self.part("scales", 2, FLOATS).shape
-        if scales != (blocks, n):
-            raise ModelFileError(
-                f"layer {self.name!r} of the checkpoint has zero points for {blocks} blocks, "
-                f"and scales of {list(scales)}"
-            )
-        middle = bool((zeros == 1 << (self.bits - 1)).all())
-        size = -1 if blocks == 1 else self.block_size(blocks)
-        return BlockFormat(self.bits, size, middle, scale_type=scale_type)
-
-    def order(self) -> npt.NDArray[np.int64] | None:
-        """Return the rows block by block, where act-order scattered them."""
-        return self.sorted_order(self.part("qzeros", 2, _WORDS).shape[0])
-
-    def load(self, columns: slice, is_symmetric: bool) -> LayerCodes:
-        """Read some columns."""
-        qweight, order = self.part("qweight", 2, _WORDS), self.order()
-        start, stop = columns.start, min(columns.stop, self.shape()[1])
-        columns = slice(start, stop)
-        if self.packing == "awq":
-            words = qweight.read(slice(None), slice(start // 8, -(-stop // 8)))
-            codes = unpacked(words, self.bits, _AWQ_ORDER)[:, : stop - start]
-        else:
-            words = qweight.read(slice(None), columns)
-            codes = unpacked(words.T, self.bits).T
-        if order is not None:
-            codes = codes[order]
-        scales = self.part("scales", 2, FLOATS).read(slice(None), columns).astype(np.float32)
-        if is_symmetric:
-            # Unsigned bytes wrap around to what the signed ones are.
-            codes = (codes - np.uint8(1 << (self.bits - 1))).view(np.int8)
-            return LayerCodes(codes, scales, order=order)
-        return LayerCodes(codes, scales, self._zero_points()[:, columns], order=order)
-
-    def _zero_points(self) -> ZeroPoints:
-        order = _AWQ_ORDER if self.packing == "awq" else None
-        stored = unpacked(self.part("qzeros", 2, _WORDS).read(), self.bits, order)
-        stored = stored[:, : self.shape()[1]]
-        return (stored + np.uint8(self.zero_offset)) & np.uint8((1 << self.bits) - 1)
+# Of the columns in a word of codes and zero points.
+_ORDERS: dict[str, tuple[int, ...]] = {"gptq": (), "awq": (0, 2, 4, 6, 1, 3, 5, 7)}
+_WORDS, _INDEX = ("I32", "U32"), ("I32", "I64")
 
 
 class GptqCheckpoint(SafetensorsCheckpoint):
     """A folder with such layers."""
 
+    marks = ("qweight",)
+
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         self._packing, self._zero_offset = _packing(config, folder)
-        self._bits = config.get("bits", config.get("w_bit", 4))
-        if self._bits not in BITS or (self._packing == "awq" and self._bits != 4):
+        self._bits = bits = config.get("bits", config.get("w_bit", 4))
+        if not is_int(bits) or bits not in BITS or (self._packing == "awq" and bits != 4):
             raise ModelFileError(
-                f"{folder}: {self._packing} checkpoints of {self._bits} bits are not read"
+                f"{folder}: {self._packing} checkpoints of {bits} bits are not read: of GPTQ "
+                "2, 4 and 8 bits are, of AWQ 4"
             )
         super().__init__(folder)
-        if not self.layers:
-            raise ModelFileError(f"{folder}: no tensor is called *.qweight: is it quantised?")
-
-    def read_layer(self, name: str, parts: Mapping[str, StoredTensor]) -> Found | None:
-        """Return the layer that has a qweight."""
-        if "qweight" not in parts:
-            return None
-        return GptqLayer(name, parts, self._packing, self._bits, self._zero_offset)
-
-    def candidates(self, name: str) -> list[Found]:
-        """Return the layer or float matrix of a module."""
-        return [
-            one.with_own_bits() if isinstance(one, GptqLayer) else one
-            for one in super().candidates(name)
-        ]
-
-    def check_missing(self, name: str) -> None:
-        """Refuse to leave out a vector that AWQ may have divided by scales."""
         if self._packing == "awq":
-            raise ModelFileError(
-                f"tensor {name!r} of the AWQ checkpoint: the model has no initializer of this "
-                "name and shape: export the float model with its names"
-            )
+            self.required = self.vectors
+
+    def read_layer(self, name: str) -> Layer:
+        """Return the layer of a module."""
+        qweight = self.part(f"{name}.qweight", _WORDS, 2)
+        qzeros = self.part(f"{name}.qzeros", _WORDS, 2)
+        (k, n), order = qweight.shape, _ORDERS[self._packing]
+        if self._packing == "awq":
+            bits = self._bits
+            n *= WORD // bits
+        else:
+            bits = self._bits_of(name, n, qzeros.shape[1])
+            k *= WORD // bits
+        index = f"{name}.g_idx"
+        return StoredLayer(
+            name,
+            Numbers(qweight, bits, n, words_along="columns" if order else "rows", order=order),
+            k,
+            self.part(f"{name}.scales", FLOATS, 2),
+            Numbers(qzeros, bits, n, False, "columns", order, self._zero_offset),
+            self.part(index, _INDEX, 1) if index in self.tensors else None,
+        ).layer(self._packing)
+
+    def _bits_of(self, name: str, columns: int, words: int) -> int:
+        """Return the bits of a layer of GPTQ: rules give some other ones than the rest has.
+
+        N zero points fill a row of words of qzeros, which may hold a few more.
+        """
+        for bits in (self._bits, *BITS):
+            if words == -(-columns * bits // WORD):
+                return bits
+        raise ModelFileError(
+            f"layer {name!r} of the checkpoint has {words} words of zero points for {columns} "
+            "columns: 2, 4 and 8 bits are read"
+        )
 
 
 def _packing(config: Mapping[str, Any], folder: Path) -> tuple[str, int]:

@@ -10,17 +10,16 @@ The latter are sums over calls, so both are known but for a factor, which decide
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
-import re
+import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from ortplugins.errors import MissingFileError, ModelFileError, QuantizationError
 from ortplugins.quantization.checkpoints.gguf_file import MAGIC, GgufTensor, read_gguf
+from ortplugins.quantization.checkpoints.gguf_names import llama_names
 from ortplugins.quantization.checkpoints.layers import module_names
 from ortplugins.quantization.methods.nearest import Floats
 from ortplugins.quantization.weights.recipe import METHODS, Recipe
@@ -82,7 +81,7 @@ class Imatrix:
 
     def energy_of(self, use: WeightUse) -> Floats | None:
         """Return the mean squares of a node's input channels, ``[K]``, but for a factor."""
-        for name in (llama for module in module_names(use) for llama in _names(module)):
+        for name in (llama for module in module_names(use) for llama in llama_names(module)):
             energy = self._entries.get(f"{name}.weight")
             if energy is None:
                 continue
@@ -118,45 +117,24 @@ def _vector(tensor: GgufTensor) -> Floats:
 
 
 def _of_legacy(path: Path) -> Mapping[str, Floats]:
-    data, at, found = path.read_bytes(), 4, {}
-    try:
-        (entries,) = struct.unpack_from("<i", data)
-        for _ in range(entries):
-            (length,) = struct.unpack_from("<i", data, at)
-            name, at = _part(data, at + 4, length).decode(), at + 4 + length
-            _, size = struct.unpack_from("<ii", data, at)
-            found[name] = np.frombuffer(_part(data, at + 8, 4 * size), "<f4")
-            at += 8 + 4 * size
-    except (struct.error, UnicodeDecodeError) as error:
-        raise ModelFileError(
-            f"{path} is no importance matrix, or cut short: byte {at} of {len(data)} ({error})"
-        ) from error
+    found = {}
+    with open(path, "rb") as file:
+        end = os.fstat(file.fileno()).st_size
+
+        def part(size: int) -> bytes:
+            if not 0 <= size <= end - file.tell():
+                raise struct.error(f"{size} bytes are expected")
+            return file.read(size)
+
+        try:
+            (entries,) = struct.unpack("<i", part(4))
+            for _ in range(entries):
+                name = part(*struct.unpack("<i", part(4))).decode()
+                _, channels = struct.unpack("<ii", part(8))
+                found[name] = np.frombuffer(part(4 * channels), "<f4")
+        except (struct.error, UnicodeDecodeError) as error:
+            raise ModelFileError(
+                f"{path} is no importance matrix, or cut short: byte {file.tell()} of {end} "
+                f"({error})"
+            ) from error
     return found
-
-
-def _part(data: bytes, start: int, size: int) -> bytes:
-    if not 0 <= size <= len(data) - start:
-        raise struct.error(f"{size} bytes are expected")
-    return data[start : start + size]
-
-
-def _names(module: str) -> Iterator[str]:
-    """Yield what llama.cpp calls a module, in any of its architectures."""
-    number = re.search(r"\.(\d+)\.", module)
-    layer = number[1] if number else ""
-    pattern = module.replace(f".{layer}.", ".{bid}.", 1) if number else module
-    yield from (name.replace("{bid}", layer) for name in _llama_names().get(pattern, ()))
-
-
-@functools.cache
-def _llama_names() -> Mapping[str, list[str]]:
-    import gguf
-
-    known = gguf.TensorNameMap
-    names: dict[str, list[str]] = {}
-    for tensor, modules in itertools.chain(
-        known.mappings_cfg.items(), known.block_mappings_cfg.items()
-    ):
-        for module in modules:
-            names.setdefault(module, []).append(gguf.TENSOR_NAMES[tensor])
-    return names

@@ -15,7 +15,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +36,13 @@ from ortplugins.quantization.weights.uses import OP_TYPES, WeightUse, find_uses
 _OPERATORS = (".MatMul", ".FusedMatMul", ".Gemm", ".Gather")
 # Columns of a weight that are compared, and the least mean cosine of their rows to the float
 # ones: codes of 2 bits have .8 and more, other weights 0.
-_COMPARED = 64
+_COMPARED, _LEAST_COSINE = 64, 0.5
 # Modules that onnxruntime-genai's builder makes one of, and what stands between their names.
 PARTS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 BETWEEN = " + "
-_LEAST_COSINE = 0.5
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,42 +76,35 @@ class LayerCodes:
         return found
 
 
-@dataclasses.dataclass(frozen=True)
-class Layer(abc.ABC):
-    """Codes of one weight in a checkpoint."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layer:
+    """Codes of one weight in a checkpoint.
+
+    Attributes:
+        name: What the checkpoint calls it.
+        method: What made the codes, or their type.
+        shape: K and N.
+        form: Of the codes.
+        read: Reads some columns, of which the first is a multiple of 8.
+        has_offsets: Whether blocks have offsets.
+        order: As in :class:`LayerCodes`.
+    """
 
     name: str
+    method: str
+    shape: tuple[int, int]
+    form: BlockFormat
+    read: Callable[[slice], LayerCodes]
+    has_offsets: bool = False
+    order: npt.NDArray[np.int64] | None = None
 
-    @property
-    @abc.abstractmethod
-    def method(self) -> str:
-        """What made them, or their type."""
-
-    @property
-    def has_offsets(self) -> bool:
-        """Whether blocks have offsets."""
-        return False
-
-    @abc.abstractmethod
-    def shape(self) -> tuple[int, int]:
-        """Return K and N."""
-
-    @abc.abstractmethod
-    def form(self, scale_type: str) -> BlockFormat:
-        """Return the form of the codes."""
-
-    @abc.abstractmethod
-    def load(self, columns: slice, is_symmetric: bool) -> LayerCodes:
+    def load(self, columns: slice) -> LayerCodes:
         """Read some columns; the first is a multiple of 8."""
-
-    def order(self) -> npt.NDArray[np.int64] | None:
-        """Return the order of :class:`LayerCodes`."""
-        return None
+        return dataclasses.replace(self.read(columns), order=self.order)
 
     def columns(self, columns: slice) -> Floats:
-        """Return the weight's columns, float32 ``[K, n]``."""
-        form = self.form("float32")
-        return self.load(columns, form.is_symmetric).dequantized(form)
+        """Return some columns of the weight, float32 ``[K, n]``."""
+        return self.load(columns).dequantized(self.form)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -127,8 +119,9 @@ class FloatMatrix:
         """Return it as ``[K, N]``."""
         return self.read().T if self.k_last else self.read()
 
+    @property
     def shape(self) -> tuple[int, int]:
-        """Return K and N."""
+        """K and N."""
         k, n = self.matrix().shape
         return k, n
 
@@ -161,20 +154,33 @@ class Unreadable:
 Found = Layer | FloatMatrix | Unreadable
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Vector:
+    """A norm or a bias, in each way that it may have to be read."""
+
+    name: str
+    readings: Sequence[npt.NDArray[Any]]
+
+
 class Checkpoint(abc.ABC):
     """Layers of a file or a folder."""
 
+    # Of a vector, the greatest difference from the float model's, of its norm; and vectors
+    # without which its matrices are wrong.
+    greatest_change = math.inf
+    required: Collection[str] = ()
+
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = tuple(files)
-        self.taken: set[str] = set()  # names of layers
+        self.taken: set[str] = set()  # names of layers and vectors
 
     @abc.abstractmethod
     def candidates(self, name: str) -> Sequence[Found]:
         """Return what there is for a module of the graph, as often as it can be read."""
 
     @abc.abstractmethod
-    def put_vectors(self, model: ir.Model) -> None:
-        """Give a model its norms and biases."""
+    def vector(self, name: str) -> Vector | None:
+        """Return what there is for a vector of the graph."""
 
     @abc.abstractmethod
     def matrices(self) -> Sequence[str]:
@@ -182,13 +188,40 @@ class Checkpoint(abc.ABC):
 
     def put_floats(self, model: ir.Model) -> None:
         """Give a model what the checkpoint has in float."""
-        self.put_vectors(model)
+        for name, value in model.graph.initializers.items():
+            old = value.const_value
+            found = next(filter(None, map(self.vector, spellings(name))), None)
+            if found is not None and old is not None and len(old.shape) == 1:
+                self._put_vector(found, value, old)
+        for name in self.required:
+            if name not in self.taken:
+                raise ModelFileError(
+                    f"tensor {name!r} of the AWQ checkpoint: the model has no initializer of "
+                    "this name and shape: export the float model with its names"
+                )
         for _, use in find_uses(model, OP_TYPES):
             if isinstance(use, WeightUse) and use.weight.is_initializer():
-                found = self._found(use)
-                if isinstance(found, FloatMatrix):
-                    self.taken.update(found.name.split(BETWEEN))
-                    found.put(use)
+                matrix = self._found(use)
+                if isinstance(matrix, FloatMatrix):
+                    self.taken.update(matrix.name.split(BETWEEN))
+                    matrix.put(use)
+
+    def _put_vector(self, found: Vector, value: ir.Value, old: ir.TensorProtocol) -> None:
+        """Give a vector of the model the numbers of the reading that is nearest to it."""
+        floats = old.numpy()
+        read = [each for each in found.readings if each.shape == floats.shape]
+        if not read:
+            return
+        size = float(np.linalg.norm(floats)) or 1.0
+        changes = [float(np.linalg.norm(each - floats)) / size for each in read]
+        least = int(np.argmin(changes))
+        if not changes[least] <= self.greatest_change:
+            raise ModelFileError(
+                f"tensor {found.name!r} of the checkpoint is not {value.name!r} of the model: "
+                f"they differ by {changes[least]:.0%}; give a checkpoint of this model"
+            )
+        self.taken.add(found.name)
+        value.const_value = as_tensor(found.name, read[least], old)
 
     def layer_of(self, use: WeightUse) -> Layer | str:
         """Return the layer of a node, by the name of its weight, its own or its module's.
@@ -239,7 +272,7 @@ def _side_by_side(parts: Sequence[Sequence[Found]], use: WeightUse) -> Found:
     for part in parts:
         if isinstance(part[0], Unreadable):
             return part[0]
-        stop = start + part[0].shape()[1]
+        stop = start + part[0].shape[1]
         found.append(_most_alike(part, use, slice(start, stop)))
         start = stop
     whole = joined(found)
@@ -250,22 +283,22 @@ def _side_by_side(parts: Sequence[Sequence[Found]], use: WeightUse) -> Found:
 
 def _most_alike(found: Sequence[Found], use: WeightUse, place: slice) -> Found:
     """Return the one of several readings of a tensor that is some columns of a weight."""
-    shapes = [one.shape() for one in found if not isinstance(one, Unreadable)]
+    readable = [one for one in found if not isinstance(one, Unreadable)]
+    if not readable:
+        return found[0]
     wanted = (use.K, place.stop - place.start)
     known = [
-        (one, _cosine(one.columns(slice(0, _COMPARED)), use, place.start))
-        for one in found
-        if not isinstance(one, Unreadable) and one.shape() == wanted and place.stop <= use.N
+        (_cosine(one.columns(slice(0, _COMPARED)), use, place.start), one)
+        for one in readable
+        if one.shape == wanted and place.stop <= use.N
     ]
-    if not shapes:
-        return found[0]
     name = found[0].name
     if not known:
         raise ModelFileError(
-            f"layer {name!r} of the checkpoint is {list(shapes[0])}, node {use.label!r} "
-            f"multiplies by [{use.K}, {use.N}]: give a checkpoint of this model"
+            f"layer {name!r} of the checkpoint is {list(readable[0].shape)}, node "
+            f"{use.label!r} multiplies by [{use.K}, {use.N}]: give a checkpoint of this model"
         )
-    best, cosine = max(known, key=lambda one: np.nan_to_num(one[1], nan=-1))
+    cosine, best = max(known, key=lambda one: np.nan_to_num(one[0], nan=-1))
     if not cosine >= _LEAST_COSINE:
         raise ModelFileError(
             f"layer {name!r} of the checkpoint is not the weight of node {use.label!r}: their "

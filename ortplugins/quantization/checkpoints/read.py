@@ -24,25 +24,30 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
     Raises:
         MissingFileError, ModelFileError: If there is no checkpoint, or one that is not read.
+        UsageError: If the package that reads it is not installed.
     """
     folder = Path(path)
     if not folder.exists():
         raise MissingFileError(f"{folder}: no such file or folder")
     if folder.is_file():
         return GgufCheckpoint(folder)
-    if not any((folder / name).is_file() for name in _CONFIG_FILES):
+    if (config := _config(folder)) is None:
         files = sorted(folder.glob("*.gguf"))
         if len({re.sub(r"-\d{5}-of-\d{5}", "", file.name) for file in files}) > 1:
             raise ModelFileError(f"{folder}: several .gguf files: name one of them")
-        if files:
-            return GgufCheckpoint(files[0])
-    config = _config(folder)
+        if not files:
+            raise MissingFileError(
+                f"{folder}: neither config.json with quantization_config nor "
+                f"{_CONFIG_FILES[1]}, and no .gguf file"
+            )
+        return GgufCheckpoint(files[0])
     if str(config.get("quant_method")).lower() in ("compressed-tensors", "compressed_tensors"):
         return CompressedTensors(folder, config)
     return GptqCheckpoint(folder, config)
 
 
-def _config(folder: Path) -> Mapping[str, Any]:
+def _config(folder: Path) -> Mapping[str, Any] | None:
+    """Return what a folder says of its quantisation."""
     for name in _CONFIG_FILES:
         if (folder / name).is_file():
             config = found = read_json(folder / name)
@@ -50,7 +55,4 @@ def _config(folder: Path) -> Mapping[str, Any]:
                 config = found.get("quantization_config", found.get("compression_config"))
             if isinstance(config, dict):
                 return config
-    raise MissingFileError(
-        f"{folder}: neither config.json with quantization_config nor {_CONFIG_FILES[1]}, and "
-        "no .gguf file"
-    )
+    return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import onnx_ir as ir
 
 from ortplugins.errors import MissingFileError, ModelFileError
 from ortplugins.quantization.checkpoints.layers import (
@@ -20,10 +20,13 @@ from ortplugins.quantization.checkpoints.layers import (
     FloatMatrix,
     Found,
     Layer,
-    as_tensor,
-    spellings,
+    LayerCodes,
+    Unreadable,
+    Vector,
 )
-from rewrite_rules.weights.bit_packing import unpack_rows
+from ortplugins.quantization.checkpoints.packages import package
+from ortplugins.quantization.methods.nearest import BlockFormat, ZeroPoints
+from rewrite_rules.weights.bit_packing import Bytes, unpack_rows
 
 _INDEX = "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -91,12 +94,7 @@ def _indexed(folder: Path) -> list[Path]:
 
 
 def _opened(path: Path) -> Any:
-    try:
-        import safetensors
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            "checkpoints need safetensors: pip install 'ortplugins[checkpoint]'"
-        ) from error
+    safetensors = package("safetensors")
     try:
         return safetensors.safe_open(path, framework="numpy")
     except safetensors.SafetensorError as error:
@@ -104,120 +102,213 @@ def _opened(path: Path) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class StoredLayer(Layer):
-    """A layer made of tensors: the name of the layer, a point and that of the part."""
+class Numbers:
+    """Unsigned numbers ``[rows, columns]`` of a tensor, or of its transpose.
 
-    parts: Mapping[str, StoredTensor]
+    Attributes:
+        tensor: Words of 32 bits, low bits first, or signed integers, 2**(bits - 1) less each.
+        bits: Of a number.
+        columns: How many count; words may hold a few more.
+        columns_first: Whether the tensor is ``[columns, rows]``.
+        words_along: ``"rows"`` or ``"columns"``: what the numbers of a word are; ``""``
+            without words.
+        order: Of the numbers in a word.
+        offset: Added to each in words, without a carry.
+    """
 
-    def part(self, name: str, rank: int, dtypes: Sequence[str]) -> StoredTensor:
-        """Return a part that there has to be, of a rank and type."""
-        found = self.parts.get(name)
-        if found is None or len(found.shape) != rank or found.dtype not in dtypes:
-            what = "missing" if found is None else f"{found.dtype} {list(found.shape)}"
+    tensor: StoredTensor
+    bits: int
+    columns: int
+    columns_first: bool = False
+    words_along: str = ""
+    order: tuple[int, ...] = ()
+    offset: int = 0
+
+    def read(self, columns: slice = slice(0, None)) -> Bytes:
+        """Return some columns, uint8 ``[rows, n]``."""
+        start, stop, _ = columns.indices(self.columns)
+        each = WORD // self.bits if self.words_along == "columns" else 1
+        index = slice(start // each, -(-stop // each))
+        if stop - start == self.columns:
+            stored = self.tensor.read()
+        else:
+            stored = self.tensor.read(*[slice(None)] * (not self.columns_first), index)
+        stored = stored.T if self.columns_first else stored
+        if self.words_along:
+            by_rows = self.words_along == "rows"
+            found = self._unpacked(stored.T).T if by_rows else self._unpacked(stored)
+            found = found[:, start % each :][:, : stop - start] + np.uint8(self.offset)
+            return found & np.uint8((1 << self.bits) - 1)
+        numbers = stored.astype(np.int64) + (1 << (self.bits - 1))
+        if ((numbers < 0) | (numbers >= 1 << self.bits)).any():
             raise ModelFileError(
-                f"tensor '{self.name}.{name}' of the checkpoint is {what}: "
-                f"{' or '.join(dtypes)} of rank {rank} is expected"
+                f"tensor {self.tensor.name!r} of the checkpoint has numbers beyond "
+                f"{self.bits} bits"
             )
-        return found
+        return numbers.astype(np.uint8)
 
-    def block_size(self, blocks: int) -> int:
-        """Return the rows of a block: those that g_idx has in the first, or an even share."""
-        (k, _), index = self.shape(), self._block_of_rows()
-        size = k // max(1, blocks) if index is None else np.count_nonzero(index == 0)
-        fits = size * blocks == k if index is None else size and -(-k // size) == blocks
-        if not fits:
+    def _unpacked(self, words: npt.NDArray[Any]) -> Bytes:
+        """Return the numbers of words along the last axis."""
+        stored = np.ascontiguousarray(words).astype("<i4").view(np.uint8)
+        numbers = unpack_rows(stored, self.bits)
+        if not self.order:
+            return numbers
+        in_words = numbers.reshape(*words.shape, len(self.order))
+        return in_words[..., np.argsort(self.order)].reshape(len(words), -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredLayer:
+    """Where a format keeps the codes of a layer, and what belongs to their blocks.
+
+    Attributes:
+        name: Of the layer.
+        codes: Numbers ``[K, N]``; words may hold a few more rows.
+        k: The rows that count.
+        scales: ``[blocks, N]``, ``[N, blocks]`` where codes have columns first, or of one
+            number.
+        zeros: Numbers ``[blocks, N]`` or one; None for those in the middle.
+        block_of_rows: ``[K]``, for act-order; None, or -1 everywhere, without.
+    """
+
+    name: str
+    codes: Numbers
+    k: int
+    scales: StoredTensor
+    zeros: Numbers | None
+    block_of_rows: StoredTensor | None
+
+    def layer(self, method: str) -> Layer:
+        """Return the layer, its tensors checked."""
+        (blocks, columns), n, zeros = self._grid(), self.codes.columns, self._zero_points()
+        if columns != n or (zeros is not None and zeros.shape != (blocks, n)):
+            given = "" if zeros is None else f" and zero points {list(zeros.shape)}"
             raise ModelFileError(
-                f"layer {self.name!r} of the checkpoint has {blocks} blocks for K = {k}"
+                f"tensor {self.scales.name!r} of the checkpoint: scales {[blocks, columns]}"
+                f"{given} for a weight [{self.k}, {n}]: one for each block of each column is "
+                "expected"
             )
-        return int(size)
+        size, order = self._blocks(blocks)
+        symmetric = zeros is None or bool((zeros == 1 << (self.codes.bits - 1)).all())
+        form = BlockFormat(self.codes.bits, -1 if blocks == 1 else size, symmetric)
+        read = functools.partial(self._read, order, symmetric)
+        return Layer(self.name, method, (self.k, n), form, read, order=order)
 
-    def sorted_order(self, blocks: int) -> npt.NDArray[np.int64] | None:
-        """Return the order that brings the rows of a block together, if g_idx has one."""
-        (k, _), index = self.shape(), self._block_of_rows()
-        if index is None:
+    def _read(
+        self, order: npt.NDArray[np.int64] | None, symmetric: bool, columns: slice
+    ) -> LayerCodes:
+        codes = self.codes.read(columns)[: self.k]
+        codes = codes if order is None else codes[order]
+        stored = self.scales.read().astype(np.float32)
+        stored = stored.T if self.codes.columns_first else stored
+        scales = np.ascontiguousarray(np.broadcast_to(stored, self._grid())[:, columns])
+        zeros = None if symmetric else self._zero_points()
+        if zeros is None:
+            # Unsigned bytes wrap around to what the signed ones are.
+            middle = np.uint8(1 << (self.codes.bits - 1))
+            return LayerCodes((codes - middle).view(np.int8), scales)
+        return LayerCodes(codes, scales, zeros[:, columns])
+
+    def _zero_points(self) -> ZeroPoints | None:
+        if self.zeros is None:
             return None
-        in_blocks = np.arange(k) // self.block_size(blocks)
-        if np.array_equal(index, in_blocks):
-            return None
+        zeros = self.zeros.read()
+        return np.broadcast_to(zeros, self._grid()) if zeros.size == 1 else zeros
+
+    def _grid(self) -> tuple[int, int]:
+        """Return how many blocks and columns have scales."""
+        shape = self.scales.shape
+        if shape in ((1,), (1, 1)):
+            return 1, self.codes.columns
+        first, second = shape if len(shape) == 2 else (0, 0)
+        return (second, first) if self.codes.columns_first else (first, second)
+
+    def _blocks(self, blocks: int) -> tuple[int, npt.NDArray[np.int64] | None]:
+        """Return the size of blocks, and the order that brings their rows together, if any."""
+        index = None if self.block_of_rows is None else self.block_of_rows.read()
+        if index is None or (index == -1).all():
+            index, size = None, self.k // max(1, blocks)
+        else:
+            size = int(np.count_nonzero(index == 0))
+        if not size or -(-self.k // size) != blocks or (index is None and self.k % size):
+            raise ModelFileError(
+                f"layer {self.name!r} of the checkpoint has {blocks} blocks for K = {self.k}"
+            )
+        in_blocks = np.arange(self.k) // size
+        if index is None or np.array_equal(index, in_blocks):
+            return size, None
         order = np.argsort(index, kind="stable")
-        if len(index) != k or not np.array_equal(index[order], in_blocks):
+        if len(index) != self.k or not np.array_equal(index[order], in_blocks):
             raise ModelFileError(
                 f"layer {self.name!r} of the checkpoint has blocks of different numbers of "
                 "rows (g_idx), which ONNX does not have"
             )
-        return order
-
-    def _block_of_rows(self) -> npt.NDArray[Any] | None:
-        name = next((name for name in ("g_idx", "weight_g_idx") if name in self.parts), None)
-        index = None if name is None else self.part(name, 1, ("I32", "I64")).read()
-        # compressed-tensors writes -1 where there is no act-order.
-        return None if index is None or (index == -1).all() else index
+        return size, order
 
 
 class SafetensorsCheckpoint(Checkpoint):
     """A checkpoint of such files."""
 
+    marks: tuple[str, ...]  # the parts that a layer with codes has one of
+
     def __init__(self, folder: Path) -> None:
-        self.folder, self.tensors = folder, stored_tensors(folder)
-        super().__init__(sorted({Path(t.path) for t in self.tensors.values()}))
-        self.layers: dict[str, Found] = {}
-        grouped: dict[str, dict[str, StoredTensor]] = {}
-        for name, tensor in self.tensors.items():
-            module, _, part = name.rpartition(".")
-            grouped.setdefault(module, {})[part] = tensor
-        for name, parts in grouped.items():
-            if (layer := self.read_layer(name, parts)) is not None:
-                self.layers[name] = layer
+        self.tensors = stored_tensors(folder)
+        super().__init__(sorted({Path(tensor.path) for tensor in self.tensors.values()}))
+        self._known: dict[str, Sequence[Found]] = {}
+        if not self.matrices():
+            raise ModelFileError(
+                f"{folder}: no tensor is called *.{self.marks[0]}: is it quantised?"
+            )
 
     @abc.abstractmethod
-    def read_layer(self, name: str, parts: Mapping[str, StoredTensor]) -> Found | None:
-        """Return the layer of a module; None where it is not quantised."""
+    def read_layer(self, name: str) -> Layer | Unreadable:
+        """Return the layer of a module with codes."""
+
+    def part(self, name: str, dtypes: Sequence[str], *ranks: int) -> StoredTensor:
+        """Return a tensor that there has to be, of some type and rank."""
+        found = self.tensors.get(name)
+        if found is None or len(found.shape) not in ranks or found.dtype not in dtypes:
+            what = "missing" if found is None else f"{found.dtype} {list(found.shape)}"
+            wanted = f"{' or '.join(dtypes)} of rank {' or '.join(map(str, ranks))}"
+            raise ModelFileError(
+                f"tensor {name!r} of the checkpoint is {what}: {wanted} is expected"
+            )
+        return found
 
     def matrices(self) -> Sequence[str]:
         """Return the names of layers."""
-        return list(self.layers)
+        parts = (name.rpartition(".") for name in self.tensors)
+        return list(dict.fromkeys(module for module, _, part in parts if part in self.marks))
 
     def candidates(self, name: str) -> Sequence[Found]:
         """Return the layer or float matrix of a module."""
-        if (layer := self.layers.get(name)) is not None:
-            return [layer]
+        if name not in self._known:
+            marked = any(f"{name}.{mark}" in self.tensors for mark in self.marks)
+            self._known[name] = [self.read_layer(name)] if marked else self._floats(name)
+        return self._known[name]
+
+    def _floats(self, name: str) -> Sequence[Found]:
         tensor = self.tensors.get(f"{name}.weight")
-        if tensor is None or len(tensor.shape) != 2 or tensor.dtype not in FLOATS:
+        if tensor is None or len(tensor.shape) != 2:
             return []
+        if tensor.dtype not in FLOATS:
+            reason = f"stored as {tensor.dtype} without scales: give a whole checkpoint"
+            return [Unreadable(tensor.name, reason)]
         # transformers' Conv1D has [K, N].
         return [FloatMatrix(name, tensor.read, k_last) for k_last in (True, False)]
 
-    def put_vectors(self, model: ir.Model) -> None:
-        """Give a model its norms and biases, by name."""
-        vectors = {
+    @functools.cached_property
+    def vectors(self) -> dict[str, StoredTensor]:
+        """Norms and biases."""
+        return {
             name: tensor
             for name, tensor in self.tensors.items()
             if name.endswith((".weight", ".bias"))
             and len(tensor.shape) == 1
             and tensor.dtype in FLOATS
         }
-        missing = dict.fromkeys(vectors)
-        for name, value in model.graph.initializers.items():
-            old = value.const_value
-            for spelled in spellings(name):
-                tensor = vectors.get(spelled)
-                if tensor and old is not None and tuple(old.shape.numpy()) == tensor.shape:
-                    value.const_value = as_tensor(spelled, tensor.read(), old)
-                    missing.pop(spelled, None)
-                    break
-        for name in missing:
-            self.check_missing(name)
 
-    def check_missing(self, name: str) -> None:
-        """Refuse to go on without a vector, if the format needs it."""
-
-
-def unpacked(
-    words: npt.NDArray[Any], bits: int, order: tuple[int, ...] | None = None
-) -> npt.NDArray[np.uint8]:
-    """Return the numbers in words ``[rows, n]`` of 32 bits, along the last axis, uint8."""
-    numbers = unpack_rows(np.ascontiguousarray(words).astype("<i4").view(np.uint8), bits)
-    if order is not None:
-        in_words = numbers.reshape(*words.shape, len(order))
-        numbers = in_words[..., np.argsort(order)].reshape(len(words), -1)
-    return numbers
+    def vector(self, name: str) -> Vector | None:
+        """Return a norm or bias."""
+        tensor = self.vectors.get(name)
+        return None if tensor is None else Vector(name, [tensor.read()])

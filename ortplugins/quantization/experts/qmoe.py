@@ -13,7 +13,8 @@ bits, whatever the accuracy_level.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,26 +84,21 @@ def _write(
 ) -> None:
     values = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
     output, names = values[experts.output], FreshNames(model)
-    form = weights[experts.last.products[0]].form
-    identity = range(weights[experts.last.products[0]].N)
+    last = weights[experts.last.products[0]]
     inputs: list[ir.Value | None] = [values[name] for name in experts.inputs[:2]]
     zero_points: list[ir.Value | None] = []
-    both = (experts.first, experts.order), ((experts.last,), identity)
+    both = (experts.first, experts.order), ((experts.last,), range(last.N))
     for index, (layers, order) in enumerate(both, 1):
-        layer = _Layer(layers, list(order), weights)
-        for kind, arrays in (
-            ("weight", layer.codes),
-            ("scales", layer.scales),
-            ("zero_points", layer.zero_points),
-        ):
-            if kind == "zero_points" and form.is_symmetric:
+        for kind, of in _TENSORS.items():
+            if kind == "zero_points" and last.form.is_symmetric:
                 continue
+            rows = functools.partial(_rows, layers, list(order), weights, of)
             base = names.take(f"{experts.name}.fc{index}.{kind}")
-            tensor = _stacked(arrays, len(experts.last.products), writer, base)
+            tensor = _stacked(rows, len(experts.last.products), writer, base)
             value = new_initializer(model.graph, tensor)
             (zero_points if kind == "zero_points" else inputs).append(value)
         inputs.append(None)
-        if (bias := layer.bias()) is not None:
+        if (bias := _bias(layers, list(order), weights)) is not None:
             base = names.take(f"{experts.name}.fc{index}.bias")
             inputs[-1] = new_initializer(model.graph, ir.tensor(bias, name=base))
     third: list[ir.Value | None] = [None] * 3
@@ -111,14 +107,14 @@ def _write(
     while inputs[-1] is None:
         inputs.pop()
     attributes = dict(experts.attributes)
-    attributes |= {"expert_weight_bits": form.bits, "block_size": form.block_size}
+    attributes |= {"expert_weight_bits": last.form.bits, "block_size": last.form.block_size}
     if accuracy_level:
         attributes["accuracy_level"] = accuracy_level
     name = names.take(f"{experts.name}.QMoE")
     node = ir.node("QMoE", inputs, attributes, domain="com.microsoft", name=name)
-    last = producer(output)
-    assert isinstance(last.graph, ir.Graph)
-    last.graph.insert_before(last, node)
+    maker = producer(output)
+    assert isinstance(maker.graph, ir.Graph)
+    maker.graph.insert_before(maker, node)
     made = node.outputs[0]
     made.name, made.shape = names.take(name), output.shape
     if output.dtype is not None:
@@ -129,65 +125,62 @@ def _write(
     model.opset_imports.setdefault("com.microsoft", 1)
 
 
-class _Layer:
-    """The tensors of the experts' first layers, or of their last, one expert at a time."""
-
-    def __init__(
-        self, layers: Sequence[UnrolledLayer], order: list[int], weights: Mapping[str, Weight]
-    ) -> None:
-        self._layers, self._order = layers, order
-        self._weights = [[weights[name] for name in layer.products] for layer in layers]
-
-    def _rows(self, expert: int, of: Any) -> Array:
-        parts = [of(weights[expert]) for weights in self._weights]
-        rows: Array = np.concatenate(parts)[self._order]
-        return rows
-
-    def codes(self, expert: int) -> Array:
-        """Return codes, uint8 ``[N, K / pack]``."""
-
-        def unsigned(weight: Weight) -> Array:
-            flip = SIGN_BITS[weight.form.bits] if weight.form.is_symmetric else 0
-            codes: Array = weight.codes.map().reshape(weight.N, -1) ^ np.uint8(flip)
-            return codes
-
-        return self._rows(expert, unsigned)
-
-    def scales(self, expert: int) -> Array:
-        """Return scales ``[N, blocks]`` of the type that activations have."""
-        return self._rows(
-            expert,
-            lambda weight: weight.scales.map().astype(weight.uses[0].tensor.dtype.numpy()),
-        )
-
-    def zero_points(self, expert: int) -> Array:
-        """Return zero points ``[N, blocks / pack]``."""
-
-        def packed(weight: Weight) -> Array:
-            assert weight.zero_points is not None
-            return pack_rows(weight.zero_points.map(), weight.form.bits)
-
-        return self._rows(expert, packed)
-
-    def bias(self) -> Array | None:
-        """Return what is added to the rows, ``[E, N]``; None where nothing is."""
-        if not any(layer.bias for layer in self._layers):
-            return None
-        parts = []
-        for layer, weights in zip(self._layers, self._weights, strict=True):
-            shape, dtype = (len(weights), weights[0].N), weights[0].uses[0].tensor.dtype
-            none = np.zeros(shape, dtype.numpy())
-            parts.append(none if layer.bias is None else layer.bias.numpy())
-        rows: Array = np.concatenate(parts, axis=1)[:, self._order]
-        return rows
+def _codes(weight: Weight) -> Array:
+    """Return codes, unsigned, uint8 ``[N, K / pack]``."""
+    flip = SIGN_BITS[weight.form.bits] if weight.form.is_symmetric else 0
+    codes: Array = weight.codes.map().reshape(weight.N, -1) ^ np.uint8(flip)
+    return codes
 
 
-def _stacked(arrays: Any, count: int, writer: ScratchWriter, name: str) -> ir.ExternalTensor:
+def _scales(weight: Weight) -> Array:
+    """Return scales ``[N, blocks]`` of the type that activations have."""
+    return weight.scales.map().astype(weight.uses[0].tensor.dtype.numpy())
+
+
+def _zero_points(weight: Weight) -> Array:
+    """Return zero points ``[N, blocks / pack]``."""
+    assert weight.zero_points is not None
+    return pack_rows(weight.zero_points.map(), weight.form.bits)
+
+
+_TENSORS = {"weight": _codes, "scales": _scales, "zero_points": _zero_points}
+
+
+def _rows(
+    layers: Sequence[UnrolledLayer],
+    order: list[int],
+    weights: Mapping[str, Weight],
+    of: Callable[[Weight], Array],
+    expert: int,
+) -> Array:
+    """Return an expert's part of a tensor: the rows of its layers, in an order."""
+    rows: Array = np.concatenate([of(weights[layer.products[expert]]) for layer in layers])
+    return rows[order]
+
+
+def _bias(
+    layers: Sequence[UnrolledLayer], order: list[int], weights: Mapping[str, Weight]
+) -> Array | None:
+    """Return what is added to the rows, ``[E, N]``; None where nothing is."""
+    if not any(layer.bias for layer in layers):
+        return None
+    parts = []
+    for layer in layers:
+        first = weights[layer.products[0]]
+        none = np.zeros((len(layer.products), first.N), first.uses[0].tensor.dtype.numpy())
+        parts.append(none if layer.bias is None else layer.bias.numpy())
+    rows: Array = np.concatenate(parts, axis=1)[:, order]
+    return rows
+
+
+def _stacked(
+    rows: Callable[[int], Array], count: int, writer: ScratchWriter, name: str
+) -> ir.ExternalTensor:
     """Write arrays of one shape behind each other; return the tensor [count, ...] of them."""
-    first = arrays(0)
+    first = rows(0)
     reference = writer.reserve((count, *first.shape), first.dtype)
     stored = reference.map("r+")
     for expert in range(count):
-        stored[expert] = first if expert == 0 else arrays(expert)
+        stored[expert] = first if expert == 0 else rows(expert)
     dtype = ir.DataType.from_numpy(first.dtype)
     return in_file(reference, dtype, reference.shape, name)

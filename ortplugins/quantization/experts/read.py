@@ -17,7 +17,7 @@ for a token (TopK chose), and no share is negative.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import onnx_ir as ir
 
@@ -55,6 +55,9 @@ _FIRST = frozenset({
 })  # fmt: skip
 _ALL = frozenset({"Add", "Div", "Mul"})
 
+_HALVES = "experts: the halves of a gated layer are not proved"
+_ACTIVATION = "experts: QMoE does not compute their activation"
+
 
 def find_mixtures(model: ir.Model) -> Iterator[tuple[ir.Node, Mixture | str]]:
     """Yield what looks like a mixture of experts: what it computes, or why that is not known.
@@ -63,28 +66,24 @@ def find_mixtures(model: ir.Model) -> Iterator[tuple[ir.Node, Mixture | str]]:
     """
     facts = ProvedShapes(model, on_demand=True)
     for node in list(model.graph.all_nodes()):
-        read: Callable[[ir.Node, ProvedShapes], Mixture | None] = _read_sum
-        if (node.domain, node.op_type) == ("com.microsoft", "MoE"):
-            read = _read_operator
-        elif node.domain or node.op_type != "ReduceSum":
+        gather = None if node.domain or node.op_type != "ReduceSum" else _last_gather(node)
+        if gather is None and (node.domain, node.op_type) != ("com.microsoft", "MoE"):
             continue
         try:
             if node.graph is not model.graph:
                 raise Refusal("experts: they lie in a subgraph of If, Loop or Scan")
             if (opset := facts.opset(node)) < _FIRST_OPSET:
                 raise Refusal(f"experts: the model has opset {opset}, not {_FIRST_OPSET}")
-            if (mixture := read(node, facts)) is not None:
-                yield node, mixture
+            found = _read_operator(node) if gather is None else _read_sum(node, gather, facts)
+            yield node, found
         except Refusal as refusal:
-            holder = node if read is _read_operator else _last_gather(node)
-            if holder is not None:
-                yield holder, str(refusal)
+            yield gather or node, str(refusal)
 
 
 # The operator.
 
 
-def _read_operator(node: ir.Node, facts: ProvedShapes) -> Mixture:
+def _read_operator(node: ir.Node) -> Mixture:
     """Read MoE as the CPU computes it."""
     x, logits, first, bias, last, last_bias, *third = (input_of(node, i) for i in range(8))
     kind = node.attributes.get_string("activation_type", "relu")
@@ -125,7 +124,13 @@ def _checked(mixture: Mixture) -> Mixture:
     hidden, last = len(mixture.activation.gate.places), mixture.last
     counts = {layer.experts for layer in mixture.layers}
     if len(counts) > 1 or hidden != last.K or mixture.k > last.experts:
-        raise Refusal("experts: the sizes of their layers do not fit each other")
+        shapes = (
+            f"{layer.matrices.name!r} {list(layer.tensor.shape.numpy())}"
+            for layer in mixture.layers
+        )
+        raise Refusal(
+            f"experts: {mixture.k} of the layers {' and '.join(shapes)} do not fit each other"
+        )
     if any(layer.K != last.N for layer in mixture.activation.layers):
         raise Refusal("experts: their output is not as wide as their input")
     return mixture
@@ -149,11 +154,9 @@ def _layer(matrices: ir.Value | None, k_last: bool, bias: ir.Value | None) -> La
 # Nodes.
 
 
-def _read_sum(node: ir.Node, facts: ProvedShapes) -> Mixture | None:
+def _read_sum(node: ir.Node, gather: ir.Node, facts: ProvedShapes) -> Mixture:
     """Read batches of chosen matrices, from the sum over the choices of each token on."""
-    if _last_gather(node) is None:
-        return None
-    reader = _Batches(node, facts)
+    reader = _Batches(gather, facts)
     site = Site(node, facts, facts.opset(node))
     dims = site.dims(0)
     axes = site.axes(1) or ()
@@ -184,10 +187,8 @@ def _read_sum(node: ir.Node, facts: ProvedShapes) -> Mixture | None:
 class _Batches:
     """Products of rows and the matrices that an expert's number picks for each."""
 
-    def __init__(self, node: ir.Node, facts: ProvedShapes) -> None:
+    def __init__(self, gather: ir.Node, facts: ProvedShapes) -> None:
         self.facts = facts
-        gather = _last_gather(node)
-        assert gather is not None
         self._numbers = _picked_by(gather)
         tensor = constant(gather.inputs[0])
         assert tensor is not None
@@ -251,34 +252,34 @@ class _Batches:
         dims = self.facts.dims(whole)
         size = None if not dims else number(dims[-1])
         if whole is None or not dims or size is None:
-            raise Refusal("experts: the halves of a gated layer are not proved")
+            raise Refusal(_HALVES)
         start: int | None
         end: int | None
         if node.op_type == "Split":
             parts = [(self.facts.dims(output) or (known(0),))[-1] for output in node.outputs]
             width, place = size // len(parts), node.outputs.index(_flat(value))
             if parts != [known(width)] * len(parts):
-                raise Refusal("experts: the halves of a gated layer are not proved")
+                raise Refusal(_HALVES)
             axis, step = site.integer("axis", 0), 1
             start, end = place * width, (place + 1) * width
         else:
             starts, ends, axes, steps = site.slices()
             if len(axes) != 1:
-                raise Refusal("experts: the halves of a gated layer are not proved")
+                raise Refusal(_HALVES)
             axis, start, end, step = axes[0], number(starts[0]), number(ends[0]), steps[0]
         if axis_of(axis, len(dims)) != len(dims) - 1 or start is None or end is None:
-            raise Refusal("experts: the halves of a gated layer are not proved")
+            raise Refusal(_HALVES)
         return self._columns_of(whole, sliced(size, start, end, step))
 
     def _columns_of(self, value: ir.Value, places: range | None) -> Columns:
         found = self.layer_behind(value)
         if found is None:
-            raise Refusal("experts: QMoE does not compute their activation")
+            raise Refusal(_ACTIVATION)
         layer, x = found
         self._x.append(x)
         dims = self.facts.dims(value)
         if places is not None and (dims is None or dims[-1] != known(layer.N)):
-            raise Refusal("experts: the halves of a gated layer are not proved")
+            raise Refusal(_HALVES)
         for other in self._layers:
             if (other.matrices, other.bias) == (layer.matrices, layer.bias):
                 return Columns(other, places or range(layer.N))
@@ -306,7 +307,7 @@ class _Batches:
         numbers = [n for n in map(_scalar, scaled) if n is not None]
         gates = [factor for factor in scaled if _scalar(factor) is None]
         if len(gates) != 1 or gates[0] not in factors or len(factors) > 2:
-            raise Refusal("experts: QMoE does not compute their activation")
+            raise Refusal(_ACTIVATION)
         factors.remove(gates[0])
         alpha = math.prod(numbers, start=1.0)
         gate, least, most = self._clipped(gates[0])
@@ -315,13 +316,13 @@ class _Batches:
         if not factors and alpha == 1 and most == math.inf:
             return Activation("silu", self._columns(gate))
         if not factors:
-            raise Refusal("experts: QMoE does not compute their activation")
+            raise Refusal(_ACTIVATION)
         other, beta = _without_constant(factors[0])
         other, least, limit = self._clipped(other)
         if not -least == limit == most:
             raise Refusal("experts: both halves are not clipped by one limit")
         if (dims := self.facts.dims(gate)) is None or self.facts.dims(other) != dims:
-            raise Refusal("experts: the halves of a gated layer are not proved")
+            raise Refusal(_HALVES)
         return Activation(
             "swiglu", self._columns(gate), self._columns(other), alpha, beta, limit
         )
@@ -340,7 +341,7 @@ class _Batches:
         if node is None or node.inputs[0] is None:
             return value, -math.inf, math.inf
         if node.attributes:  # as before opset 11
-            raise Refusal("experts: QMoE does not compute their activation")
+            raise Refusal(_ACTIVATION)
         bounds = []
         for index, default in ((1, -math.inf), (2, math.inf)):
             bound = input_of(node, index)

@@ -20,6 +20,7 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript import TapeBuilder
 
+from ortplugins.errors import ModelFileError
 from ortplugins.quantization.experts.mixture import Choice, Columns, Layer, Mixture, Operator
 from ortplugins.quantization.experts.read import find_mixtures
 from ortplugins.quantization.weights.recipe import Recipe
@@ -55,12 +56,17 @@ class Experts:
         return {name for layer in (*self.first, self.last) for name in layer.products}
 
 
-def unroll_mixtures(model: ir.Model, recipe: Recipe) -> tuple[list[Experts], dict[str, str]]:
+def unroll_mixtures(
+    model: ir.Model, recipe: Recipe, *, from_floats: bool = True
+) -> tuple[list[Experts], dict[str, str]]:
     """Unroll the mixtures that a recipe quantises.
 
     Return those that are to be QMoE, and why others stay as they are, by the names of nodes.
     MoE is onnxruntime's own operator; stacks of matrices become QMoE where the recipe writes
     such operators, and else products of standard ONNX.
+
+    Raises:
+        ModelFileError: If their codes are to come from elsewhere, not ``from_floats``.
     """
     experts: list[Experts] = []
     reasons: dict[str, str] = {}
@@ -72,6 +78,12 @@ def unroll_mixtures(model: ir.Model, recipe: Recipe) -> tuple[list[Experts], dic
             reasons[label(node)] = mixture
         elif reason := next(filter(None, _reasons(mixture, recipe)), ""):
             reasons[label(node)] = reason
+        elif not from_floats:
+            raise ModelFileError(
+                f"weight {mixture.last.matrices.name!r} holds experts of node "
+                f"{label(node)!r}, which are not taken from checkpoints: leave them in float, "
+                f"by --rule '{label(node)}=float', or quantise without the checkpoint"
+            )
         else:
             written = unroller.unroll(mixture)
             if recipe.for_kernels or isinstance(mixture.router, Operator):

@@ -39,7 +39,7 @@ def check_layers(model: ir.Model, weights: Iterable[Weight]) -> None:
     for weight in weights:
         if weight.layer is None:
             continue
-        offsets, order = weight.layer.has_offsets, weight.layer.order() is not None
+        offsets, order = weight.layer.has_offsets, weight.layer.order is not None
         for use in weight.uses if offsets or order else ():
             if reason := _unfit(use, offsets, shapes):
                 what = "blocks with offsets" if offsets else "rows in another order"
@@ -83,7 +83,7 @@ class LayerWriter:
         """Complete a node that reads the codes of a weight already."""
         if weight.layer is None:
             return
-        order = weight.layer.order()
+        order = weight.layer.order
         if order is not None and use.activation is not None:
             sorted_ = self._sorted(use.activation, order)
             use.node.replace_input_with(1 - use.index, sorted_)

@@ -78,7 +78,7 @@ def plan_weights(
         checkpoint.put_floats(model)
     reasons: dict[str, str] = {}
     if experts is None:
-        experts, reasons = unroll_mixtures(model, recipe) if checkpoint is None else ([], {})
+        experts, reasons = unroll_mixtures(model, recipe, from_floats=checkpoint is None)
     members = {name for each in experts for name in each.products}
     found = list(find_uses(model, recipe.op_types))
     uses = [use for _, use in found if isinstance(use, WeightUse)]
@@ -133,7 +133,8 @@ def _chosen(
         if checkpoint is not None and not reason:
             taken = checkpoint.layer_of(use)
             if isinstance(taken, Layer):
-                layer, form = taken, taken.form(form.scale_type)
+                layer = taken
+                form = dataclasses.replace(layer.form, scale_type=form.scale_type)
             else:
                 reason = taken
         by_rows = use.activation is None and recipe.fuses(table=True)

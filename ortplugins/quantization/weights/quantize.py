@@ -34,6 +34,7 @@ from ortplugins.model_io.saving import (
 )
 from ortplugins.quantization.checkpoints.imatrix import Imatrix
 from ortplugins.quantization.checkpoints.read import read_checkpoint
+from ortplugins.quantization.encoders import SLOWER, is_encoder
 from ortplugins.quantization.statistics.collect import Calibration
 from ortplugins.quantization.weights.plan import (
     WeightPlan,
@@ -51,7 +52,6 @@ from rewrite_rules.dq_matmulnbits_fusion.kernels import (
     fitting_block_size,
     slow_kernel,
 )
-from rewrite_rules.facts.input_roles import Kind, role_of, rows_below
 from rewrite_rules.graph.nodes import dequantizer, label
 from rewrite_rules.graph.opset_conversion import convert_opset
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
@@ -144,13 +144,13 @@ def quantize(
         CalibrationError: If a sample is not a dict of the model's inputs, holds NaN or
             infinite values, or there is none.
         FileExistsError: If ``output`` exists and ``overwrite`` is false.
-        ImportError: If there is a checkpoint, and not the package that reads it.
         MissingFileError, ModelFileError: If the model, its data or a checkpoint can't be used,
             or nothing is left to quantise.
         QuantizationError: If a setting is out of range, a pattern means no node, the file of a
             recipe is not one, or a weight holds NaN or infinite values. No output is written,
             whatever is raised.
         TypeError: If a keyword is not a setting; names the closest.
+        UsageError: If the package that reads a checkpoint is not installed.
         OSError: If a file can't be written.
     """
     chosen = read_recipe(recipe).with_settings(settings)
@@ -181,9 +181,8 @@ def quantize(
         place = Path(os.path.abspath(work_dir)) if work_dir else kept.path or beside
         scratch = Path(stack.enter_context(scratch_within(place)))
         calibration = None
-        reached = chosen.kv_bits or any(group.activations for group in plan.groups)
         needed = chosen.needs_statistics and (matrix is None or chosen.kv_bits)
-        if reached and (needed or calibration_data_reader is not None):
+        if _reached(plan, chosen) and (needed or calibration_data_reader is not None):
             calibration = Calibration(
                 KeptSamples(calibration_data_reader, loaded.model, scratch=scratch),
                 scratch,
@@ -203,7 +202,8 @@ def quantize(
             folder=kept,
             progress=progress,
         )
-        notes += _unpacked(report, chosen) + _slower(loaded.model, chosen)
+        notes += _unpacked(report, chosen)
+        notes += [SLOWER] if not chosen.for_integers and is_encoder(loaded.model) else []
         report = dataclasses.replace(report, notes=(*report.notes, *notes))
         if chosen.for_kernels or chosen.fuse_tables:
             _to_kernels(loaded.model, chosen, report)
@@ -248,6 +248,12 @@ def _files_of(model: ModelLike, loaded: LoadedModel) -> list[Path]:
     return [path, *(file for _, file in sorted(loaded.data_files.items()) if file != path)]
 
 
+def _reached(plan: WeightPlan, recipe: Recipe) -> bool:
+    """Whether samples say anything of what is quantised."""
+    by_uses = recipe.for_integers or recipe.kv_bits is not None
+    return by_uses or any(group.activations for group in plan.groups)
+
+
 def _raise_opset(model: ir.Model, recipe: Recipe, plan: WeightPlan) -> list[str]:
     """Convert the model to the opset that its new form needs; return a note of that."""
     if recipe.for_kernels or recipe.for_integers:
@@ -290,21 +296,6 @@ def _unpacked(report: QuantizeReport, recipe: Recipe) -> list[str]:
         for reason, count in reasons.items()
         if reason is not None
     ]
-
-
-def _slower(model: ir.Model, recipe: Recipe) -> list[str]:
-    """Warn where a model looks like an encoder, which reads all tokens of a text at once."""
-    inputs = [value for value in model.graph.inputs if not value.is_initializer()]
-    kinds = {value: role_of(value).kind for value in inputs}
-    rows = [rows_below(value) for value, kind in kinds.items() if kind is Kind.IDS]
-    ends = [value.shape[-1] for value in model.graph.outputs if value.shape]
-    predicts = any(row is not None and row in ends for row in rows)
-    if recipe.for_integers or not rows or Kind.CACHE in kinds.values() or predicts:
-        return []
-    text = (
-        "an encoder reads all tokens of a text at once: with weights of few bits that takes "
-    )
-    return [f"{text}longer than in float, short texts apart; the recipe encoder8 is faster"]
 
 
 def _to_kernels(model: ir.Model, recipe: Recipe, report: QuantizeReport) -> None:

@@ -237,7 +237,7 @@ def _squares(
 
 def _of_layer(weight: Weight, layer: Layer, columns: slice) -> LayerCodes:
     """Read columns of a checkpoint, their scales in the type that they are stored in."""
-    found = layer.load(columns, weight.form.is_symmetric)
+    found = layer.load(columns)
     with np.errstate(over="ignore"):
         scales = found.scales.astype(weight.form.scale_type).astype(np.float32)
     offsets = 0 if found.offsets is None else found.offsets

@@ -17,7 +17,7 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,8 @@ def quantize_graph(
     weights are rounded to nearest.
     """
     if recipe.for_integers:
-        return quantize_products(plan, recipe, calibration)
+        plan = quantize_products(plan, recipe, calibration)
+        return _with_caches(plan, recipe, calibration)
     run = _Run(plan, recipe, scratch, calibration, folder, executor, max_memory)
     at_once, in_order = _schedule(plan, recipe, calibration)
     total, done = sum(group.elements for group in (*at_once, *in_order)), 0
@@ -103,6 +104,16 @@ def quantize_graph(
     joined, notes = write_experts(plan.model, plan.experts, weights, level, writer)
     plan.notes.extend(notes)
     write_codes(plan, recipe, joined)
+    return _with_caches(plan, recipe, calibration, joined)
+
+
+def _with_caches(
+    plan: WeightPlan,
+    recipe: Recipe,
+    calibration: Calibration | None,
+    joined: Collection[Weight] = (),
+) -> QuantizeReport:
+    """Quantise the caches, too, if the recipe says so; report all."""
     if recipe.kv_bits and calibration is not None:
         plan.notes.append(quantize_caches(plan.model, calibration))
     return reported(plan, recipe, joined)

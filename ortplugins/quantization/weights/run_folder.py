@@ -110,7 +110,7 @@ class RunFolder:
                 (
                     weight.name,
                     weight.stored_k_last,
-                    weight.layer and dataclasses.asdict(weight.layer),
+                    weight.layer and weight.layer.name,
                     (dataclasses.asdict(weight.form), weight.k_last),
                 )
                 for weight in group.weights
