@@ -14,6 +14,7 @@ import pytest
 from builders.command_line import printed
 from builders.samples import Reader
 from builders.sessions import CPU, options
+from builders.text_cases import text_cases
 from hypothesis import given
 from hypothesis import strategies as st
 from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
@@ -113,48 +114,25 @@ class Colour(enum.Enum):
     RED = 1
 
 
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        ("{", "not JSON: Expecting property name"),
-        ("[]", "overrides are list []; a mapping of tensor names"),
-        ({"t": {}}, "overrides['t'] is dict {}; a list of entries is expected"),
-        ({3: []}, "overrides[3]: the key is not a tensor's name"),
-        ({"t": [3]}, "overrides['t'][0] is int 3; a dict is expected"),
-        ({"t": [{}, {"quanttype": 1}]}, ("['t'][1]['quanttype']: no such key: did you"
-         " mean 'quant_type'?")),
-        ({"t": [{"convert": {"recv_node": []}}]}, ("['t'][0]['convert']['recv_node']: "
-         "no such key: did you mean 'recv_nodes'?")),
-        ({"t": [{"quant_type": "QUint61"}]}, ("['quant_type'] is 'QUint61', no "
-         "quantised type: did you mean 'QUInt16'?")),
-        ({"t": [{"quant_type": "float"}]}, "is 'float', no quantised type"),
-        ({"t": [{"quant_type": Colour.RED}]}, "is 'RED', no quantised type"),
-        ({"t": [{"quant_type": 4}]}, "is 4; a type's name is expected"),
-        ({"t": [{"scale": "0.1"}]}, "overrides['t'][0]['scale'] is str '0.1'; a finite float"),
-        ({"t": [{"scale": True}]}, "is bool True; a finite float32 is expected"),
-        ({"t": [{"scale": float("nan")}]}, "['scale'] is float nan; a finite float32"),
-        ('{"t": [{"rmax": 1e999}]}', "['rmax'] is float inf; a finite float32"),
-        ('{"t": [{"rmax": Infinity}]}', "['rmax'] is float inf; a finite float32"),
-        ({"t": [{"rmax": 1e39}]}, "['rmax'] is float 1e+39; a finite float32"),
-        ({"t": [{"scale": 10**400}]}, "['scale'] is int 1000"),
-        ({"t": [{"scale": np.ones(3)}]}, "has 3 numbers; of a tensor quantised per channel"),
-        ({"t": [{"zero_point": 1.5}]}, "['zero_point'] is float 1.5; an integer is expected"),
-        ({"t": [{"axis": "0"}]}, "['axis'] is str '0'; an integer is expected"),
-        ({"t": [{"symmetric": 1}]}, "['symmetric'] is int 1; true or false is expected"),
-        ({"t": [{"convert": {"recv_nodes": "Op6"}}]}, "is str 'Op6'; a list of node names"),
-        ({"t": [{"convert": {"recv_nodes": [6]}}]}, "is list [6]; a list of node names"),
-        ({"t": [{"convert": []}]}, "['convert'] is list []; a dict is expected"),
-        ({"t": [{"convert": {"convert": {}}}]}, "['convert']: 'convert' holds another"),
-        ('{"a": [], "b": [], "a": []}', "key 'a' stands twice in one JSON object"),
-        ('{"a": [{"rmin": 1, "rmin": 2}]}', "key 'rmin' stands twice"),
-        ("[" * 100_000, "nested too deep"),
-        ('{"t": [{"zero_point": ' + "1" * 5000 + "}]}", "overrides can't be read"),
-    ],
-)  # fmt: skip
-def test_what_is_no_override_is_refused_by_its_place(source, words):
+SOURCES = text_cases(Path(__file__).with_name("sources.txt"))
+# Such as no file has.
+ODD_SOURCES = {
+    "a key that is no text": {3: []},
+    "an enum": {"t": [{"quant_type": Colour.RED}]},
+    "not a number": {"t": [{"scale": float("nan")}]},
+    "a great integer": {"t": [{"scale": 10**400}]},
+    "a list of numbers": {"t": [{"scale": np.ones(3)}]},
+    "nested": "[" * 100_000,
+    "digits": '{"t": [{"zero_point": ' + "1" * 5000 + "}]}",
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_what_is_no_override_is_refused_by_its_place(source):
+    """The name of a case is the source, or that of an odd one."""
     with pytest.raises(OverrideError) as caught:
-        read_overrides(source)
-    assert words in str(caught.value)
+        read_overrides(ODD_SOURCES.get(source, source))
+    SOURCES[source].expect(str(caught.value)[:70].splitlines()[0])
 
 
 ACTIVATIONS = {
@@ -197,71 +175,17 @@ def test_what_activations_and_initializers_take_passes(name, entry):
     check(**{name: entry})
 
 
-FAULTS: list[tuple[str, dict[str, Any] | list[dict[str, Any]], str]] = [
-    ("conv1_ot", {"quant_type": "uint16"}, ("no tensor of that name is quantised in the"
-     " model; did you mean 'conv1_out'?")),
-    ("conv1_out", {"scale": 0.1}, "'scale' is given without 'zero_point'"),
-    ("conv1_out", {"zero_point": 1}, "'zero_point' is given without 'scale'"),
-    ("conv1_out", {"scale": 0.1, "zero_point": 0, "rmin": 0, "symmetric": False},
-     "'symmetric', 'rmin' can't stand beside 'scale' and 'zero_point'"),
-    ("conv1_out", {"scale": 0, "zero_point": 0}, "'scale' is 0.0; it has to be"),
-    ("conv1_out", {"scale": -0.1, "zero_point": 0}, "'scale' is -0.1"),
-    ("conv1_out", {"scale": 1e-60, "zero_point": 0}, "'scale' is 1e-60"),
-    ("conv1_out", {"scale": 0.1, "zero_point": 256}, "'zero_point' is 256, outside of"),
-    ("conv1_out", {"quant_type": "int16", "scale": 0.1, "zero_point": 32768},
-     "'zero_point' is 32768, outside of int16's range -32768..32767"),
-    ("conv1_out", {"rmin": 2, "rmax": 1}, "'rmin' is 2.0, above 'rmax' 1.0"),
-    ("conv1_out", {"reduce_range": True}, "'reduce_range' is for initializers"),
-    ("conv1_out", {"quant_type": "int4"}, "'quant_type' is int4; an activation"),
-    ("conv1_out", {"quant_type": "QFLOAT8E4M3FN"}, "'quant_type' is float8e4m3fn"),
-    ("conv1_out", {"axis": 0}, "it has per-channel entries"),
-    ("conv1_out", [{}, {}], "it has per-channel entries"),
-    ("conv1_out", {"recv_nodes": ["conv2"]}, "'recv_nodes' stands outside of 'convert'"),
-    ("conv1_out", {"convert": {"rmax": 1}}, "'convert': 'quant_type' is missing"),
-    ("conv1_out", {"convert": {"quant_type": "uint8"}}, ("'convert': 'quant_type' is"
-     " uint8, which is the tensor's own")),
-    ("conv1_out", {"quant_type": "int16", "convert": {"quant_type": "int16"}},
-     "'convert': 'quant_type' is int16, which is the tensor's own"),
-    ("lonely", {"quant_type": "int8", "convert": {"quant_type": "int8"}}, "tensor's own"),
-    ("conv1_out", {"convert": {"quant_type": "uint4"}}, "'convert': 'quant_type' is uint4"),
-    ("conv1_out", {"convert": {"quant_type": "int16", "reduce_range": False}},
-     "'convert': 'reduce_range' is for initializers"),
-    ("conv1_out", {"convert": {"quant_type": "int16", "axis": 0}}, "'convert': 'axis' is for"),
-    ("conv1_out", {"convert": {"quant_type": "int16", "scale": 1}},
-     "'convert': 'scale' is given without 'zero_point'"),
-    ("conv1_out", {"convert": {"quant_type": "int16", "recv_nodes": []}},
-     "'recv_nodes' is empty"),
-    ("conv1_out", {"convert": {"quant_type": "int16", "recv_nodes": ["conv2", "conv3"]}},
-     "the model has no node 'conv3'; did you mean 'conv2'?; 'conv2', 'skip_add' reads it"),
-    ("conv1_out", {"convert": {"quant_type": "int16", "recv_nodes": ["relu"]}},
-     "node 'relu' does not read the tensor; 'conv2', 'skip_add' does"),
-    ("W", {"convert": {"quant_type": "int8"}}, "'convert' is for activations"),
-    ("W", {"recv_nodes": ["conv1"]}, "'recv_nodes' is for activations"),
-    ("W", {"quant_type": "QFLOAT8E4M3FN"}, "an initializer is one of"),
-    ("W", {"quant_type": "int4", "scale": 1, "zero_point": 8}, "of int4's range -8..7"),
-    ("W", {"axis": 4}, "'axis' is 4, but the initializer's rank is 4"),
-    ("W", {"axis": -5}, "'axis' is -5"),
-    ("W", [{}, {"quant_type": "int8"}], "it has 2 entries, but the first has no 'axis'"),
-    ("W", [{"axis": 0}] * 3, "axis 0 of shape [8, 3, 3, 3] has 8 channels"),
-    ("W", [{"axis": 1, "quant_type": "int8"}, {}, {"quant_type": "uint8"}],
-     "entry 2: 'quant_type' differs from that of entry 0"),
-    ("W", [{"axis": 1}, {"axis": 2}, {}], "entry 1: 'axis' differs"),
-    ("W", [{"axis": 1}, {"symmetric": True}, {}], "entry 1: 'symmetric' differs"),
-    ("W", [{"axis": 1, "scale": 1, "zero_point": 0}, {"scale": 1, "zero_point": 0}, {}],
-     "entry 2: 'scale' is given for all channels or for none"),
-    ("W", [{"axis": 1}, {"rmin": 0, "rmax": 1}, {}], "entry 1: 'rmin' is given for all"),
-    ("W", [{"axis": 1, "rmin": 0}] * 3, "'rmin' and 'rmax' of channels come together"),
-    ("W", [{"axis": 1}, {"scale": 0, "zero_point": 0}, {}], "entry 1: 'scale' is 0.0"),
-]  # fmt: skip
+FAULTS = text_cases(Path(__file__).with_name("faults.txt"))
 
 
-@pytest.mark.parametrize(("name", "entry", "words"), FAULTS)
-def test_faults_are_named(name, entry, words):
+@pytest.mark.parametrize("case", FAULTS)
+def test_faults_are_named(case):
+    """The name of a case is a tensor with its override."""
+    name, _, entry = case.partition(": ")
     # Behind an entry that is right, where onnxruntime looks no more.
     with pytest.raises(OverrideError) as caught:
-        check(conv2_out={"quant_type": "uint16"}, **{name: entry})
-    assert str(caught.value).startswith(f"override of tensor {name!r}: ")
-    assert words in str(caught.value)
+        check(conv2_out={"quant_type": "uint16"}, **{name: json.loads(entry)})
+    FAULTS[case].expect(str(caught.value))
 
 
 def test_all_faults_are_told_at_once():
