@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Assertions about models, the pytest plugin, annotations, ``ortplugins check``."""
+"""Assertions about models, ``ortplugins check``."""
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +11,6 @@ import onnxruntime as ort
 import pytest
 from builders.command_line import as_json, ortplugins_command, printed, refused
 from builders.dequantized_models import DequantizedMatMul
-from builders.processes import python
 from builders.sessions import CPU, EXACT, options
 from builders.text_models import proto_of
 
@@ -296,72 +293,3 @@ def test_check_leaves_with_2_where_it_cannot_check():
     printed("check", "fused.onnx", *EXACTLY, "--dims", "rows=3")
     reported = refused("check", "none.onnx")
     assert reported == "error: none.onnx: no such model file\n"
-
-
-TESTS = """
-import onnxruntime
-import ortplugins
-from ortplugins import optimize  # imported early
-
-def open_session(path, **options):
-    chosen = onnxruntime.SessionOptions()
-    ortplugins.configure(chosen, ortplugins.DqMatMulNBitsFusion())
-    return ortplugins.InferenceSession(path, chosen, providers=["CPUExecutionProvider"])
-
-def test_session():
-    open_session("fused.onnx")
-    open_session("fused.onnx")
-
-def test_optimize():
-    optimize("refused.onnx")
-"""
-
-
-@pytest.fixture
-def nested(
-    models: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str]]:
-    """Runs TESTS by pytest in this process; returns its exit code and output."""
-    Path("test_nested.py").write_text(TESTS)
-    monkeypatch.delitem(sys.modules, "test_nested", raising=False)
-
-    def run(*arguments: str) -> tuple[int, str]:
-        plugins = ["-p", "pytest_ortplugins"]
-        for name in ("randomly", "cacheprovider", "hypothesispytest"):
-            plugins += ["-p", f"no:{name}"]
-        code = pytest.main(["-q", "--rootdir=.", *plugins, *arguments])
-        sys.modules.pop("test_nested", None)
-        return int(code), "".join(capsys.readouterr())
-
-    return run
-
-
-def test_the_plugin_tells_each_session_and_optimisation_once(nested):
-    original = ort.InferenceSession.__setattr__, ortplugins.OptimizeResult.__init__
-    code, output = nested("--ortplugins-report")
-    assert code == 0, output
-    lines = [line for line in output.splitlines() if line.startswith("test_nested.py::")]
-    session = "test_nested.py::test_session (call): session fused.onnx"
-    for line, origin in zip(lines, ("built", "cache"), strict=False):
-        assert line.startswith(f"{session}: {origin}: fired 1, refused 0")
-    name = "test_nested.py::test_optimize (call): optimize()"
-    assert lines[2].startswith(f'{name}: built: fired 0, refused 1: "matmul: ')
-    assert len(lines) == 3
-    left = ort.InferenceSession.__setattr__, ortplugins.OptimizeResult.__init__
-    assert left == original
-
-
-def test_the_plugin_collects_what_workers_of_xdist_saw(nested):
-    pytest.importorskip("xdist")
-    code, output = nested("-n", "1", "--ortplugins-report")
-    assert code == 0, output
-    assert output.count("\ntest_nested.py::") == 3
-
-
-def test_the_plugin_costs_nothing_where_it_is_only_installed():
-    code = (
-        "import sys; import pytest_ortplugins\n"
-        "print({'ortplugins', 'onnxruntime', 'onnx', 'numpy', 'pytest'} & set(sys.modules))"
-    )
-    done = python("-c", code)
-    assert done.stdout == "set()\n", done.stderr

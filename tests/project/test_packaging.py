@@ -22,9 +22,6 @@ import ortplugins
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("ortplugins", "rewrite_rules", "session_options")
-PLUGIN = (
-    "pytest_ortplugins.py"  # beside the packages: pytest loads it without onnxruntime, too
-)
 MISSING = "ortplugins needs one of the onnxruntime wheels: pip install 'ortplugins[cpu]'"
 
 
@@ -80,7 +77,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel: zipfile.ZipFile):
     info = f"{release}.dist-info/"
     assert Path(str(wheel.filename)).name == f"{release}-py3-none-any.whl"
     tops = {name.partition("/")[0] for name in names}
-    assert tops == {info.rstrip("/"), PLUGIN, *PACKAGES}
+    assert tops == {info.rstrip("/"), *PACKAGES}
     for package in PACKAGES:
         ignored = "__pycache__"
         files = (ROOT / package).rglob("*")
@@ -107,7 +104,7 @@ def test_the_sdist_holds_what_the_tests_need_and_no_cache(distributions: Path):
     with tarfile.open(path) as archive:
         names = [name.partition("/")[2] for name in archive.getnames()]
     tops = {name.partition("/")[0] for name in names}
-    assert {*PACKAGES, PLUGIN, "tests", "docs", "examples", "benchmarks", "README.md"} <= tops
+    assert {*PACKAGES, "tests", "docs", "examples", "benchmarks", "README.md"} <= tops
     assert {"Makefile", "mkdocs.yml", "CHANGELOG.md", "LICENSE", "pyproject.toml"} <= tops
     left_out = (".cache/", ".venv/", "__pycache__", ".onnx", ".whl", ".gguf")
     assert not [name for name in names if any(part in name for part in left_out)]

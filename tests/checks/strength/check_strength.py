@@ -22,7 +22,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 COPIED = ("ortplugins", "rewrite_rules", "session_options", "tests", "docs", "examples",
-          "benchmarks", "pyproject.toml", "pytest_ortplugins.py", "README.md")  # fmt: skip
+          "benchmarks", "pyproject.toml", "README.md")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
