@@ -15,8 +15,6 @@ import dataclasses
 import json
 import math
 import os
-import statistics
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,8 +28,7 @@ from ortplugins.model_io.loading import load_model
 from ortplugins.model_io.model_folder import model_in, tokenizer_beside
 from ortplugins.model_io.saving import Progress
 from ortplugins.quantization.coverage import Coverage, coverage
-from ortplugins.runtime.stock_session import NUMPY_TYPES, open_model, type_of
-from ortplugins.samples.made_up import next_step
+from ortplugins.runtime.stock_session import open_model, type_of
 from ortplugins.samples.text import TextTokenizer, TokenFeeds, read_text
 
 # Tokens of a text that an encoder gets.
@@ -40,8 +37,8 @@ _MAX_TOKENS = 128
 _SENTENCE, _REST = 40, 120
 # Rows of logits that are worked on at a time: 100 MB of float32 for 256,000 tokens.
 _STRIP = 100
-# Tokens that show whether a model is causal, of a prompt, and to decode behind it.
-_PROBE, _PROMPT, _STEPS = 8, 256, 32
+# Tokens that show whether a model is causal.
+_PROBE = 8
 
 _Floats = npt.NDArray[np.float32]
 
@@ -56,8 +53,6 @@ class ModelFigures:
         perplexity: Of the text, for a causal language model.
         retrieval_accuracy: For an encoder: how often a first sentence finds the rest of its
             paragraph among those of all others, 0 to 1.
-        prefill_tokens_per_second: Of whole windows, or of whole texts.
-        decode_tokens_per_second: Of tokens one by one, with a cache, after a prompt of 256.
         coverage: Which share of the weights is quantised, and which operators hold the rest.
     """
 
@@ -65,8 +60,6 @@ class ModelFigures:
     bytes: int
     perplexity: float = math.nan
     retrieval_accuracy: float = math.nan
-    prefill_tokens_per_second: float = math.nan
-    decode_tokens_per_second: float = math.nan
     coverage: Coverage = dataclasses.field(default_factory=Coverage)
 
 
@@ -177,7 +170,7 @@ def evaluate(
 
 
 class _TextModel:
-    """A session on a model of tokens, which reads one row at a time; its runs are timed."""
+    """A session on a model of tokens, which reads one row at a time."""
 
     def __init__(self, model: GivenModel, scratch: Path, providers: Sequence[Any]) -> None:
         path = model.file(scratch)
@@ -188,18 +181,11 @@ class _TextModel:
         self.coverage = coverage(loaded.model)
         self._session = model.session or open_model(path, "all", providers, model.settings)
         self.output, self.gives_logits = self._find_output()
-        self._tokens = [0, 0]  # of the first run, of the others
-        self._seconds = [0.0, 0.0]
 
     def run(self, ids: Sequence[int], what: str) -> _Floats:
         """Return the output for some tokens, ``[tokens, size]``."""
         feed = self.feeds.feed(ids)
-        start = time.perf_counter()
         (output,) = fetch(self._session, [self.output], feed, f"{self.name}, {what}")
-        seconds = time.perf_counter() - start
-        counted = bool(self._tokens[0])  # the first run allocates
-        self._tokens[counted] += len(ids)
-        self._seconds[counted] += seconds
         if output.ndim != 3 or output.shape[1] < len(ids):
             raise ModelFileError(
                 f"{self.name}: output {self.output!r} is {list(output.shape)} for {len(ids)} "
@@ -210,28 +196,9 @@ class _TextModel:
             raise ModelFileError(f"{self.name}: output {self.output!r} has NaN for {what}")
         return rows
 
-    def figures(self, **found: Any) -> ModelFigures:
-        """Return what was found, and the speed of runs: of the first only if it is alone."""
-        counted = bool(self._tokens[1])
-        speed = self._tokens[counted] / self._seconds[counted]
-        known: Any = {"coverage": self.coverage, "prefill_tokens_per_second": speed}
-        return ModelFigures(self.name, self.bytes, **known, **found)
-
-    def decode_speed(self, ids: Sequence[int]) -> float:
-        """Return tokens per second, one by one after a prompt; NaN without a cache."""
-        names = [o.name for o in self._session.get_outputs() if type_of(o) in NUMPY_TYPES]
-        rng = np.random.default_rng(0)
-        feed, seconds = self.feeds.feed(ids[:_PROMPT]), []
-        for _ in range(_STEPS + 1):
-            start = time.perf_counter()
-            arrays = fetch(self._session, names, feed, f"{self.name}, decoding")
-            seconds.append(time.perf_counter() - start)
-            outputs = dict(zip(names, arrays, strict=True))
-            step = next_step(feed, outputs, self.feeds.roles, rng)
-            if step is None or self.feeds.length:
-                return math.nan
-            feed = step
-        return 1 / statistics.median(seconds[1:])
+    def figures(self, **found: float) -> ModelFigures:
+        """Return what was found of the model."""
+        return ModelFigures(self.name, self.bytes, coverage=self.coverage, **found)
 
     def check_causal(self, ids: Sequence[int]) -> None:
         """Refuse a masked language model, which sees the tokens that it should predict."""
@@ -301,10 +268,7 @@ def _language_model(
                 agreed += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
     count = sum(len(ids) - 1 for ids in whole)
     own = [
-        item.figures(
-            perplexity=math.exp(min(total / count, 700)),
-            decode_tokens_per_second=item.decode_speed(whole[0]),
-        )
+        item.figures(perplexity=math.exp(min(total / count, 700)))
         for item, total in zip(models, surprise, strict=True)
     ]
     if len(models) == 1:

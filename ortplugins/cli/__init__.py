@@ -34,7 +34,7 @@ COMMANDS = {
     "optimize": "Apply passes to a model and write the result.",
     "pack": "Write a folder for a server: the optimised model and all that it needs.",
     "compare": "Run two models on the same inputs: errors, speed and memory.",
-    "evaluate": "Judge a model on a text: perplexity or retrieval, size and speed.",
+    "evaluate": "Judge a model on a text: perplexity or retrieval, and size.",
     "check": "Hold an optimised model to bounds: exit with 1 if it is beyond them.",
     "report": "Write a page: what fires and what does not, and what sessions gain.",
     "memory": "Show what a run holds in memory, step by step, in each execution order.",

@@ -32,7 +32,7 @@ def evaluate(
     providers: opt.Providers = opt.CPU,
     format: opt.Format = "text",
 ) -> None:
-    """Judge a model on a text: perplexity or retrieval, size and speed.
+    """Judge a model on a text: perplexity or retrieval, and size.
 
     Args:
         against (FLOAT): The float model, or its folder, to compare with.
@@ -80,8 +80,6 @@ def print_evaluation(found: Evaluation) -> None:
         row("ranking agreement", ".4f", found.ranking_agreement),
         ("size", *(decimal(item.bytes) for item in both)),
         row("quantised weights", ".1%", *(item.coverage.share for item in both)),
-        of("prefill, tokens/s", ".1f", "prefill_tokens_per_second"),
-        of("decode, tokens/s", ".1f", "decode_tokens_per_second"),
     ]
     shown = [r for r in rows if any(r[1:])]
     print_table(

@@ -121,7 +121,7 @@ class MadeUpInputs:
             feed = self._feed(rng)
             yield feed
             if run is not None and has_cache:
-                step = next_step(feed, run(feed), roles, rng)
+                step = _next_step(feed, run(feed), roles, rng)
                 if step is not None:
                     yield step
 
@@ -233,7 +233,7 @@ def _is_past(role: Role) -> bool:
     return role.kind is Kind.CACHE and "past" in role.axes
 
 
-def next_step(
+def _next_step(
     feed: Mapping[str, npt.NDArray[Any]],
     outputs: Mapping[str, npt.NDArray[Any]],
     roles: Mapping[str, Role],

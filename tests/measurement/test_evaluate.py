@@ -65,7 +65,6 @@ def test_a_language_model_beside_its_float_model():
     assert 0 < found.top1_agreement < 1
     assert found.top1_agreement == (log_p.argmax(-1) == log_q.argmax(-1)).mean()
     assert found.model.bytes == Path("int4.onnx").stat().st_size
-    assert found.model.prefill_tokens_per_second > 0 < found.model.decode_tokens_per_second
 
     # A session is judged as it is set.
     given = {"tokenizer": "float/tokenizer.json", "text": "text.txt", "window": 16}
