@@ -7,6 +7,7 @@ have not changed since read none of them, see :mod:`ortplugins.known_starts`.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ortplugins.cache.key import KeyContent, digest_of, key_content
-from ortplugins.cache.store import ArtifactCache, Entry, cache_root, remove_tree, warn_rebuilt
+from ortplugins.cache.store import ArtifactCache, Entry, cache_root, warn_rebuilt
 from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.known_starts import MODEL, Artifact, cache_folder, keep, state_of
 from ortplugins.optimization.request import BuildRequest
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 # Makes the files of an entry in an empty folder, and returns its manifest. A function of a
 # module, which a child imports.
 Build = Callable[[BuildRequest, "LoadedModel", Path], dict[str, Any]]
+# An entry, and what its key is made from.
+Found = tuple[Entry, KeyContent]
 
 # After this time a start tries again what broke in an earlier one.
 _RETRY_SECONDS = 60.0
@@ -52,23 +55,22 @@ def get_or_build(request: BuildRequest, build: Build, text: str | None = None) -
         MissingFileError, ModelFileError: If the model cannot be used.
         PassError: If nothing can be built.
     """
-    started = time.time()
+    started, origin = time.time(), "cache"
     if (state := _lacks_operators(request)) is not None:
         artifact = Artifact(_nothing_to_do(request.plan))
         _keep(request, text, artifact, {request.name: state}, started)
         return artifact
     cache = cache_of(request.plan)
-    entry, content = _look_up(request, cache)
-    if entry is not None and _is_usable(entry, request.plan, warn=True):
-        artifact = _artifact_of(entry, "cache", request)
-    else:
-        entry, artifact = _built(request, build, cache)
-        if artifact.temporary is not None:
-            return artifact
-        _, content = _look_up(request, cache)
-    # The files may have changed since the entry was found, or while it was built.
-    is_theirs = content is not None and content.is_like(entry.manifest["made_from"])
-    if content is not None and is_theirs and not entry.manifest["provisional"]:
+    if (found := _find(request, cache, warn=True)) is None:
+        try:
+            found, origin = _built(request, build, cache)
+        except MissingFileError:
+            raise
+        except OSError as error:
+            return _built_apart(request, build, cache, error)
+    entry, content = found
+    artifact = _artifact_of(entry, origin, request)
+    if not entry.manifest["provisional"]:
         _keep(request, text, artifact, content.states, started)
     return artifact
 
@@ -98,39 +100,6 @@ def _nothing_to_do(plan: Plan) -> dict[str, Any]:
     remark = {"node": "model", "outcome": "note", "reason": NOTHING_TO_DO}
     passes = [{"name": item.name, "seconds": 0.0, "remarks": [remark]} for item in plan.passes]
     return {"source": "untouched", "passes": passes, "notes": (), "artifact": "", "fired": 0}
-
-
-def _built(
-    request: BuildRequest, build: Build, cache: ArtifactCache
-) -> tuple[Entry, Artifact]:
-    """Have an entry built and published; in a temporary folder where there is no cache."""
-    import tempfile  # with what it needs some milliseconds, which a hit has no use for
-
-    if missing := missing_packages():
-        raise PassError(
-            f"{request.name}: not in the cache {str(cache.root)!r}, and nothing can be built "
-            f"without {', '.join(missing)}: pip install {' '.join(missing)}, or warm the cache"
-        )
-    try:
-        temporary = tempfile.TemporaryDirectory(prefix="ortplugins-")
-    except OSError as error:
-        raise PassError(f"no temporary folder to build in: {error}") from error
-    artifact = None
-    try:
-        spare = Path(temporary.name)
-        built = _build_in_child(request, spare, build) or build_entry(request, spare, build)
-        folder, origin = built
-        is_spare = folder.is_relative_to(spare)
-        entry = (ArtifactCache(spare) if is_spare else cache).find(folder.name)
-        if entry is None:
-            raise PassError(f"{folder}: was removed as soon as it was built")
-        artifact = _artifact_of(entry, origin, request)
-        if is_spare:
-            artifact.temporary = temporary
-        return entry, artifact
-    finally:
-        if artifact is None or artifact.temporary is None:
-            temporary.cleanup()
 
 
 def _artifact_of(entry: Entry, origin: str, request: BuildRequest) -> Artifact:
@@ -189,7 +158,7 @@ def discard_if_damaged(request: BuildRequest, artifact: Artifact) -> bool:
     return True
 
 
-# From a request to its entry.
+# Looking up.
 
 
 def cache_of(plan: Plan) -> ArtifactCache:
@@ -202,90 +171,113 @@ def cache_of(plan: Plan) -> ArtifactCache:
     return ArtifactCache(cache_root(plan.cache_dir), limit)
 
 
-def session_key_content(request: BuildRequest, cache: ArtifactCache) -> KeyContent:
-    """Return everything that the entry of a request depends on."""
-    content = key_content(request, cache.root, cache.data_locations)
-    if content is None:  # a new model, or one whose data is missing, which loading reports
-        locations = list(request.load().data_files)
-        content = key_content(request, cache.root, lambda _: locations)
-    if content is None:
-        raise MissingFileError(f"{request.name}: its data vanished while it was read")
-    return content
-
-
-def _look_up(
-    request: BuildRequest, cache: ArtifactCache
-) -> tuple[Entry | None, KeyContent | None]:
-    """Return the entry of a request, and its key's content; None where there is none yet."""
+def _find(request: BuildRequest, cache: ArtifactCache, *, warn: bool = False) -> Found | None:
+    """Return the entry of a request; None where there is none that a session may open."""
     content = key_content(request, cache.root, cache.data_locations)
     if content is None:
-        return None, None
+        return None
+    plan, missing = request.plan, missing_packages()
     entry = cache.find(content.key)
-    if entry is None and missing_packages():
-        # Built where they are installed, whose versions are not known here.
+    if entry is None and missing:  # built where they are installed, in versions not known here
         made = cache.made_from(content.parts["digest"])
         keys = (key for key, parts in made if content.is_like(parts))
         entry = next(filter(None, map(cache.find, keys)), None)
-    return entry, content
-
-
-def _is_usable(entry: Entry, plan: Plan, *, warn: bool = False) -> bool:
-    """Whether a session may open an entry; else it is built again."""
+    if entry is None:
+        return None
     if any(item.checks_digests() for item in plan.passes) and (damaged := entry.damage()):
         if warn:
             warn_rebuilt(entry.folder, damaged)
-        return False
+        return None
     # Workers that start together don't all try again what has just failed.
     is_old = abs(time.time() - entry.created) > _RETRY_SECONDS
     retries = (is_old and entry.manifest["provisional"]) or (
         plan.retry_failed and entry.manifest["failed"]
     )
-    return not retries or bool(missing_packages())
+    return None if retries and not missing else (entry, content)
 
 
-# Building. A child is a process of its own, so that a server never sees the peak. The parent
-# writes a job to its standard input: a line of JSON, then the model's bytes where it was given
-# as bytes. The child prints, as one line of JSON, where the entry is, or what went wrong.
+# Building. A child is a process of its own, so that a server never sees the peak. It gets a
+# job on its standard input: a line of JSON, then the model's bytes where it was given as
+# bytes. It prints, as one line of JSON, the manifest of the files that it made, or what went
+# wrong.
 
 # What a child raises goes on here.
-_ERRORS = {cls.__name__: cls for cls in (MissingFileError, ModelFileError, PassError)}
+_ERRORS = {
+    cls.__name__: cls for cls in (MissingFileError, ModelFileError, PassError, OSError)
+}
 _ERROR_CHARACTERS = 500
 _SECONDS = 3600  # for a child, where no pass sets a limit
 _IN_PROCESS = "ORTPLUGINS_BUILD_IN_PROCESS"
 
 
-def build_entry(request: BuildRequest, spare: Path, build: Build) -> tuple[Path, str]:
-    """Build the entry of a request, one process at a time for each model.
+def _built(request: BuildRequest, build: Build, cache: ArtifactCache) -> tuple[Found, str]:
+    """Build an entry and publish it, one process at a time for each model.
 
-    ``spare``, an empty folder, is the cache where the own one cannot be written. Return the
-    entry's folder; and ``"built"``, or ``"cache"`` where another process was quicker.
+    Return it, and ``"built"``; or ``"cache"`` where another process was quicker.
     """
-    cache = cache_of(request.plan)
-    try:
-        return _build_in(cache, request, build)
-    except MissingFileError:
-        raise
-    except OSError as error:
-        if reason := request.has_to_be_kept:
-            text = f"it cannot be kept in {str(cache.root)!r}: {error}"
-            raise PassError(f"{reason}, as {text}") from error
-        warn_caller(
-            f"ortplugins works without its cache in {str(cache.root)!r}: {error}",
-            OrtpluginsWarning,
+    if missing := missing_packages():
+        raise PassError(
+            f"{request.name}: not in the cache {str(cache.root)!r}, and nothing can be built "
+            f"without {', '.join(missing)}: pip install {' '.join(missing)}, or warm the cache"
         )
-    try:
-        return _build_in(ArtifactCache(spare), request, build)
-    except MissingFileError:
-        raise
-    except OSError as error:
-        remove_tree(spare)
-        raise PassError(f"{spare}: nothing can be built there: {error}") from error
+    digest, _ = digest_of(request, cache.root)
+    with cache.build(digest) as folder:
+        if (found := _find(request, cache)) is not None:
+            return found, "cache"
+        manifest = _made_by_child(request, build, cache.root, folder)
+        if manifest is None:
+            manifest = _make(request, build, cache.root, folder)
+        # A model replaced meanwhile must not be published under the old one's key.
+        made_from = manifest["made_from"]
+        content = key_content(request, cache.root, lambda _: list(made_from["data"]))
+        if content is None or not content.is_like(made_from):
+            raise FileNotFoundError("the model changed while it was read")
+        return (cache.publish(content.key, folder, manifest), content), "built"
 
 
-def _build_in_child(
-    request: BuildRequest, spare: Path, build: Build
-) -> tuple[Path, str] | None:
-    """Have a child do what :func:`.build_entry` does; None where this process has to."""
+def _built_apart(
+    request: BuildRequest, build: Build, cache: ArtifactCache, error: OSError
+) -> Artifact:
+    """Build for one session, in a temporary folder, as its cache cannot be written."""
+    import tempfile  # with what it needs some milliseconds, which others have no use for
+
+    text = f"its cache in {str(cache.root)!r}: {error}"
+    if reason := request.has_to_be_kept:
+        raise PassError(f"{reason}, as it cannot be kept in {text}") from error
+    warn_caller(f"ortplugins works without {text}", OrtpluginsWarning)
+    with contextlib.ExitStack() as unused:
+        try:
+            temporary = tempfile.TemporaryDirectory(prefix="ortplugins-")
+            unused.callback(temporary.cleanup)
+            (entry, _), origin = _built(request, build, ArtifactCache(Path(temporary.name)))
+        except MissingFileError:
+            raise
+        except OSError as refused:
+            text = f"nothing can be built in a temporary folder: {refused}"
+            raise PassError(text) from refused
+        artifact = _artifact_of(entry, origin, request)
+        artifact.temporary = temporary
+        unused.pop_all()
+        return artifact
+
+
+def _make(
+    request: BuildRequest, build: Build, root: Path, folder: Path
+) -> dict[str, Any]:
+    """Make the files of an entry; return its manifest, with what they were made from."""
+    loaded = request.load()
+    locations = list(loaded.data_files)
+    content = key_content(request, root, lambda _: locations)
+    if content is None:
+        raise FileNotFoundError("external data vanished while the model was read")
+    manifest = build(request, loaded, folder)
+    return {**manifest, "model": request.name, "made_from": content.parts}
+
+
+def _made_by_child(
+    request: BuildRequest, build: Build, root: Path, folder: Path
+) -> dict[str, Any] | None:
+    """Have a child do what :func:`_make` does; None where this process has to."""
     import subprocess
 
     python = child_python("build")
@@ -295,11 +287,11 @@ def _build_in_child(
     seconds = max((limit for limit in limits if limit is not None), default=_SECONDS)
     job = {
         "request": request.as_json(),
-        "spare": os.fspath(spare),
         "build": [build.__module__, build.__qualname__],
+        "folders": [os.fspath(root), os.fspath(folder)],
     }
     content = request.source if isinstance(request.source, bytes) else b""
-    code = "from ortplugins.cache.get_or_build import build_for_parent; build_for_parent()"
+    code = "from ortplugins.cache.get_or_build import make_for_parent; make_for_parent()"
     try:
         done = subprocess.run(
             # -P: not what lies in the working directory under the name of a module.
@@ -327,65 +319,37 @@ def _build_in_child(
     for text in answer["warnings"]:
         warn_caller(text, OrtpluginsWarning)
     if answer["error"] is not None:
-        raise _ERRORS[answer["error"]](answer["text"])
-    if answer["built"] is None:
-        return None
-    folder, origin = answer["built"]
-    return Path(folder), origin
+        name, text = answer["error"]
+        raise _ERRORS[name](text)
+    manifest: dict[str, Any] | None = answer["manifest"]
+    return manifest
 
 
-def build_for_parent() -> None:
+def make_for_parent() -> None:
     """Do the job on standard input, and end the process."""
     # A graph is many objects and no garbage: looking for some takes a tenth of a build.
     gc.set_threshold(100_000)
     header, _, content = sys.stdin.buffer.read().partition(b"\n")
-    # Whatever else prints goes to the error output: the answer is the last line.
-    answer: dict[str, Any] = {"built": None, "error": None, "text": "", "warnings": []}
+    job = json.loads(header)
+    answer: dict[str, Any] = {"manifest": None, "error": None}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", OrtpluginsWarning)
         try:
-            built = _build_job(json.loads(header), content)
-            answer["built"] = built and (os.fspath(built[0]), built[1])
+            request = BuildRequest.from_json(job["request"], content)
+            # Else a pass has another version here, or only the parent knows it.
+            if json.loads(json.dumps(request.as_json())) == job["request"]:
+                module, name = job["build"]
+                build = getattr(importlib.import_module(module), name)
+                answer["manifest"] = _make(request, build, *map(Path, job["folders"]))
+        except OptionError:  # another version of a pass has other options
+            pass
         except tuple(_ERRORS.values()) as error:
             kind = next(name for name, cls in _ERRORS.items() if isinstance(error, cls))
-            answer.update(error=kind, text=str(error))
+            answer["error"] = kind, str(error)
     answer["warnings"] = [
         str(item.message) for item in caught if issubclass(item.category, OrtpluginsWarning)
     ]
+    # Whatever else prints comes before it: the answer is the last line.
     print(json.dumps(answer), flush=True)
     sys.stderr.flush()
     os._exit(0)  # somebody waits, and taking hundreds of modules down takes its time
-
-
-def _build_job(job: dict[str, Any], content: bytes) -> tuple[Path, str] | None:
-    try:
-        request = BuildRequest.from_json(job["request"], content)
-    except OptionError:
-        return None  # another version of a pass has other options
-    if json.loads(json.dumps(request.as_json())) != job["request"]:
-        return None  # so it is; or only the parent knows a pass, and no entry of it was read
-    module, name = job["build"]
-    build = getattr(importlib.import_module(module), name)
-    return build_entry(request, Path(job["spare"]), build)
-
-
-def _build_in(cache: ArtifactCache, request: BuildRequest, build: Build) -> tuple[Path, str]:
-    """Build in a folder of a cache, and publish it, unless another process just has."""
-    digest, _ = digest_of(request, cache.root)
-    with cache.build(digest) as folder:
-        entry, _ = _look_up(request, cache)
-        if entry is not None and _is_usable(entry, request.plan):
-            return entry.folder, "cache"
-        loaded = request.load()
-        locations = list(loaded.data_files)
-        content = key_content(request, cache.root, lambda _: locations)
-        if content is None or content.parts["digest"] != digest:
-            raise FileNotFoundError("external data vanished while the model was read")
-        manifest = build(request, loaded, folder)
-        # A model replaced meanwhile must not be published under the old one's key.
-        again = key_content(request, cache.root, lambda _: locations)
-        if again is None or again.parts != content.parts:
-            raise FileNotFoundError("the model changed while it was read")
-        made_from = {"model": request.name, "made_from": content.parts}
-        entry = cache.publish(content.key, folder, {**manifest, **made_from})
-    return entry.folder, "built"

@@ -13,8 +13,8 @@ from typing import Any
 
 import onnxruntime
 
-from ortplugins.cache.get_or_build import cache_of, get_or_build, session_key_content
-from ortplugins.cache.key import share_digests
+from ortplugins.cache.get_or_build import cache_of, get_or_build
+from ortplugins.cache.key import key_content, share_digests
 from ortplugins.cache.store import disk_size, share
 from ortplugins.errors import ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.optimization.request import BuildRequest, read_request
@@ -98,7 +98,9 @@ def warm(
         result = _warm_one(os.fspath(model), request)
         if cache_dir is not None and not result.error:
             cache = cache_of(plan)
-            share_digests(session_key_content(request, cache).states, cache.root)
+            content = key_content(request, cache.root, cache.data_locations)
+            if content is not None:
+                share_digests(content.states, cache.root)
             share(cache)
         results.append(result)
     return results

@@ -29,7 +29,6 @@ from builders.sessions import CPU, EXACT, backdate, check, options, save, source
 import ortplugins
 from ortplugins import known_starts
 from ortplugins.cache import key
-from ortplugins.cache.get_or_build import session_key_content
 from ortplugins.cache.store import ArtifactCache, Entry, cache_root, prune
 from ortplugins.known_starts import text_of_start
 from ortplugins.optimization import build, request
@@ -86,7 +85,7 @@ def test_a_cache_that_cannot_be_written_warns_once_and_is_done_without(
         raise AssertionError("this process builds")
 
     monkeypatch.delenv("ORTPLUGINS_BUILD_IN_PROCESS")
-    monkeypatch.setattr("ortplugins.cache.get_or_build.build_entry", build)
+    monkeypatch.setattr("ortplugins.optimization.build.build_artifact", build)
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     with warnings.catch_warnings(record=True) as caught:
@@ -546,18 +545,24 @@ def flip_a_byte(path: Path) -> None:
     path.write_bytes(content)
 
 
+def key_of(asked: request.BuildRequest, cache_dir: Path) -> key.KeyContent:
+    content = key.key_content(asked, cache_dir, lambda _: [f"{Path(asked.name).name}.data"])
+    assert content is not None
+    return content
+
+
 def test_every_part_of_the_key_changes_the_key(model_path, cache_dir, monkeypatch):
-    cache, changed = ArtifactCache(cache_dir), set()
+    changed: set[str] = set()
     plan = read_plan(entries_of([EXACT, ORDER]).get)
     plain = read_request(str(model_path), plan, onnxruntime.SessionOptions(), CPU, None)
     for name, change in PARTS.items():
         base = with_plan(passes=(), hint="latency")(plain) if "hint" in name else plain
-        before = session_key_content(base, cache)
-        assert session_key_content(base, cache) == before
+        before = key_of(base, cache_dir)
+        assert key_of(base, cache_dir) == before
         with monkeypatch.context() as patch:
             if name in ("package_versions", "processor"):
                 patch.setattr(request, name, lambda: {"onnx": "another"})
-            after = session_key_content(change(base) or base, cache)
+            after = key_of(change(base) or base, cache_dir)
         assert after.key != before.key, name
         changed |= {part for part, value in after.parts.items() if value != before.parts[part]}
     assert changed == before.parts.keys() - {"format"}
