@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Passes switched on for sessions that others open: in a block, in a process, by a command."""
+"""Passes switched on for sessions that others open: in a block, or in a process."""
 
 import concurrent.futures
 import dataclasses
@@ -8,7 +8,6 @@ import inspect
 import logging
 import os
 import re
-import subprocess
 import threading
 import warnings
 from collections.abc import Iterator
@@ -34,7 +33,6 @@ from ortplugins import (
 from ortplugins.cache.store import ArtifactCache
 from rewrite_rules.remarks import PassContext
 from session_options import registry
-from session_options.environment import plan_entries, plan_text
 
 CASE = DequantizedMatMul(128, 64, 32, "int4", "transposed")
 
@@ -450,72 +448,6 @@ def test_what_is_refused_leaves_what_was_in_force(model_path):
     assert level(model_path) == 4
 
 
-# The environment.
-
-
-def entries(text: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    monkeypatch.setenv("ORTPLUGINS", text)
-    return plan_entries()
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("", {"dq_matmulnbits_fusion": {}}),
-        ("  ", {"dq_matmulnbits_fusion": {}}),
-        ("dq_matmulnbits_fusion", {"dq_matmulnbits_fusion": {}}),
-        (
-            " dq_matmulnbits_fusion : accuracy_level = 0;slow_kernels=keep ,prepacked_weights",
-            {
-                "dq_matmulnbits_fusion": {"accuracy_level": "0", "slow_kernels": "keep"},
-                "prepacked_weights": {},
-            },
-        ),
-        (
-            r"shape_size_reorder:dims=batch=1\,seq=512;for_default_order=1",
-            {"shape_size_reorder": {"dims": "batch=1,seq=512", "for_default_order": "1"}},
-        ),
-        (
-            r"mixed_precision_boundaries:overrides=@C:\new\over.json",
-            {"mixed_precision_boundaries": {"overrides": r"@C:\new\over.json"}},
-        ),
-    ],
-)
-def test_the_variable_reads(text, expected, monkeypatch):
-    found = entries(text, monkeypatch)
-    keys = {f"ortplugins.enable_{name}": "1" for name in expected}
-    for name, settings in expected.items():
-        keys |= {f"ortplugins.{name}.{key}": value for key, value in settings.items()}
-    assert found == keys
-    assert entries(plan_text(found), monkeypatch) == found
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("dq_matmul_fusion", "unknown pass .*did you mean 'dq_matmulnbits_fusion'"),
-        ("dq_matmulnbits_fusion:acuracy_level=0", "did you mean 'accuracy_level'"),
-        ("dq_matmulnbits_fusion:accuracy_level=9", "one of auto, 0, 1, 2, 3, 4 is expected"),
-        ("dq_matmulnbits_fusion:accuracy_level=x", "one of auto, 0, 1, 2, 3, 4 is expected"),
-        ("dq_matmulnbits_fusion:accuracy_level", "'accuracy_level' .* is not OPTION=VALUE"),
-        ("dq_matmulnbits_fusion:", "'' of pass 'dq_matmulnbits_fusion' is not OPTION=VALUE"),
-        (
-            "dq_matmulnbits_fusion:accuracy_level=0;accuracy_level=1",
-            "'dq_matmulnbits_fusion.accuracy_level' is given twice",
-        ),
-        ("prepacked_weights,prepacked_weights", "'prepacked_weights' is given twice"),
-        ("prepacked_weights,", "no pass in front of ''"),
-        (":accuracy_level=0", "no pass in front of ':accuracy_level=0'"),
-        ("dq_matmulnbits_fusion;prepacked_weights", "a comma stands between passes"),
-        ("1", "unknown pass '1'"),
-    ],
-)
-def test_wrong_text_names_the_variable(text, reason, monkeypatch):
-    monkeypatch.setenv("ORTPLUGINS", text)
-    with pytest.raises(OptionError, match=f"environment variable ORTPLUGINS=.*{reason}"):
-        ortplugins.enable()
-
-
 def test_general_options_from_the_environment(model_path, monkeypatch):
     monkeypatch.setenv("ORTPLUGINS_STRICT", "yes")
     with pytest.raises(OptionError, match="variable ORTPLUGINS_STRICT is 'yes'"):
@@ -549,166 +481,6 @@ def test_a_hint_is_taken_instead_of_passes(model_path, monkeypatch):
         assert source(open_stock(model_path)) == "built"
 
 
-# The command.
-
-
-PROGRAM = """
-import sys
-print(__name__, sys.argv[1:], sys.path[0])
-import onnxruntime
-session = onnxruntime.InferenceSession({model!r}, providers=["CPUExecutionProvider"])
-print(getattr(session, "ortplugins_report", "not caught"))
-"""
-
-
-@pytest.fixture
-def program(model_path: Path, tmp_path: Path) -> Path:
-    """The folder of a script, and of a package ``shop`` that does the same."""
-    folder = tmp_path / "programs"
-    for file in ("script.py", "shop/__main__.py", "shop/__init__.py"):
-        (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        (folder / file).write_text(PROGRAM.format(model=str(model_path)))
-    (folder / "shop" / "__init__.py").write_text("")
-    return folder
-
-
-def test_run_a_script_and_a_module_with_options_like_ours(program, tmp_path):
-    script = str(program / "script.py")
-    done = run(script, "--verbose", "--", "-m", "--set=x", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        f"__main__ ['--verbose', '--', '-m', '--set=x'] {program}",
-        "built: fired 1, refused 0",
-    ]
-    reported = r"ortplugins: 1 session \(1 built\), 1 rewrites, slowest start [0-9.]+ s"
-    assert re.fullmatch(reported, done.stderr.strip())
-    done = run("-m", "shop", "-m", "--help", cwd=program, ORTPLUGINS="prepacked_weights")
-    assert done.returncode == 0, done.stderr
-    first, report = done.stdout.splitlines()
-    assert first == f"__main__ ['-m', '--help'] {program}"
-    assert "matmul" not in report.lower() and report.startswith("untouched")
-
-
-def run(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    return python("-m", "ortplugins", "run", *arguments, cwd=cwd, **variables)
-
-
-ENDINGS = {
-    "exit": "import sys; sys.exit(7)",
-    "text": "raise SystemExit('sorry')",
-    "os_error": "open('missing')",
-    "ours": "import ortplugins; raise ortplugins.OptionError('mine')",
-    "warning": "import warnings; warnings.warn('hm')",
-    "interrupt": "import os, signal; os.kill(os.getpid(), signal.SIGINT)",
-    "syntax": "what is this",
-    "last_words": "import atexit; atexit.register(print, 'bye', flush=True)",
-}
-
-
-def test_programs_end_as_they_do_under_python(tmp_path):
-    for name, code in ENDINGS.items():
-        (tmp_path / f"{name}.py").write_text(code)
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        plain = pool.map(lambda name: python(f"{name}.py", cwd=tmp_path), ENDINGS)
-        ours = pool.map(lambda name: run(f"{name}.py", cwd=tmp_path), ENDINGS)
-    for name, expected, found in zip(ENDINGS, plain, ours, strict=True):
-        assert found.returncode == expected.returncode, name
-        assert found.stdout == expected.stdout, name
-        # The last line says what happened; lines of ours may stand in the traceback above.
-        reported = found.stderr.splitlines()
-        assert reported.count("ortplugins: no session was opened") == 1, name
-        last = [line for line in reported if not line.startswith("ortplugins: ")][-1:]
-        assert last == expected.stderr.splitlines()[-1:], name
-
-
-def test_run_tells_what_is_wrong_before_the_program_starts(program):
-    for arguments, reason in (
-        (["missing.py"], "missing.py: no such program"),
-        (["--pass", "dq_matmul", "script.py"], "did you mean 'dq_matmulnbits_fusion'"),
-    ):
-        done = run(*arguments, cwd=program)
-        assert (done.returncode, done.stdout) == (2, "") and reason in done.stderr
-
-
-SPAWNING = """
-import multiprocessing, subprocess, sys
-def work(model):
-    import importlib.util
-    importlib.util.find_spec("onnxruntime")  # asking for it is not importing it
-    import onnxruntime
-    assert onnxruntime.__loader__ is onnxruntime.__spec__.loader
-    session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
-    return getattr(session, "ortplugins_report", None).source
-if __name__ == "__main__":
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        print(pool.apply(work, sys.argv[1:]))
-    code = "import sys; print('onnxruntime' in sys.modules, 'ortplugins' in sys.modules)"
-    print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout)
-"""
-
-
-def test_python_children_of_a_program_have_it_too(model_path, tmp_path):
-    """And import nothing of ours before they import onnxruntime; their own site still runs."""
-    (tmp_path / "spawning.py").write_text(SPAWNING)
-    site = tmp_path / "site"
-    site.mkdir()
-    (site / "sitecustomize.py").write_text("print('theirs', flush=True)")
-    done = run("spawning.py", str(model_path), cwd=tmp_path, PYTHONPATH=str(site))
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line]
-    # First the parent's; then the worker's and that of multiprocessing's resource tracker.
-    assert lines[0] == "theirs"
-    assert "built" in lines
-    assert lines[-2:] == ["theirs", "False False"]
-
-
-WORKERS = """
-import multiprocessing, os, sys
-def work(model):
-    import onnxruntime
-    onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
-if __name__ == "__main__":
-    import onnxruntime
-    for method in sys.argv[2:]:
-        worker = multiprocessing.get_context(method).Process(target=work, args=sys.argv[1:2])
-        worker.start()
-        worker.join()
-    if not os.fork():  # ends as a worker of gunicorn does
-        sys.exit()
-    os.wait()
-    work(sys.argv[1])
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-def test_run_tells_of_the_sessions_of_workers(model_path, tmp_path):
-    (tmp_path / "workers.py").write_text(WORKERS)
-    arguments = ("workers.py", str(model_path), "spawn", "fork")
-    # With its thread for telemetry, forked processes hang when they end (since 1.29).
-    variables = {"ORT_DISABLE_TELEMETRY": "1", "TMPDIR": str(tmp_path)}
-    done = run(*arguments, cwd=tmp_path, **variables)
-    assert done.returncode == 0, done.stderr
-    (last,) = done.stderr.splitlines()
-    expected = r"3 sessions \(2 from the cache, 1 built\), 3 rewrites, slowest start [0-9.]+ s"
-    assert re.fullmatch(f"ortplugins: {expected}", last)
-    assert not list(tmp_path.glob("ortplugins-run-*"))
-
-
-def test_children_without_ortplugins_are_reported_and_run(model_path, tmp_path):
-    """Those of another virtual environment."""
-    code = """
-import sys
-sys.modules["ortplugins"] = None  # as if it were not installed
-import onnxruntime
-onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
-print("runs")
-"""
-    startup = Path(ortplugins.__file__).parent / "session" / "startup"
-    done = python("-c", code, str(model_path), cwd=tmp_path, PYTHONPATH=str(startup))
-    assert done.stdout == "runs\n", done.stderr
-    assert "has no ortplugins: its sessions stay as they are" in done.stderr
-
-
 def test_nothing_is_patched_at_import():
     code = """
 import onnxruntime
@@ -719,14 +491,3 @@ assert onnxruntime.InferenceSession.__init__ is before
 """
     done = python("-c", code, cwd=Path.cwd(), ORTPLUGINS="dq_matmulnbits_fusion")
     assert done.returncode == 0, done.stderr
-
-
-# The page; test_docs.py runs its blocks.
-
-
-def test_the_page_has_the_variable_as_it_reads(monkeypatch):
-    page = Path(__file__).parents[2] / "docs" / "adopt-anywhere.md"
-    (text,) = re.findall('export ORTPLUGINS="(.*)"', page.read_text("utf-8"))
-    found = entries(text, monkeypatch)
-    assert len(found) == 4
-    assert plan_text(found) == text
