@@ -22,18 +22,15 @@ import json
 import math
 import os
 import queue
-import signal
-import socket
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TextIO
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -178,22 +175,25 @@ class SessionProcess:
         *,
         timeout: float = 900.0,
         environment: Mapping[str, str] | None = None,
-        server: ForkServer | None = None,
     ) -> None:
         """Start the process; it imports numpy and onnxruntime.
 
-        ``timeout`` is in seconds, for one answer; a process that takes longer is killed. A
-        ``server`` forks the process, in the environment that it has itself.
+        ``timeout`` is in seconds, for one answer; a process that takes longer is killed.
         """
         self._name, self._timeout = name, timeout
         self.peak_private: int | None = None  # the most bytes seen; None without /proc
-        self._process: subprocess.Popen[str] | _Forked
-        if server is None:
-            self._process = _start_script(
-                environment=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-            )
-        else:
-            self._process = server.fork()
+        if (python := child_python("measure")) is None:
+            raise MeasureError("no Python interpreter to start a process with")
+        # -P: the script's own folder has modules of common names.
+        self._process = subprocess.Popen(
+            [python, "-P", str(_SCRIPT)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**child_environment("measure"), **(environment or {})},
+            text=True,
+            encoding="utf-8",
+        )
         self.pid = self._process.pid
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -302,8 +302,8 @@ class SessionProcess:
                 self._process.kill()
                 raise MeasureError(f"{self._name}: took more than {self._timeout:g} s")
         if not text:
-            how = "" if (code := self._process.wait()) is None else f" with {code}"
-            raise MeasureError(f"{self._name}: the process that measured it ended{how}")
+            how = f"ended with {self._process.wait()}"
+            raise MeasureError(f"{self._name}: the process that measured it {how}")
         answer: dict[str, Any] = json.loads(text)
         if "error" in answer:
             raise MeasureError(f"{self._name}: {what}: {answer['error']}")
@@ -315,81 +315,6 @@ class SessionProcess:
         for line in self._process.stdout:
             self._answers.put(line)
         self._answers.put("")
-
-
-class ForkServer:
-    """A process that has imported onnxruntime, and forks others: Linux only.
-
-    Leaving its context ends it. Those that it has forked are to be ended before.
-    """
-
-    def __init__(self) -> None:
-        """Start it."""
-        self._connection, theirs = socket.socketpair()
-        self._lock = threading.Lock()
-        with theirs:
-            self._process = _start_script(
-                str(theirs.fileno()), pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-            )
-
-    def fork(self) -> _Forked:
-        """Return a new process."""
-        (commands, stdin), (stdout, answers) = os.pipe(), os.pipe()
-        with self._lock:
-            if sys.platform != "win32":
-                with contextlib.suppress(BrokenPipeError):
-                    socket.send_fds(self._connection, [b" "], [commands, answers])
-            for theirs in (commands, answers):
-                os.close(theirs)
-            pid = self._connection.recv(16)
-        process = _Forked(
-            int(pid or 0),
-            os.fdopen(stdin, "w", encoding="utf-8"),
-            os.fdopen(stdout, encoding="utf-8"),
-        )
-        if not pid:
-            raise MeasureError("the process that forks others has ended")
-        return process
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._connection.close()
-        self._process.kill()
-        self._process.wait()
-
-
-class _Forked(NamedTuple):
-    """What :class:`ForkServer` forks; as ``subprocess.Popen`` has it."""
-
-    pid: int
-    stdin: TextIO
-    stdout: TextIO
-
-    def kill(self) -> None:
-        if sys.platform != "win32":
-            # One that has ended keeps its number until the server ends.
-            os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self) -> None:
-        """The server is the one that could."""
-
-
-def _start_script(
-    *arguments: str, environment: Mapping[str, str] | None = None, **pipes: Any
-) -> subprocess.Popen[str]:
-    if (python := child_python("measure")) is None:
-        raise MeasureError("no Python interpreter to start a process with")
-    # -P: the script's own folder has modules of common names.
-    return subprocess.Popen(
-        [python, "-P", str(_SCRIPT), *arguments],
-        stderr=subprocess.DEVNULL,
-        env={**child_environment("measure"), **(environment or {})},
-        text=True,
-        encoding="utf-8",
-        **pipes,
-    )
 
 
 def _is_running(stat: Path) -> bool:
@@ -419,7 +344,6 @@ def measure(
     lockstep: bool = False,
     warmed: bool = False,
     timeout: float = 900.0,
-    server: ForkServer | None = None,
 ) -> list[Measurement]:
     """Measure candidates in turn; one that fails has a reason in place of figures.
 
@@ -438,7 +362,6 @@ def measure(
             takes the least memory.
         warmed: Whether all files were read already, so that the first processes count, too.
         timeout: Seconds for one start, or one run.
-        server: Forks the processes.
     """
     found = [_Figures(candidate) for candidate in candidates]
     with (
@@ -449,7 +372,7 @@ def measure(
             write_feed(feed, Path(folder, f"feed{index}.npz"))
             for index, feed in enumerate([feeds] if isinstance(feeds, Mapping) else feeds)
         ]
-        work = _Work(files, runs, min_runs, seconds, callers, timeout, server)
+        work = _Work(files, runs, min_runs, seconds, callers, timeout)
         for number in range(0 if warmed else -1, rounds):
             first = max(number, 0) % max(len(found), 1)
             processes = [
@@ -475,7 +398,6 @@ class _Work(NamedTuple):
     seconds: float
     callers: int
     timeout: float
-    server: ForkServer | None
 
 
 @dataclasses.dataclass
@@ -513,9 +435,7 @@ def _steps(figures: _Figures, work: _Work, *, counted: bool) -> Generator[None, 
     if figures.failed:
         return
     try:
-        process = SessionProcess(
-            figures.candidate.label, timeout=work.timeout, server=work.server
-        )
+        process = SessionProcess(figures.candidate.label, timeout=work.timeout)
         with contextlib.closing(process):
             yield
             started = process.open(figures.candidate)

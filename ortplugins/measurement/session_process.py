@@ -12,9 +12,6 @@ Each line of standard input is a command, each line of standard output its answe
     {"do": "peak"}                        {"bytes": 123}
 
 ``{"error": message}`` is the last answer.
-
-With the number of a socket as its argument it forks a process for each pair of pipes that the
-socket brings, and sends its id: onnxruntime is imported once.
 """
 
 from __future__ import annotations
@@ -33,30 +30,6 @@ _DATA_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 
 
 def main() -> None:
-    """Do what standard input says, until it ends; or fork processes that do."""
-    if sys.platform != "win32" and len(sys.argv) > 1:
-        import socket
-
-        import numpy  # noqa: F401
-        import onnxruntime  # noqa: F401
-
-        connection = socket.socket(fileno=int(sys.argv[1]))
-        while pipes := socket.recv_fds(connection, 1, 2)[1]:
-            if (pid := os.fork()) == 0:
-                connection.close()
-                for standard, pipe in enumerate(pipes):
-                    os.dup2(pipe, standard)
-                    os.close(pipe)
-                serve()
-                return
-            for pipe in pipes:
-                os.close(pipe)
-            connection.send(str(pid).encode())
-    else:
-        serve()
-
-
-def serve() -> None:
     """Do what standard input says, until it ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever else prints goes to the error output

@@ -11,14 +11,12 @@ that gains less, or whose error is too great, is not taken.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 import math
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -31,7 +29,6 @@ import numpy.typing as npt
 from ortplugins.errors import CalibrationError, ModelFileError, PassError, UsageError
 from ortplugins.measurement.measure import (
     Candidate,
-    ForkServer,
     MeasureError,
     Measurement,
     SessionProcess,
@@ -129,7 +126,6 @@ class _Search:
         self._began = time.monotonic()
         self._numbers = itertools.count()
         self._workloads: list[Workload] = []
-        self._server: ForkServer | None = None
         self._seconds = math.inf  # to measure a session once
         self.tried: dict[str, Tried] = {}  # by the name of the change
         self.plain = self._build_plain(loaded)  # the session without any change
@@ -157,9 +153,7 @@ class _Search:
         fused = self._build(changes[0])
         try:
             self._workloads = self._make_workloads(self._candidate(fused or self.plain))
-            forks = sys.platform == "linux"
-            with ForkServer() if forks else contextlib.nullcontext() as self._server:
-                noise = self._choose_measured(fused, changes[1:])
+            noise = self._choose_measured(fused, changes[1:])
         except UsageError as error:
             raise PassError(f"hint_dims: {error}") from error
         except (CalibrationError, ModelFileError) as error:
@@ -390,7 +384,6 @@ class _Search:
             lockstep=True,
             warmed=True,
             timeout=max(60.0, self._request.plan.hint_seconds),
-            server=self._server,
         )
         if workloads is None:  # measured anew each time: changes may take longer than the base
             self._seconds = (time.monotonic() - began) / (len(built) * rounds)
@@ -489,7 +482,7 @@ class _Search:
         """Run every workload without padding, where outputs mean something."""
         found: list[npt.NDArray[Any]] = []
         outputs = self._scratch / "outputs.npz"
-        with SessionProcess(candidate.label, server=self._server) as process:
+        with SessionProcess(candidate.label) as process:
             process.open(candidate)
             for number, workload in enumerate(self._workloads):
                 if not workload.has_padding:

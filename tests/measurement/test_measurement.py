@@ -19,7 +19,6 @@ from ortplugins.measurement import measure as harness
 from ortplugins.measurement.measure import (
     Candidate,
     Cost,
-    ForkServer,
     MeasureError,
     SessionProcess,
     Spread,
@@ -206,22 +205,6 @@ def test_a_process_that_dies_says_so():
         pytest.raises(MeasureError, match=r"m: .*ended with -9"),
     ):
         process.call("test_measurement:be_killed")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux")
-def test_forked_processes_are_apart(model_path):
-    feed = harness.write_feed(FEED, model_path.with_name("feed.npz"))
-    with (
-        ForkServer() as server,
-        SessionProcess("first", server=server) as first,
-        SessionProcess("second", server=server) as second,
-    ):
-        started = first.open(Candidate(model_path))
-        assert {"ortplugins", "onnx"}.isdisjoint(started.modules)
-        with pytest.raises(MeasureError, match="second: the process that measured it ended"):
-            second.call("test_measurement:be_killed")
-        assert first.run(feed) > 0
-    assert process_memory(first.pid).private is None
 
 
 def test_one_that_fails_leaves_the_others_their_figures(model_path, tmp_path):

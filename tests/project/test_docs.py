@@ -106,22 +106,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[harness.ForkServer | None]:
-    """Imports onnxruntime once for all processes that are measured, on Linux."""
-    if sys.platform != "linux":
-        yield None
-        return
-    with harness.ForkServer() as started:
-        yield started
-
-
 @pytest.fixture
-def quick_measures(monkeypatch: pytest.MonkeyPatch, server: harness.ForkServer | None) -> None:
+def quick_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have blocks that measure take two rounds of a few runs; figures are not looked at."""
 
     def measure(*arguments: Any, rounds: int, **settings: Any) -> list[harness.Measurement]:
-        settings |= {"seconds": 0.05, "server": settings.get("server") or server}
+        settings |= {"seconds": 0.05}
         return harness.measure(*arguments, rounds=min(rounds, 2), **settings)
 
     for module in (comparison, facts, tune):

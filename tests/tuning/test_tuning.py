@@ -24,7 +24,6 @@ from builders.sessions import CPU, save, start
 from builders.text_models import model_of, proto_of
 
 import ortplugins
-from ortplugins.measurement import measure as harness
 from ortplugins.measurement.measure import Candidate, Measurement, Spread, measure
 from ortplugins.optimization import request
 from ortplugins.optimization.request import read_request
@@ -494,19 +493,6 @@ def test_float_weights_are_exact(model, tmp_path, measured):
     measured({FLOAT_WEIGHTS: 0.5}, exact=False)
     session = open_session(model, tmp_path / "cache", hint_error=1e-6)
     assert taken(session) == [FLOAT_WEIGHTS]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux")
-def test_onnxruntime_is_imported_once_for_all_that_is_measured(model, tmp_path, monkeypatch):
-    """A small budget would go by importing it again and again."""
-    started, start = [], harness._start_script
-    monkeypatch.setattr(
-        harness,
-        "_start_script",
-        lambda *args, **how: started.append(how) or start(*args, **how),
-    )
-    session = open_session(model, tmp_path, hint="start", hint_seconds=2)
-    assert len(started) == 1 and any(row.ratios for row in session.ortplugins_report.tried)
 
 
 def test_a_real_search_keeps_outputs_and_is_found_again(model, tmp_path):
