@@ -279,8 +279,7 @@ class Artifact:
         self.model = model
         self.settings = settings or {}  # as Pass.session_settings has them
         # baked: onnxruntime's optimisers ran; in_place: its data stays where the user has it;
-        # opened: a pass has something to do once a session is open; trims: freed memory goes
-        # back to the system then.
+        # trims: what opening it has freed goes back to the system.
         self.flags = flags.split()
         # What describe_model says of the user's model; of a known start, nothing.
         self.source: Mapping[str, Any] = {}

@@ -37,8 +37,7 @@ class Pass:
     remarks says that something fired. Where no pass modified anything, nothing is saved and
     the original runs. One that raises is left out; the others start again from the original.
 
-    A session that is opened on the result gets :meth:`session_settings`, and :meth:`opened` is
-    called afterwards.
+    A session that is opened on the result gets :meth:`session_settings`.
 
     Attributes:
         name: Lower snake case; gives the session keys. Unique.
@@ -85,9 +84,6 @@ class Pass:
         ``{"execution_order": "PRIORITY_BASED"}``.
         """
         return types.MappingProxyType({})
-
-    def opened(self) -> None:
-        """Do what is left to do once a session on the result is open."""
 
     def gives_memory_back(self) -> bool:
         """Return whether what opening a session has freed goes back to the system then."""

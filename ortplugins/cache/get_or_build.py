@@ -30,7 +30,7 @@ from ortplugins.runtime.machine import missing_packages
 from session_options import OptionError
 from session_options.caller_warnings import warn_caller
 from session_options.keys import PREFIX, parse_size
-from session_options.passes import NOTHING_TO_DO, Pass
+from session_options.passes import NOTHING_TO_DO
 
 if TYPE_CHECKING:
     from ortplugins.model_io.loading import LoadedModel
@@ -114,12 +114,10 @@ def _artifact_of(entry: Entry, origin: str, request: BuildRequest) -> Artifact:
     settings |= request.data_settings(data, entry.folder)
     model = os.path.join(entry.folder, MODEL)
     report = {**manifest["report"], "source": origin, "artifact": model}
-    passes = request.plan.passes
     flags = {
         "baked": manifest["baked"],
         "in_place": data,
-        "opened": any(type(item).opened is not Pass.opened for item in passes),
-        "trims": any(item.gives_memory_back() for item in passes),
+        "trims": any(item.gives_memory_back() for item in request.plan.passes),
     }
     artifact = Artifact(report, model, settings, " ".join(x for x in flags if flags[x]))
     artifact.source = manifest["model_given"]

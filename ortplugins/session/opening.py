@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 # object would take a start longer than reading the entry.
 ReportDict = Mapping[str, Any]
 _WRITTEN_DATA_KEY = "session.optimized_model_external_initializers_file_name"
-_RUNS = "; the untouched model runs"
 STOCK: ReportDict = {"source": "stock", "passes": (), "notes": (), "artifact": ""}
 
 
@@ -138,13 +137,11 @@ class Start:
             self._options, onnxruntime.SessionOptions
         )
         if not are_usable:
-            self._open_given()
-            return STOCK
+            return self._open_given(STOCK)
         if (record := record_of(self._options)) is not None:
-            ours = [key for key in record.entries if key.startswith("ortplugins.")]
+            ours = any(key.startswith("ortplugins.") for key in record.entries)
             if not self._switched and not ours:
-                self._open_given()
-                return STOCK
+                return self._open_given(STOCK)
             if (report := self._open_known(record)) is not None:
                 return report
         try:
@@ -153,24 +150,22 @@ class Start:
             if self._switched is None or self._switched.get("ortplugins.strict") == "1":
                 raise
             self._open_given()
-            return untouched_report(str(error))
+            return _warned(str(error))
         if not plan:
-            self._open_given()
-            return STOCK
+            return self._open_given(STOCK)
         if _is_ort_format(self._model):
-            self._open_given()
-            return _untouched(f"a model in ORT format was optimised already{_RUNS}")
+            return self._open_given(_untouched("a model in ORT format was optimised already"))
         try:
             from ortplugins.runtime.copied_options import CopiedOptions
 
             given = CopiedOptions(self._options)
             providers = _providers_by_name(*self._providers)
         except Exception as error:  # most likely no session can be made of them
-            self._open_given()
-            return _untouched(f"SessionOptions or providers cannot be read: {error}{_RUNS}")
+            note = f"SessionOptions or providers cannot be read: {error}"
+            return self._open_given(_untouched(note))
         if given.have_external_weights():
-            self._open_given()
-            return _untouched(f"external initializers were added to the SessionOptions{_RUNS}")
+            note = "external initializers were added to the SessionOptions"
+            return self._open_given(_untouched(note))
         return self._open_planned(plan, given, providers)
 
     def _open_known(self, record: Record) -> ReportDict | None:
@@ -190,21 +185,16 @@ class Start:
         if artifact is None:
             return None
         try:
-            if artifact.model is None and not artifact.settings:
-                self._open_given()
-            else:
-                from ortplugins.runtime.copied_options import CopiedOptions, trim_memory
+            if artifact.report["source"] == "untouched":
+                return self._open_given(artifact.report)
+            from ortplugins.runtime.copied_options import CopiedOptions
 
-                given = CopiedOptions(self._options)
-                self._open_artifact(artifact, given)
-                self._present(given)
+            given = CopiedOptions(self._options)
+            report = self._open_artifact(artifact, given)
+            self._present(given)
+            return report
         except Exception:  # whatever it is, who looks closer says it
             return None
-        if "opened" in artifact.flags:
-            _call_opened(self._plan())
-        elif "trims" in artifact.flags:
-            trim_memory()
-        return artifact.report
 
     def _plan(self) -> Plan:
         """Read the plan; one that names a pass or a hint itself gets what it names."""
@@ -248,8 +238,8 @@ class Start:
                 disabled,
                 {name: options for name, options in providers.items() if options},
             )
-            report, is_open = self._find_and_open(request, given)
-            if not is_open:
+            report = self._find_and_open(request, given)
+            if report["source"] == "untouched":
                 self._open_model_of(request)
                 return report
         except Exception as error:
@@ -258,8 +248,6 @@ class Start:
                 raise
             return self._open_untouched(error)
         self._present(given)
-        if report["artifact"]:
-            _call_opened(plan)
         return report
 
     def _open_model_of(self, request: BuildRequest) -> None:
@@ -280,8 +268,8 @@ class Start:
 
     def _find_and_open(
         self, request: BuildRequest, given: CopiedOptions, *, again: bool = False
-    ) -> tuple[ReportDict, bool]:
-        """Return the report, and whether a session is open; it is not on the untouched model.
+    ) -> ReportDict:
+        """Return the report; no session is open on a model that is untouched.
 
         An artifact that was damaged in the cache is built again, once.
         """
@@ -302,21 +290,19 @@ class Start:
         finally:
             _remove_temporary(artifact, self._session)
 
-    def _open_artifact(
-        self, artifact: Artifact, given: CopiedOptions
-    ) -> tuple[ReportDict, bool]:
+    def _open_artifact(self, artifact: Artifact, given: CopiedOptions) -> ReportDict:
         """Open an artifact, and give way to options that it was made without."""
         report = artifact.report
         if artifact.model is None:
             if artifact.settings:
                 self._open_with(self._model, given, artifact.settings)
-            return report, bool(artifact.settings)
+            return report
         known = not artifact.source  # what follows was not set then
         added = None if known else given.added_initializer(artifact.source["initializers"])
         if added is not None:
-            note = f"initializer {added!r} was added to the SessionOptions{_RUNS}"
-            notes = [*report["notes"], note]
-            return {**report, "source": "untouched", "notes": notes, "artifact": ""}, False
+            way = _untouched(f"initializer {added!r} was added to the SessionOptions")
+            notes = [*report["notes"], *way["notes"]]
+            return {**report, "source": "untouched", "notes": notes, "artifact": ""}
         model: str | bytes = artifact.model
         if "in_place" in artifact.flags:
             with open(model, "rb") as file:
@@ -331,7 +317,11 @@ class Start:
             self._open_with(model, given, artifact.settings, written)
             note = "free dimensions are overridden, so onnxruntime optimises at this start"
             report = {**report, "notes": [*report["notes"], note]}
-        return report, True
+        if "trims" in artifact.flags:
+            from ortplugins.runtime.copied_options import trim_memory
+
+            trim_memory()
+        return report
 
     def _overrides(self, described: Mapping[str, Any]) -> bool:
         from ortplugins.runtime.session_settings import overrides_dimensions
@@ -349,9 +339,10 @@ class Start:
             return {}
         return {_WRITTEN_DATA_KEY: f"{os.path.basename(path)}.data"}
 
-    def _open_given(self) -> None:
-        """Construct the session that was asked for."""
+    def _open_given(self, report: ReportDict = STOCK) -> ReportDict:
+        """Construct the session that was asked for; return what is reported of it."""
         self._construct(self._model, self._options, *self._providers, **self._kwargs)
+        return report
 
     def _open_with(
         self,
@@ -401,10 +392,10 @@ class Start:
                 raise _as_both(error, refused) from refused
             raise  # the caller may expect this very error
         if isinstance(error, MissingFileError):  # its data may come from elsewhere
-            return _untouched(f"{error}{_RUNS}")
+            return _untouched(str(error))
         is_worded = isinstance(error, ModelFileError | PassError | OptionError)
         text = str(error) if is_worded else f"{type(error).__name__}: {error}"
-        return untouched_report(text)
+        return _warned(text)
 
     def _present(self, given: CopiedOptions) -> None:
         """Have the session name what its caller gave, and fall back as it would.
@@ -483,31 +474,12 @@ def _log_start(
     logger.info("%s in %.3f s: %s", name, seconds, Report.from_dict(whole_report(report)))
 
 
-def _call_opened(plan: Plan) -> None:
-    """Do what passes have left to do; the session is there, whatever becomes of it."""
-    if any(item.gives_memory_back() for item in plan.passes):
-        from ortplugins.runtime.copied_options import trim_memory
-
-        trim_memory()
-    for item in plan.passes:
-        try:
-            item.opened()
-        except Exception as error:
-            from ortplugins.errors import OrtpluginsWarning, PassError
-            from session_options.caller_warnings import warn_caller
-
-            text = f"pass {item.name!r}: opened: {type(error).__name__}: {error}"
-            if plan.strict:
-                raise PassError(text) from error
-            warn_caller(text, OrtpluginsWarning)
-
-
-def untouched_report(reason: str) -> ReportDict:
+def _warned(reason: str) -> ReportDict:
     """Warn that the untouched model runs, and return the report that says so."""
     from ortplugins.errors import OrtpluginsWarning
     from session_options.caller_warnings import warn_caller
 
-    report = _untouched(f"{reason}{_RUNS}")
+    report = _untouched(reason)
     warn_caller(report["notes"][0], OrtpluginsWarning)
     return report
 
@@ -523,8 +495,9 @@ def whole_report(report: ReportDict) -> ReportDict:
     return {**whole, **changed, "notes": [*whole["notes"], *report["notes"]]}
 
 
-def _untouched(note: str) -> ReportDict:
-    return {**STOCK, "source": "untouched", "notes": [note]}
+def _untouched(reason: str) -> ReportDict:
+    notes = [f"{reason}; the untouched model runs"]
+    return {**STOCK, "source": "untouched", "notes": notes}
 
 
 def _has_providers(options: onnxruntime.SessionOptions) -> bool:

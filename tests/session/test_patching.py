@@ -219,10 +219,6 @@ class Failing(ortplugins.Pass):
     def session_settings(self) -> dict[str, str]:
         return {"no_such_attribute": "1"} if self.stage == "settings" else {}
 
-    def opened(self) -> None:
-        if self.stage == "opened":
-            raise RuntimeError("surprise")
-
 
 @pytest.fixture
 def more_passes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,18 +256,15 @@ def test_sessions_of_our_own_modules_are_not_caught(model_path, monkeypatch, tmp
 
 
 @pytest.mark.usefixtures("more_passes")
-@pytest.mark.parametrize(
-    ("stage", "origin"),
-    [("rewrite", "untouched"), ("settings", "untouched"), ("opened", "built")],
-)
-def test_a_pass_that_fails_is_a_warning(model_path, tmp_path, stage, origin, capfd):
+@pytest.mark.parametrize("stage", ["rewrite", "settings"])
+def test_a_pass_that_fails_is_a_warning(model_path, tmp_path, stage, capfd):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with ortplugins.enabled(Failing(stage=stage)):
             session = EarlyBound(model_path)  # without providers: the fallback is tempting
     assert [warning.category for warning in caught] == [OrtpluginsWarning]
     assert "failing" in str(caught[0].message) and caught[0].filename == __file__
-    assert source(session) == origin
+    assert source(session) == "untouched"
     check(session, CASE)
     with (
         ortplugins.enabled(Failing(stage=stage), strict=True, cache_dir=str(tmp_path / "new")),
