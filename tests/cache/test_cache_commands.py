@@ -229,29 +229,6 @@ def test_prune_takes_entries_without_a_manifest(aged, content):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("prune", ["--max-size", "--older-than"]),
-        ("prune --max-size 10parsecs", ["10parsecs", "500MB"]),
-        ("prune --max-size -1", ["500MB"]),
-        ("prune --older-than 30", ["'30'", "30d"]),
-        ("prune --older-than 2m", ["'2m'", "45min"]),
-        ("warm model.onnx --pass prepacked_weigths", ["did you mean 'prepacked_weights'?"]),
-        ("warm model.onnx --set prepacked_weights.verif=1", ["did you mean 'verify'?"]),
-        ("warm model.onnx --optimization-level most", ["'most'", "disable, basic, extended"]),
-        ("warm model.onnx --session-entry =1", ["session entry ''"]),
-        ("warm model.onnx --session-entry x", ["'x' is not KEY=VALUE", "--session-entry"]),
-    ],
-)
-def test_options_that_cannot_be_used(model_path, cache_dir, monkeypatch, arguments, words):
-    monkeypatch.chdir(model_path.parent)
-    done = ortplugins_command("cache", *arguments.split())
-    assert (done.returncode, done.stdout) == (2, "")
-    assert [word for word in words if word not in done.stderr] == []
-    assert not cache_dir.exists()
-
-
-@pytest.mark.parametrize(
     ("text", "number"),
     [
         *(("0", 0), ("4096", 4096), ("500MB", 500_000_000), ("1GiB", 1 << 30)),

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -122,24 +123,75 @@ def test_the_shell_completes_without_onnx(ortp, words, expected):
     assert (completed, modules.rsplit(" ", 1)[0]) == (expected, "set()")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "option"),
-    [
-        ("inspect m.onnx --verbose --format json", "--verbose"),
-        ("optimize m.onnx -o o.onnx -v --format json", "--verbose"),
-        ("compare m.onnx m.onnx --samples x.npz --seed 1", "--seed"),
-        ("compare m.onnx m.onnx --samples x.npz --dims n=1", "--dims"),
-        ("compare m.onnx m.onnx --set a.b=1", "--set"),
-        ("check m.onnx --samples x.npz --count 3", "--count"),
-        ("report m.onnx -o p.html --no-measure --rounds 2", "--rounds"),
-        ("quantize m.onnx --dry-run -o o.onnx", "--output"),
-        ("quantize m.onnx -o o.onnx --provider CPUExecutionProvider", "--provider"),
-    ],
-)
-def test_an_option_without_effect_is_refused(main, arguments, option):
-    done = main(*arguments.split())
-    assert done.returncode == 2
-    assert f"{option}" in done.stderr and "has no effect" in done.stderr
+# Commands that cannot be used so, and words of the one sentence that says it. m.onnx fuses, f.onnx
+# is float, lost.onnx lacks its data.
+REFUSALS = """
+inspect m.onnx --verbose --format json => --verbose | has no effect
+optimize m.onnx -o o.onnx -v --format json => --verbose | has no effect
+compare m.onnx m.onnx --samples x.npz --seed 1 => --seed | has no effect
+compare m.onnx m.onnx --samples x.npz --dims n=1 => --dims | has no effect
+compare m.onnx m.onnx --set a.b=1 => --set | has no effect
+check m.onnx --samples x.npz --count 3 => --count | has no effect
+report m.onnx -o p.html --no-measure --rounds 2 => --rounds | has no effect
+quantize m.onnx --dry-run -o o.onnx => --output | has no effect
+quantize m.onnx -o o.onnx --provider CPUExecutionProvider => --provider | has no effect
+optimize m.onnx => --output
+inspect => MODEL
+inspect m.onnx --format yaml => yaml
+inspect m.onnx --set accuracy_level => accuracy_level
+compare a.onnx => --pass
+compare a.onnx b.onnx --pass dq_matmulnbits_fusion => --pass
+quantise => Did you mean 'quantize'
+check none.onnx => error: none.onnx: no such model file
+check m.onnx --dims row=3 => dimension 'row' | did you mean 'rows'
+check m.onnx --dims rows => 'rows' is not NAME=SIZE
+optimize m.onnx -o o.onnx --pass dq_matmulnbit_fusion => did you mean 'dq_matmulnbits_fusion'?
+optimize m.onnx -o o.onnx --set dq_matmulnbits_fusion.acuracy_level=4 => did you mean 'accuracy_level'?
+optimize m.onnx -o o.onnx --set dq_matmulnbits_fusion.accuracy_level=5 => accuracy_level | '5' | 0, 1, 2, 3, 4
+optimize m.onnx -o o.onnx --set shape_size_reorder.x=1 => shape_size_reorder | not among the passes
+optimize m.onnx -o missing/o.onnx => missing/o.onnx | folder
+optimize m.onnx -o m.onnx --force => m.onnx | the model itself
+optimize lost.onnx -o o.onnx => lost.onnx | 'w' | lost.onnx.data | missing
+quantize f.onnx => give --output, or --dry-run
+quantize f.onnx -o o.onnx --rule 'haed={bits: 8}' => no node that can be quantised is called 'haed'
+quantize f.onnx -o o.onnx --rule head => a pattern and its settings are expected
+quantize f.onnx -o o.onnx --rule head=[1] => rule 'head' is [1]: float, or settings
+quantize f.onnx -o o.onnx --rule head={ => is not YAML
+quantize f.onnx -o o.onnx --rule 're:(=float' => is not a regular expression
+quantize f.onnx -o o.onnx --bits 3 => bits is 3: 2, 4 or 8 is expected
+quantize f.onnx -o o.onnx --method hqq => 'hqq'
+quantize f.onnx -o o.onnx --scheduler tcp://127.0.0.1:9 => no scheduler answers
+cache prune => --max-size | --older-than
+cache prune --max-size 10parsecs => 10parsecs | 500MB
+cache prune --max-size -1 => 500MB
+cache prune --older-than 30 => '30' | 30d
+cache prune --older-than 2m => '2m' | 45min
+cache warm m.onnx --pass prepacked_weigths => did you mean 'prepacked_weights'?
+cache warm m.onnx --set prepacked_weights.verif=1 => did you mean 'verify'?
+cache warm m.onnx --optimization-level most => 'most' | disable, basic, extended
+cache warm m.onnx --session-entry =1 => session entry ''
+cache warm m.onnx --session-entry x => 'x' is not KEY=VALUE | --session-entry
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize("line", REFUSALS.strip().splitlines())
+def test_a_command_that_cannot_be_used(main, tmp_path, cache_dir, line):
+    for name in ("m.onnx", "lost.onnx"):
+        save(FUSED, tmp_path / name)
+    onnx.save(proto_of(FLOAT, {"W": normal(64, 64)}), tmp_path / "f.onnx")
+    (tmp_path / "lost.onnx.data").unlink()
+    before = files(tmp_path)
+    command, words = line.split(" => ")
+    done = main(*shlex.split(command))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert [word for word in words.split(" | ") if word not in done.stderr] == [], done.stderr
+    assert not done.stderr.startswith("error: ") or done.stderr.count("\n") == 1
+    assert files(tmp_path) == before and not cache_dir.exists()
+
+
+@pytest.mark.parametrize("arguments", [(), ("cache",)])
+def test_without_a_command_there_is_help(main, arguments):
+    assert main(*arguments).returncode == 2
 
 
 @pytest.mark.parametrize(
@@ -339,61 +391,6 @@ def test_verbose_shows_what_fired_under_its_own_name(main, tmp_path):
     assert fired.startswith(f"fired   dq_matmulnbits_fusion: {name}: ")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--pass", "dq_matmulnbit_fusion"], ["did you mean 'dq_matmulnbits_fusion'?"]),
-        (
-            ["--set", "dq_matmulnbits_fusion.acuracy_level=4"],
-            ["dq_matmulnbits_fusion.acuracy_level", "did you mean 'accuracy_level'?"],
-        ),
-        (
-            ["--set", "dq_matmulnbits_fusion.accuracy_level=5"],
-            ["dq_matmulnbits_fusion.accuracy_level", "5", "0, 1, 2, 3, 4"],
-        ),
-        (["--set", "shape_size_reorder.x=1"], ["shape_size_reorder", "not among the passes"]),
-        (["-o", "missing/out.onnx"], ["missing/out.onnx", "folder"]),
-        (["-o", "model.onnx", "--force"], ["model.onnx", "the model itself"]),
-        ([], ["model.onnx", "'w'", "model.onnx.data", "missing"]),
-    ],
-)
-def test_what_is_unusable_is_one_sentence(main, tmp_path, arguments, words):
-    save(FUSED, tmp_path / "model.onnx")
-    if not arguments:
-        (tmp_path / "model.onnx.data").unlink()
-    before = files(tmp_path)
-    assert_one_sentence(main("optimize", "model.onnx", "-o", "out.onnx", *arguments), words)
-    assert files(tmp_path) == before
-
-
-def assert_one_sentence(done: subprocess.CompletedProcess[str], words: list[str]) -> None:
-    assert done.returncode == 2, done
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: ")
-    assert [word for word in words if word not in line] == [], line
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("", ""),
-        ("optimize model.onnx", "--output"),
-        ("inspect", "MODEL"),
-        ("inspect model.onnx --format yaml", "yaml"),
-        ("inspect model.onnx --set accuracy_level", "accuracy_level"),
-        ("cache", ""),
-        ("compare a.onnx", ""),
-        ("compare a.onnx b.onnx --pass dq_matmulnbits_fusion", ""),
-        ("quantise", "Did you mean 'quantize'"),
-    ],
-)
-def test_wrong_usage_exits_with_2(main, arguments, message):
-    done = main(*arguments.split())
-    assert (done.returncode, message in done.stderr) == (2, True)
-    assert "Traceback" not in done.stderr
-
-
 def test_every_session_key_has_a_row(ortp):
     header, rule, *rows = ortp("passes", "--format", "markdown").stdout.splitlines()
     assert header == "| Session key | Default | What it does |"
@@ -448,32 +445,13 @@ def test_passes_of_other_packages_are_listed(ortp, plugins):
 def test_a_failing_pass_leaves_no_output(ortp, tmp_path, plugins):
     save(FUSED, tmp_path / "model.onnx")
     done = ortp("optimize", "model.onnx", "-o", "out.onnx", "--pass", "failing", **plugins)
-    assert_one_sentence(done, ["'failing'", "'matmul'", "KeyError", "scale"])
+    assert done.returncode == 2 and done.stderr.startswith("error: "), done
+    for word in ("'failing'", "'matmul'", "KeyError", "scale"):
+        assert word in done.stderr
     assert not (tmp_path / "out.onnx").exists()
 
 
-def test_quantize_tells_bad_patterns_and_leaves_the_output(main, tmp_path):
-    onnx.save(proto_of(FLOAT, {"W": normal(64, 64)}), tmp_path / "model.onnx")
-    output = tmp_path / "q.onnx"
-    output.write_text("earlier")
-    arguments = ["quantize", "model.onnx", "-o", "q.onnx", "--force"]
-    for options, message in {
-        (
-            "--rule",
-            "haed={bits: 8}",
-        ): "no node that can be quantised is called 'haed'",
-        ("--rule", "head"): "a pattern and its settings are expected",
-        ("--rule", "head=[1]"): "rule 'head' is [1]: float, or settings",
-        ("--rule", "head={"): "is not YAML",
-        ("--rule", "re:(=float"): "is not a regular expression",
-        ("--bits", "3"): "bits is 3: 2, 4 or 8 is expected",
-        ("--method", "hqq"): "'hqq'",
-        ("--scheduler", "tcp://127.0.0.1:9"): "no scheduler answers",
-    }.items():
-        done = main(*arguments, *options)
-        assert (done.returncode, message in done.stderr) == (2, True), done.stderr
-        assert output.read_text() == "earlier"
-    report = json.loads(main(*arguments, "--format", "json").stdout)
+def test_quantize_prints_its_report(main, tmp_path):
+    onnx.save(proto_of(FLOAT, {"W": normal(64, 64)}), tmp_path / "f.onnx")
+    report = json.loads(main("quantize", "f.onnx", "-o", "q.onnx", "--format", "json").stdout)
     assert (report["quantized"], report["nodes"][0]["node"]) == (1, "head")
-    done = main("quantize", "model.onnx")
-    assert (done.returncode, "give --output, or --dry-run" in done.stderr) == (2, True)

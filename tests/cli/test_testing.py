@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from builders.command_line import as_json, ortplugins_command, printed, refused
+from builders.command_line import as_json, ortplugins_command, printed
 from builders.dequantized_models import DequantizedMatMul
 from builders.sessions import CPU, EXACT, options
 from builders.text_models import proto_of
@@ -284,12 +284,3 @@ def test_check_allows_the_error_that_onnxruntime_has_itself():
     chosen = ("--set", "dq_matmulnbits_fusion.accuracy_level=4")
     done = ortplugins_command("check", "fused.onnx", *chosen)
     assert done.returncode == 1 and "onnxruntime's own" not in done.stdout
-
-
-@pytest.mark.usefixtures("models")
-def test_check_leaves_with_2_where_it_cannot_check():
-    for dims in ("row=3", "rows"):
-        assert refused("check", "fused.onnx", "--dims", dims)
-    printed("check", "fused.onnx", *EXACTLY, "--dims", "rows=3")
-    reported = refused("check", "none.onnx")
-    assert reported == "error: none.onnx: no such model file\n"
