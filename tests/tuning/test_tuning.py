@@ -509,22 +509,6 @@ def test_a_real_search_keeps_outputs_and_is_found_again(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("passes", "general", "message"),
-    [
-        ((), {"hint": "speed"}, "one of , latency, throughput, memory, start is expected"),
-        ((), {"hint": 1}, "a str is expected"),
-        ((), {"hint_dims": "batch"}, "'batch' is not NAME=SIZE"),
-        ((), {"hint_seconds": "60"}, "a int is expected"),
-        ((ortplugins.DqMatMulNBitsFusion(),), {}, "hint chooses the passes"),
-    ],
-)
-def test_wrong_options(passes, general, message):
-    options = onnxruntime.SessionOptions()
-    with pytest.raises(ortplugins.OptionError, match=message):
-        ortplugins.configure(options, *passes, **{"hint": "start", **general})
-
-
-@pytest.mark.parametrize(
     ("hint", "expected"),
     [("memory", [FUSION, "no arena", "prepacked_weights"]), ("latency", [FUSION])],
 )
