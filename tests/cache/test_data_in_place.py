@@ -20,6 +20,7 @@ from builders.text_models import model_of, normal
 import ortplugins
 import ortplugins.testing as ortplugins_testing
 from ortplugins.cache.store import ArtifactCache, Entry
+from ortplugins.model_io.data_in_place import folder_of
 from ortplugins.optimization import build
 from ortplugins.runtime.copied_options import DATA_FOLDER_KEY
 from ortplugins.session.warming import warm
@@ -157,6 +158,11 @@ def test_sessions_are_compared_wherever_their_data_lies(tmp_path):
         found = ortplugins.compare(path, session, runs=1, rounds=1)
         assert found.outputs[0].max_abs == 0
         ortplugins_testing.assert_runs_in_order(session, [])
+
+
+def test_data_at_the_root_of_a_container():
+    for names in ({"m.data": "m.data"}, {"d/m.data": "d/m.data"}):
+        assert folder_of(names, "/m.onnx", None) == "/"
 
 
 def test_options_are_left_alone_where_data_stays(tmp_path):

@@ -484,3 +484,26 @@ assert onnxruntime.InferenceSession.__init__ is before
 """
     done = python("-c", code, cwd=Path.cwd(), ORTPLUGINS="dq_matmulnbits_fusion")
     assert done.returncode == 0, done.stderr
+
+
+FORKED = """
+import os, signal, threading
+import onnxruntime, ortplugins
+from ortplugins.session.patching import _Patch
+held, update = threading.Event(), _Patch._update
+_Patch._update = lambda self: held.set() or threading.Event().wait(60)
+threading.Thread(target=ortplugins.enable, daemon=True).start()
+held.wait()
+if not (child := os.fork()):
+    signal.alarm(10)
+    _Patch._update = update
+    ortplugins.enable()
+    os._exit(0)
+os._exit(os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_fork_while_another_thread_switches():
+    done = python("-c", FORKED, ORT_DISABLE_TELEMETRY="1")
+    assert done.returncode == 0, done.stderr
