@@ -65,15 +65,14 @@ def run(
         program (SCRIPT|MODULE [ARGUMENTS]...): What python would run.
         module: It is a module, as for python -m.
     """
-    from ortplugins.session.patching import enable_entries
+    from ortplugins.session.patching import enable
 
     if not module and not os.path.exists(program[0]):
         raise FileNotFoundError(f"{program[0]}: no such program")
-    entries = _entries(passes, parse_settings(settings))
-    enable_entries(entries)
     # Workers of multiprocessing that are spawned, and those of a server, know of this process
     # nothing but the environment.
-    os.environ[VARIABLE] = plan_text(entries)
+    os.environ[VARIABLE] = plan_text(_entries(passes, parse_settings(settings)))
+    enable()
     paths = [str(_STARTUP), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
     context.obj.append(functools.partial(start, program[0], program[1:], module))

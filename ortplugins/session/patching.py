@@ -53,11 +53,6 @@ def enable(*passes: Pass, **general: bool | str) -> None:
     _patch.set_base(_switched(passes, general))
 
 
-def enable_entries(entries: Mapping[str, str]) -> None:
-    """Do what :func:`enable` does, with the session entries themselves."""
-    _patch.set_base(_checked({**general_entries(), **entries}))
-
-
 def disable() -> None:
     """Undo :func:`enable`; without effect when there is nothing to undo.
 
@@ -90,11 +85,6 @@ def enabled(*passes: Pass, **general: bool | str) -> Iterator[None]:
 # From passes to entries.
 
 
-def _checked(entries: Entries) -> Entries:
-    read_plan(entries.get)  # errors are reported now, not deep inside a library
-    return entries
-
-
 def _switched(passes: Sequence[Pass], general: Mapping[str, bool | str]) -> Entries:
     entries = general_entries()
     if wrong := [item for item in passes if not isinstance(item, Pass)]:
@@ -105,7 +95,9 @@ def _switched(passes: Sequence[Pass], general: Mapping[str, bool | str]) -> Entr
         entries.pop(HINT_KEY, None)  # what a program names counts more than its environment
     else:
         entries |= plan_entries(has_hint=bool(general.get("hint")))
-    return _checked({**entries, **entries_of(passes, **general)})
+    entries |= entries_of(passes, **general)
+    read_plan(entries.get)  # errors are reported now, not deep inside a library
+    return entries
 
 
 # The replaced constructor.
