@@ -72,17 +72,26 @@ def missing_packages() -> tuple[str, ...]:
 
 def processor_name() -> str:
     """Return what the processor calls itself."""
-    if (name := _first_processor().get("model name")) is not None:
-        return name
     import platform
 
-    return platform.processor() or platform.machine()
+    return _of_processor("model name") or platform.processor() or platform.machine()
 
 
 def instruction_sets() -> list[str]:
     """Return the instruction sets that make a difference to kernels, of those it has."""
-    flags = _flags().split()
-    return [name for name in _NOTED if name in flags]
+    flags = _of_processor("flags", "Features")  # on x86, on Arm
+    if not flags:  # what numpy.show_runtime() prints
+        from numpy._core._multiarray_umath import __cpu_features__
+
+        flags = " ".join(name for name, present in __cpu_features__.items() if present)
+    found = flags.lower().replace("_", "").split()  # numpy has AVX512VNNI
+    return [name for name in _NOTED if name.replace("_", "") in found]
+
+
+def _of_processor(*names: str) -> str:
+    """Return what Linux says of the first processor, which speaks for all."""
+    lines = (line.partition(":") for line in text_of("/proc/cpuinfo").splitlines())
+    return next((value.strip() for name, _, value in lines if name.strip() in names), "")
 
 
 def usable_cores(root: str = "/") -> int:
@@ -103,35 +112,6 @@ def _physical_cores(root: str, processors: Iterable[int]) -> int:
     # Where nothing is said of a processor's siblings, it counts as a core.
     siblings = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
     return len({text_of(root, siblings.format(number)) or number for number in processors})
-
-
-@functools.cache
-def _first_processor() -> dict[str, str]:
-    """Read the lines of /proc/cpuinfo, by their names: the first processor speaks for all."""
-    found: dict[str, str] = {}
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                name, colon, value = line.partition(":")
-                if not colon:  # the end of the first one
-                    break
-                found[name.strip()] = value.strip()
-    except OSError:
-        pass  # not Linux
-    return found
-
-
-def _flags() -> str:
-    # x86 calls them flags, Arm Features.
-    found = _first_processor()
-    if flags := found.get("flags") or found.get("Features"):
-        return " ".join(sorted(flags.split()))
-    try:
-        # What numpy.show_runtime() prints.
-        from numpy._core._multiarray_umath import __cpu_features__
-    except ImportError:
-        return processor_name()
-    return " ".join(sorted(name for name, present in __cpu_features__.items() if present))
 
 
 def _memory_bytes() -> int | None:

@@ -30,6 +30,7 @@ import ortplugins
 import session_options
 from ortplugins.cli import COMMANDS, terminal
 from ortplugins.report import Report
+from ortplugins.runtime.machine import instruction_sets
 from session_options.keys import options_of
 from session_options.plan import GENERAL_OPTIONS
 
@@ -227,6 +228,12 @@ def test_doctor_shows_versions_and_finds_a_cache_that_others_may_write(main, tmp
         (tmp_path / "open").chmod(0o777)
         done = main("doctor", "--cache-dir", tmp_path / "open")
         assert (done.returncode, "others may write to it" in done.stdout) == (1, True)
+
+
+def test_instruction_sets_are_known_without_proc(monkeypatch):
+    known = [name for name in instruction_sets() if name.startswith(("avx", "asimd"))]
+    monkeypatch.setattr("ortplugins.runtime.machine.text_of", lambda *_: "")
+    assert [name for name in instruction_sets() if not name.startswith("i8")] == known
 
 
 POOL = "y = AveragePool <kernel_shape = [2], count_include_pad = 1> (x)"
