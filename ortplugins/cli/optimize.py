@@ -28,7 +28,6 @@ def optimize(
     onnxruntime: str | None = None,
     bake: bool = False,
     force: bool = False,
-    page: Annotated[Path | None, typer.Option("--report")] = None,
 ) -> None:
     """Apply passes to a model and write the result.
 
@@ -36,21 +35,9 @@ def optimize(
         hint: Take the passes that pay for this, measured here, as tune does.
         bake: Run onnxruntime's own optimisers, too: for this machine, and for sessions that
             run none (ORT_DISABLE_ALL).
-        page (FILE.html): Write a page about it, too, with sessions measured, as the command
-            report does.
     """
-    from ortplugins.cli.report import write_report
     from ortplugins.optimization.optimize import optimize
 
-    if page is not None:
-        import ortplugins.html_report.page  # noqa: F401  what it lacks is said before the work
-
-        opt.check_absent(page, force=force)
-        if output.exists() and output.samefile(model):
-            raise typer.BadParameter(
-                "the report needs the model as it was: give another --output",
-                param_hint="--report",
-            )
     settings: Mapping[str, str] = {}
     if hint is not None:
         opt.refuse_without_effect(context, "with --hint", "passes", "settings")
@@ -66,12 +53,8 @@ def optimize(
             **chosen,
         )
     print_report(result.report, printing)
-    written = [output]
-    if page is not None:
-        written += write_report(model, page, force=force, result=result, **chosen)
     if printing.format == "text":
-        for path in written:
-            typer.echo(f"wrote {path}")
+        typer.echo(f"wrote {output}")
         for path in result.data_files:
             typer.echo(f"{output} reads {path}")
         for key, value in settings.items():

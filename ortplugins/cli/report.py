@@ -7,7 +7,7 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -34,41 +34,27 @@ def report(
         measure: Start and run sessions, with the passes and without.
         rounds (N): Processes of each kind to measure.
     """
-    if not measure:
-        opt.refuse_without_effect(context, "with --no-measure", "rounds")
-    measured = {"measure": measure, "rounds": rounds}
-    for path in write_report(
-        model, output, facts, force=force, **inputs, **chosen, **measured
-    ):
-        typer.echo(f"wrote {path}")
-
-
-def write_report(
-    model: Path,
-    output: Path,
-    json_output: Path | None = None,
-    *,
-    force: bool = False,
-    **chosen: Any,
-) -> list[Path]:
-    """Gather the facts and write the page, and the JSON if it has a path."""
     from ortplugins.html_report.facts import gather_facts
     from ortplugins.html_report.page import write_page
 
-    opt.check_absent(output, json_output, force=force)
-    facts = gather_facts(model, command=shlex.join(["ortplugins", *sys.argv[1:]]), **chosen)
-    written = [output]
-    if json_output is not None:
-        text = json.dumps(facts, indent=1, allow_nan=False)
-        json_output.write_text(text + "\n", encoding="utf-8")
-        written.append(json_output)
-    write_page(facts, output, json_output.name if json_output is not None else "")
+    if not measure:
+        opt.refuse_without_effect(context, "with --no-measure", "rounds")
+    opt.check_absent(output, facts, force=force)
+    command = shlex.join(["ortplugins", *sys.argv[1:]])
+    found = gather_facts(
+        model, measure=measure, rounds=rounds, command=command, **inputs, **chosen
+    )
+    if facts is not None:
+        text = json.dumps(found, indent=1, allow_nan=False)
+        facts.write_text(text + "\n", encoding="utf-8")
+    write_page(found, output, facts.name if facts is not None else "")
     for part in ("sessions", "memory"):
-        if facts[part] and "failed" in facts[part]:
+        if found[part] and "failed" in found[part]:
             console(stderr=True).print(
-                f"note: {part}: {facts[part]['failed']}", soft_wrap=True
+                f"note: {part}: {found[part]['failed']}", soft_wrap=True
             )
-    return written
+    for path in filter(None, (output, facts)):
+        typer.echo(f"wrote {path}")
 
 
 def memory(

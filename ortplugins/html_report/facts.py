@@ -43,7 +43,6 @@ def gather_facts(
     seed: int = 0,
     measure: bool = True,
     rounds: int = 5,
-    result: OptimizeResult | None = None,
     command: str = "",
 ) -> dict[str, Any]:
     """Look at a model before and after passes, and measure sessions on it.
@@ -52,17 +51,15 @@ def gather_facts(
     place as ``{"failed": reason}``. ``docs/report.md`` describes the facts.
 
     ``measure`` says whether to start and run sessions on the largest sample, in ``rounds``
-    processes of each kind. ``result`` is what :func:`.optimize` made with these passes, if it
-    did already; ``command`` what the user typed. Other arguments, and errors, are those of
-    :func:`.compare`.
+    processes of each kind; ``command`` is what the user typed. Other arguments, and errors, are
+    those of :func:`.compare`.
     """
     path = Path(model)
     plan = plan_from_settings(list(passes), options or {})
     before = load_model(path)
     graph = before.model.graph
     sizes = MadeUpInputs(graph.inputs, dims).sizes
-    if result is None:
-        result = optimize(path, passes=passes, options=options)
+    result = optimize(path, passes=passes, options=options)
     sessions = None
     if measure:
         with tempfile.TemporaryDirectory(prefix="ortplugins-") as folder:
@@ -90,7 +87,6 @@ def gather_facts(
             "path": str(path),
             "bytes": sum(file.stat().st_size for file in files),
             "opset": graph.opset_imports.get("", None),
-            "output": str(result.path or ""),
         },
         "command": command,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
