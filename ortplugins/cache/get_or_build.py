@@ -200,9 +200,7 @@ def _find(request: BuildRequest, cache: ArtifactCache, *, warn: bool = False) ->
 # wrong.
 
 # What a child raises goes on here.
-_ERRORS = {
-    cls.__name__: cls for cls in (MissingFileError, ModelFileError, PassError, OSError)
-}
+_ERRORS = {cls.__name__: cls for cls in (MissingFileError, ModelFileError, PassError, OSError)}
 _ERROR_CHARACTERS = 500
 _SECONDS = 3600  # for a child, where no pass sets a limit
 _IN_PROCESS = "ORTPLUGINS_BUILD_IN_PROCESS"
@@ -259,9 +257,7 @@ def _built_apart(
         return artifact
 
 
-def _make(
-    request: BuildRequest, build: Build, root: Path, folder: Path
-) -> dict[str, Any]:
+def _make(request: BuildRequest, build: Build, root: Path, folder: Path) -> dict[str, Any]:
     """Make the files of an entry; return its manifest, with what they were made from."""
     loaded = request.load()
     locations = list(loaded.data_files)

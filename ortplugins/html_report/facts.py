@@ -51,8 +51,8 @@ def gather_facts(
     place as ``{"failed": reason}``. ``docs/report.md`` describes the facts.
 
     ``measure`` says whether to start and run sessions on the largest sample, in ``rounds``
-    processes of each kind; ``command`` is what the user typed. Other arguments, and errors, are
-    those of :func:`.compare`.
+    processes of each kind; ``command`` is what the user typed. Other arguments, and errors,
+    are those of :func:`.compare`.
     """
     path = Path(model)
     plan = plan_from_settings(list(passes), options or {})

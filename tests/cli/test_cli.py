@@ -124,8 +124,8 @@ def test_the_shell_completes_without_onnx(ortp, words, expected):
     assert (completed, modules.rsplit(" ", 1)[0]) == (expected, "set()")
 
 
-# Commands that cannot be used so, and words of the one sentence that says it. m.onnx fuses, f.onnx
-# is float, lost.onnx lacks its data.
+# Commands that cannot be used so, and words of the one sentence that says it: m.onnx fuses,
+# f.onnx is float, lost.onnx lacks its data.
 REFUSALS = """
 inspect m.onnx --verbose --format json => --verbose | has no effect
 optimize m.onnx -o o.onnx -v --format json => --verbose | has no effect

@@ -184,9 +184,15 @@ HINT = {"hint": "start"}
         (an_entry(ENABLE, ""), f'{ENABLE} is \'\': "0" or "1" is expected'),
         (an_entry(ACCURACY_LEVEL, "5"), f"{ACCURACY_LEVEL} is '5': {ACCURACY_LEVELS}"),
         (an_entry(ACCURACY_LEVEL, "four"), f"{ACCURACY_LEVEL} is 'four': {ACCURACY_LEVELS}"),
-        (an_entry(f"ortplugins.{FUSION.name}.slow_kernels", "Float"), "one of float, fuse, keep"),
+        (
+            an_entry(f"ortplugins.{FUSION.name}.slow_kernels", "Float"),
+            "one of float, fuse, keep",
+        ),
         (an_entry("ortplugins.strict", "yes"), 'strict is \'yes\': "0" or "1" is expected'),
-        (configured(a_pass("dq_matmul_fusion")), "unknown pass .*mean 'dq_matmulnbits_fusion'"),
+        (
+            configured(a_pass("dq_matmul_fusion")),
+            "unknown pass .*mean 'dq_matmulnbits_fusion'",
+        ),
         (configured(a_pass(FUSION.name)), "is registered with another class"),
         (configured(FUSION, DqMatMulNBitsFusion(4)), "'dq_matmulnbits_fusion' is given twice"),
         (configured(FUSION, strikt=True), "unknown option 'strikt': did you mean 'strict'"),
