@@ -361,6 +361,8 @@ USE_SECONDS = 60.0
 # git's index.
 SETTLED_SECONDS = 2.0
 _SAMPLED_PAGES, _PAGE_BYTES = 16, 4096
+# From this size on, hashing a file takes a noticeable part of a start.
+MEMO_SIZE = 1 << 20
 # The state of a file that is not there, and would count if it were.
 ABSENT = "absent 0"
 _PLATFORM: str = sys.platform
@@ -470,6 +472,37 @@ def recall(root: str | os.PathLike[str], text: str) -> list[str] | None:
     _, shared, states, found = split_memo(memo)
     copied = bool(shared) and not os.access(folder, os.W_OK)
     return found if are_unchanged(states, copied=copied) else None
+
+
+def file_digest(path: str | os.PathLike[str], root: str | os.PathLike[str]) -> tuple[str, str]:
+    """Return the SHA-256 of a file, and the state in which the file has it.
+
+    A large one of which a memo below ``root`` has it is not read.
+
+    Raises:
+        OSError: If it can't be read, or changes while it is.
+    """
+    import hashlib
+
+    name, started = os.path.realpath(path), time.time()
+    with open(name, "rb") as file:
+        state = state_of_open(file.fileno())
+        is_large = os.fstat(file.fileno()).st_size >= MEMO_SIZE
+        memo = recall(root, digest_text(name)) if is_large else None
+        if memo is not None and state_of(name) == state:  # of the open file
+            return memo[0], state
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if state_of_open(file.fileno()) != state:
+            raise OSError(f"{name}: changed while it was read")
+    if is_large:
+        remember(root, digest_text(name), {name: state}, [digest], started)
+    return digest, state
+
+
+def digest_text(name: str) -> str:
+    """Return the text under which the digest of a file is kept."""
+    return f"digest of {name}"
 
 
 def are_unchanged(states: Mapping[str, str], *, copied: bool = False) -> bool:

@@ -20,8 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ortplugins.cache.key import KeyContent, digest_of, key_content
-from ortplugins.cache.store import ArtifactCache, Entry, cache_root, warn_rebuilt
+from ortplugins.cache.key import KeyContent, key_content
+from ortplugins.cache.store import ArtifactCache, Entry, cache_of, warn_rebuilt
 from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.known_starts import MODEL, Artifact, cache_folder, keep, state_of
 from ortplugins.optimization.request import BuildRequest
@@ -29,18 +29,14 @@ from ortplugins.runtime.child_process import child_environment, child_python
 from ortplugins.runtime.machine import missing_packages
 from session_options import OptionError
 from session_options.caller_warnings import warn_caller
-from session_options.keys import PREFIX, parse_size
 from session_options.passes import NOTHING_TO_DO
 
 if TYPE_CHECKING:
     from ortplugins.model_io.loading import LoadedModel
-    from session_options.plan import Plan
 
 # Makes the files of an entry in an empty folder, and returns its manifest. A function of a
 # module, which a child imports.
 Build = Callable[[BuildRequest, "LoadedModel", Path], dict[str, Any]]
-# An entry, and what its key is made from.
-Found = tuple[Entry, KeyContent]
 
 # After this time a start tries again what broke in an earlier one.
 _RETRY_SECONDS = 60.0
@@ -49,33 +45,39 @@ _RETRY_SECONDS = 60.0
 def get_or_build(request: BuildRequest, build: Build, text: str | None = None) -> Artifact:
     """Return what a session opens: of the entry of a request, which is found or built.
 
-    It is kept under the ``text`` of a start, for others like it.
+    It is kept under the ``text`` of a start, for the next one that depends on the same text
+    and files.
 
     Raises:
         MissingFileError, ModelFileError: If the model cannot be used.
         PassError: If nothing can be built.
     """
-    started, origin = time.time(), "cache"
-    if (state := _lacks_operators(request)) is not None:
-        artifact = Artifact(_nothing_to_do(request.plan))
-        _keep(request, text, artifact, {request.name: state}, started)
-        return artifact
-    cache = cache_of(request.plan)
-    if (found := _find(request, cache, warn=True)) is None:
-        try:
-            found, origin = _built(request, build, cache)
-        except MissingFileError:
-            raise
-        except OSError as error:
-            return _built_apart(request, build, cache, error)
-    entry, content = found
-    artifact = _artifact_of(entry, origin, request)
-    if not entry.manifest["provisional"]:
-        _keep(request, text, artifact, content.states, started)
+    plan, started, origin = request.plan, time.time(), "cache"
+    if (states := _without_operators(request)) is not None:
+        # A Report would take milliseconds to import.
+        remark = {"node": "model", "outcome": "note", "reason": NOTHING_TO_DO}
+        passes = [{"name": x.name, "seconds": 0.0, "remarks": [remark]} for x in plan.passes]
+        empty = {"source": "untouched", "notes": (), "artifact": "", "fired": 0}
+        artifact = Artifact({**empty, "passes": passes})
+    else:
+        cache = cache_of(plan)
+        entry, content = _find(request, cache, warn=True)
+        if entry is None:
+            try:
+                entry, content, origin = _built(request, build, cache, content)
+            except MissingFileError:
+                raise
+            except OSError as error:
+                return _built_apart(request, build, cache, content, error)
+        artifact, states = _artifact_of(entry, origin, request), content.states
+        if entry.manifest["provisional"]:
+            return artifact
+    if not (text is None or plan.retry_failed or any(x.checks_digests() for x in plan.passes)):
+        keep(cache_folder(plan.cache_dir), text, artifact, states, started)
     return artifact
 
 
-def _lacks_operators(request: BuildRequest) -> str | None:
+def _without_operators(request: BuildRequest) -> dict[str, str] | None:
     """Return the state of a model's file that does not name any operator the passes need.
 
     None where it names one, or where a pass looks at every model.
@@ -84,7 +86,7 @@ def _lacks_operators(request: BuildRequest) -> str | None:
     if request.plan.hint or not all(names) or isinstance(request.source, bytes):
         return None
     try:
-        state = state_of(request.name)
+        states = {request.name: state_of(request.name)}
         with (
             open(request.name, "rb") as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
@@ -92,50 +94,48 @@ def _lacks_operators(request: BuildRequest) -> str | None:
             is_named = any(content.find(name.encode()) >= 0 for name in names)
     except (OSError, ValueError):  # whoever loads it says what is wrong
         return None
-    return None if is_named else state
-
-
-def _nothing_to_do(plan: Plan) -> dict[str, Any]:
-    """Return the report; a Report would take milliseconds to import."""
-    remark = {"node": "model", "outcome": "note", "reason": NOTHING_TO_DO}
-    passes = [{"name": item.name, "seconds": 0.0, "remarks": [remark]} for item in plan.passes]
-    return {"source": "untouched", "passes": passes, "notes": (), "artifact": "", "fired": 0}
+    return None if is_named else states
 
 
 def _artifact_of(entry: Entry, origin: str, request: BuildRequest) -> Artifact:
-    manifest = entry.manifest
-    settings = dict(manifest["session_settings"])
-    if MODEL not in manifest["files"]:
-        # A hint may change nothing but settings; passes that modify nothing need none.
-        settings = settings if request.plan.hint else {}
-        source = origin if settings else "untouched"
-        return Artifact({**manifest["report"], "source": source}, settings=settings)
-    data = manifest["data"]
-    settings |= request.data_settings(data, entry.folder)
-    model = os.path.join(entry.folder, MODEL)
-    report = {**manifest["report"], "source": origin, "artifact": model}
-    flags = {
-        "baked": manifest["baked"],
-        "in_place": data,
-        "trims": any(item.gives_memory_back() for item in request.plan.passes),
-    }
-    artifact = Artifact(report, model, settings, " ".join(x for x in flags if flags[x]))
+    manifest, model, flags = entry.manifest, None, ""
+    settings, report = dict(manifest["session_settings"]), manifest["report"]
+    if MODEL in manifest["files"]:
+        data, model = manifest["data"], os.path.join(entry.folder, MODEL)
+        settings |= request.data_settings(data, entry.folder)
+        report = {**report, "artifact": model}
+        trims = any(item.gives_memory_back() for item in request.plan.passes)
+        named = {"baked": manifest["baked"], "in_place": data, "trims": trims}
+        flags = " ".join(name for name, holds in named.items() if holds)
+    elif not request.plan.hint:  # which alone may change nothing but settings
+        settings = {}
+    source = origin if model or settings else "untouched"
+    artifact = Artifact({**report, "source": source}, model, settings, flags)
     artifact.source = manifest["model_given"]
     return artifact
 
 
-def _keep(
-    request: BuildRequest,
-    text: str | None,
-    artifact: Artifact,
-    states: dict[str, str],
-    started: float,
-) -> None:
-    """Keep what a start opened, for the next one that depends on the same text and files."""
-    plan = request.plan
-    if text is None or plan.retry_failed or any(x.checks_digests() for x in plan.passes):
-        return
-    keep(cache_folder(plan.cache_dir), text, artifact, states, started)
+def _find(
+    request: BuildRequest, cache: ArtifactCache, *, warn: bool = False
+) -> tuple[Entry | None, KeyContent]:
+    """Return the entry of a request that a session may open, and what its key is made from."""
+    content = key_content(request, cache.root, cache.data_locations)
+    plan, missing = request.plan, missing_packages()
+    entry = cache.find(content.key) if content.is_known else None
+    if entry is None and missing:  # built where they are installed, in versions not known here
+        entry = cache.find_like(content.parts, missing)
+    if entry is None:
+        return None, content
+    if any(item.checks_digests() for item in plan.passes) and (damaged := entry.damage()):
+        if warn:
+            warn_rebuilt(entry.folder, damaged)
+        return None, content
+    # Workers that start together don't all try again what has just failed.
+    is_old = abs(time.time() - entry.created) > _RETRY_SECONDS
+    retries = (is_old and entry.manifest["provisional"]) or (
+        plan.retry_failed and entry.manifest["failed"]
+    )
+    return None if retries and not missing else entry, content
 
 
 def discard_if_damaged(request: BuildRequest, artifact: Artifact) -> bool:
@@ -156,44 +156,6 @@ def discard_if_damaged(request: BuildRequest, artifact: Artifact) -> bool:
     return True
 
 
-# Looking up.
-
-
-def cache_of(plan: Plan) -> ArtifactCache:
-    """Return the cache of a plan's sessions."""
-    variable, limit = "ORTPLUGINS_CACHE_LIMIT", None
-    if plan.cache_limit:
-        limit = parse_size(f"{PREFIX}.cache_limit", plan.cache_limit)
-    elif text := os.environ.get(variable, ""):
-        limit = parse_size(f"environment variable {variable}", text)
-    return ArtifactCache(cache_root(plan.cache_dir), limit)
-
-
-def _find(request: BuildRequest, cache: ArtifactCache, *, warn: bool = False) -> Found | None:
-    """Return the entry of a request; None where there is none that a session may open."""
-    content = key_content(request, cache.root, cache.data_locations)
-    if content is None:
-        return None
-    plan, missing = request.plan, missing_packages()
-    entry = cache.find(content.key)
-    if entry is None and missing:  # built where they are installed, in versions not known here
-        made = cache.made_from(content.parts["digest"])
-        keys = (key for key, parts in made if content.is_like(parts))
-        entry = next(filter(None, map(cache.find, keys)), None)
-    if entry is None:
-        return None
-    if any(item.checks_digests() for item in plan.passes) and (damaged := entry.damage()):
-        if warn:
-            warn_rebuilt(entry.folder, damaged)
-        return None
-    # Workers that start together don't all try again what has just failed.
-    is_old = abs(time.time() - entry.created) > _RETRY_SECONDS
-    retries = (is_old and entry.manifest["provisional"]) or (
-        plan.retry_failed and entry.manifest["failed"]
-    )
-    return None if retries and not missing else (entry, content)
-
-
 # Building. A child is a process of its own, so that a server never sees the peak. It gets a
 # job on its standard input: a line of JSON, then the model's bytes where it was given as
 # bytes. It prints, as one line of JSON, the manifest of the files that it made, or what went
@@ -206,7 +168,9 @@ _SECONDS = 3600  # for a child, where no pass sets a limit
 _IN_PROCESS = "ORTPLUGINS_BUILD_IN_PROCESS"
 
 
-def _built(request: BuildRequest, build: Build, cache: ArtifactCache) -> tuple[Found, str]:
+def _built(
+    request: BuildRequest, build: Build, cache: ArtifactCache, content: KeyContent
+) -> tuple[Entry, KeyContent, str]:
     """Build an entry and publish it, one process at a time for each model.
 
     Return it, and ``"built"``; or ``"cache"`` where another process was quicker.
@@ -216,23 +180,27 @@ def _built(request: BuildRequest, build: Build, cache: ArtifactCache) -> tuple[F
             f"{request.name}: not in the cache {str(cache.root)!r}, and nothing can be built "
             f"without {', '.join(missing)}: pip install {' '.join(missing)}, or warm the cache"
         )
-    digest, _ = digest_of(request, cache.root)
-    with cache.build(digest) as folder:
-        if (found := _find(request, cache)) is not None:
-            return found, "cache"
+    with cache.build(content.parts["digest"]) as folder:
+        entry, content = _find(request, cache)
+        if entry is not None:
+            return entry, content, "cache"
         manifest = _made_by_child(request, build, cache.root, folder)
         if manifest is None:
             manifest = _make(request, build, cache.root, folder)
         # A model replaced meanwhile must not be published under the old one's key.
         made_from = manifest["made_from"]
         content = key_content(request, cache.root, lambda _: list(made_from["data"]))
-        if content is None or not content.is_like(made_from):
+        if content.key != KeyContent(made_from, {}).key:
             raise FileNotFoundError("the model changed while it was read")
-        return (cache.publish(content.key, folder, manifest), content), "built"
+        return cache.publish(content.key, folder, manifest), content, "built"
 
 
 def _built_apart(
-    request: BuildRequest, build: Build, cache: ArtifactCache, error: OSError
+    request: BuildRequest,
+    build: Build,
+    cache: ArtifactCache,
+    content: KeyContent,
+    error: OSError,
 ) -> Artifact:
     """Build for one session, in a temporary folder, as its cache cannot be written."""
     import tempfile  # with what it needs some milliseconds, which others have no use for
@@ -245,7 +213,8 @@ def _built_apart(
         try:
             temporary = tempfile.TemporaryDirectory(prefix="ortplugins-")
             unused.callback(temporary.cleanup)
-            (entry, _), origin = _built(request, build, ArtifactCache(Path(temporary.name)))
+            other = ArtifactCache(Path(temporary.name))
+            entry, _, origin = _built(request, build, other, content)
         except MissingFileError:
             raise
         except OSError as refused:
@@ -262,7 +231,7 @@ def _make(request: BuildRequest, build: Build, root: Path, folder: Path) -> dict
     loaded = request.load()
     locations = list(loaded.data_files)
     content = key_content(request, root, lambda _: locations)
-    if content is None:
+    if not content.is_known:
         raise FileNotFoundError("external data vanished while the model was read")
     manifest = build(request, loaded, folder)
     return {**manifest, "model": request.name, "made_from": content.parts}

@@ -17,15 +17,19 @@ import re
 import stat
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ortplugins import known_starts
-from ortplugins.cache.key import MODEL_CHARACTERS, file_digest
+from ortplugins.cache.key import MODEL_CHARACTERS
 from ortplugins.errors import OrtpluginsWarning
-from ortplugins.known_starts import MANIFEST, note_use
+from ortplugins.known_starts import MANIFEST
 from session_options.caller_warnings import warn_caller
+from session_options.keys import PREFIX, parse_size
+
+if TYPE_CHECKING:
+    from session_options.plan import Plan
 
 # Whoever has found an entry opens it within this time. Twice USE_SECONDS: a use may lie that
 # much behind the one that was written down.
@@ -170,39 +174,50 @@ class ArtifactCache:
         finally:
             lock.release()
 
-    def find(self, key: str, *, used: bool = True) -> Entry | None:
-        """Return an entry whose files are those that were published, as used now.
-
-        Its last use stays as it was unless it is ``used``.
-        """
+    def find(self, key: str) -> Entry | None:
+        """Return an entry whose files are those that were published, as used now."""
         folder = self.root / "entries" / key
         if not (self.is_trusted() and known_starts.is_private(folder)):
             return None
         manifest = read_manifest(folder)
         try:
-            if manifest is None or not self._is_whole(folder, manifest):
-                return None
-            return Entry.at(folder, manifest) if not used or note_use(folder) else None
+            changed = None if manifest is None else self._changed(folder, manifest)
+            if changed == [] and known_starts.note_use(folder):
+                return Entry.at(folder, manifest)
         except OSError:
             return None
+        if changed:
+            warn_rebuilt(folder, changed)
+        return None
 
-    def _is_whole(self, folder: Path, manifest: Mapping[str, Any]) -> bool:
-        """Whether files are as published, by size and time.
+    def find_like(self, parts: Mapping[str, Any], missing: Sequence[str]) -> Entry | None:
+        """Return an entry made of the same parts, but for versions of packages missing here."""
+
+        def compared(made_from: Mapping[str, Any]) -> dict[str, Any]:
+            plain: dict[str, Any] = json.loads(json.dumps(made_from))
+            for name in missing:
+                del plain["versions"][name]
+            return plain
+
+        made, wanted = self.made_from(parts["digest"]), compared(parts)
+        keys = (key for key, others in made if compared(others) == wanted)
+        return next(filter(None, map(self.find, keys)), None)
+
+    def _changed(self, folder: Path, manifest: Mapping[str, Any]) -> list[str] | None:
+        """Return which files are not as published; None where a size says so already.
 
         By their content where only times differ: copies keep these, or are read once.
         """
         found = {name: os.stat(folder / name) for name in manifest["files"]}
         if any(found[name].st_size != size for name, size in manifest["files"].items()):
-            return False
-        damaged = [
+            return None
+        return [
             name
             for name, time in manifest["times"].items()
             if not known_starts.is_same_time(found[name].st_mtime_ns, time)
-            and file_digest(folder / name, self.root)[0] != manifest["digests"][name]
+            and known_starts.file_digest(folder / name, self.root)[0]
+            != manifest["digests"][name]
         ]
-        if damaged:
-            warn_rebuilt(folder, damaged)
-        return not damaged
 
     def data_locations(self, digest: str) -> list[str] | None:
         """Return where a model has its external data; None where no entry is made of it."""
@@ -441,6 +456,16 @@ def _remove_abandoned(cache: ArtifactCache) -> int:
                 size += disk_size(dead)
                 remove_tree(dead)
     return size
+
+
+def cache_of(plan: Plan) -> ArtifactCache:
+    """Return the cache of a plan's sessions."""
+    variable, limit = "ORTPLUGINS_CACHE_LIMIT", None
+    if plan.cache_limit:
+        limit = parse_size(f"{PREFIX}.cache_limit", plan.cache_limit)
+    elif text := os.environ.get(variable, ""):
+        limit = parse_size(f"environment variable {variable}", text)
+    return ArtifactCache(cache_root(plan.cache_dir), limit)
 
 
 def cache_root(chosen: str = "") -> Path:

@@ -18,7 +18,6 @@ import onnx_ir.passes.common
 
 from ortplugins.errors import MissingFileError, ModelFileError
 from ortplugins.model_io.data_in_place import data_file, data_folders
-from ortplugins.model_io.map_types import keep_types, set_types_aside, to_proto
 from rewrite_rules.graph.nodes import all_nodes, normalize_domains
 
 if TYPE_CHECKING:
@@ -30,6 +29,8 @@ ModelLike: TypeAlias = "str | os.PathLike[str] | onnx.ModelProto | ir.Model"
 _MAX_PROTO_BYTES = (1 << 31) - 1
 # The first format in which an initializer is an input only if a caller may feed another.
 _OPTIONAL_INPUTS = 4
+# Where a graph keeps types of maps, by the names of its inputs and outputs.
+_TYPES = "ortplugins.types"
 # Constant nodes of fewer elements stay nodes: shapes and axes, which other tools expect there.
 _LIFTED_ELEMENTS = 16
 
@@ -82,17 +83,22 @@ def load_model(
     """
     data_folder = None if folder is None else str(Path(folder).absolute())
     if isinstance(model, bytes):
-        return _load(model, [data_folder or os.curdir], "model given as bytes")
-    if not isinstance(model, str | os.PathLike):
-        return _from_memory(model)
-    folders = data_folders(str(Path(model).absolute()), data_folder)
-    content = None
-    if map_inline and os.path.isfile(model):
-        from ortplugins.model_io.mapped_initializers import read_without_tensors
+        content, folders, name = model, [data_folder or os.curdir], "model given as bytes"
+    elif isinstance(model, str | os.PathLike):
+        name, folders = (
+            os.fspath(model),
+            data_folders(str(Path(model).absolute()), data_folder),
+        )
+        mapped = None
+        if map_inline and os.path.isfile(model):
+            from ortplugins.model_io.mapped_initializers import read_without_tensors
 
-        with contextlib.suppress(OSError):  # whoever reads it whole says what is wrong
-            content = read_without_tensors(model)
-    return _load(content or read_model_file(model), folders, os.fspath(model))
+            with contextlib.suppress(OSError):  # whoever reads it whole says what is wrong
+                mapped = read_without_tensors(model)
+        content = mapped or read_model_file(model)
+    else:
+        return _from_memory(model)
+    return _load(content, folders, name)
 
 
 def _from_memory(model: onnx.ModelProto | ir.Model) -> LoadedModel:
@@ -100,8 +106,7 @@ def _from_memory(model: onnx.ModelProto | ir.Model) -> LoadedModel:
     name = "model given as object"
     if isinstance(model, ir.Model):
         copy = model.clone()
-        normalize_domains(copy)
-        _keep_callers_inputs(copy)
+        _prepare(copy, name)
     else:
         # Tensors keep their proto, and passes may rename them.
         own = type(model)()
@@ -114,7 +119,6 @@ def _from_memory(model: onnx.ModelProto | ir.Model) -> LoadedModel:
                     f"{name}: tensor {tensor.name!r} has external data in "
                     f"{str(tensor.location)!r}, but a ModelProto knows no folder; give a path"
                 )
-    _check_parsed(copy, name)
     return LoadedModel(copy, {}, name)
 
 
@@ -133,32 +137,17 @@ def _load(content: bytes, folders: Sequence[str], name: str) -> LoadedModel:
             f"{name}: is not an ONNX model, or was cut off ({len(content)} bytes): {error}"
         ) from error
     model = _deserialize(proto, name)
-    _check_parsed(model, name)
     return LoadedModel(model, _bind_external_data(model, folders, name), name)
 
 
 def _deserialize(proto: onnx.ModelProto, name: str) -> ir.Model:
     try:
         _make_dense(proto)
-        types = set_types_aside(proto, _all_graphs(proto))
-        model = ir.from_proto(proto)
+        model = _as_model(proto)
     except Exception as error:  # any malformed field, in any of onnx_ir's exceptions
         raise ModelFileError(f"{name}: is not a valid ONNX model: {error}") from error
-    normalize_domains(model)
-    keep_types(model, types)
-    _keep_callers_inputs(model)
+    _prepare(model, name)
     return model
-
-
-def _keep_callers_inputs(model: ir.Model) -> None:
-    """Drop the inputs that name initializers, where the format knows no other initializers.
-
-    Before version 4 all were inputs as well, and onnxruntime lets no caller feed them.
-    """
-    if model.ir_version < _OPTIONAL_INPUTS:
-        inputs = [value for value in model.graph.inputs if not value.is_initializer()]
-        model.graph.inputs[:] = inputs
-        model.ir_version = _OPTIONAL_INPUTS
 
 
 def _make_dense(proto: onnx.ModelProto) -> None:
@@ -203,10 +192,8 @@ def load_result(path: Path) -> ir.Model:
     import onnx
 
     proto = onnx.load(os.fspath(path), load_external_data=False)
-    types = set_types_aside(proto, _all_graphs(proto))
-    model = ir.from_proto(proto)
+    model = _as_model(proto)
     ir.external_data.set_base_dir(model.graph, os.path.dirname(path))
-    keep_types(model, types)
     return model
 
 
@@ -224,7 +211,14 @@ def proto_graphs(
                 yield from proto_graphs(body)
 
 
-def _check_parsed(model: ir.Model, name: str) -> None:
+def _prepare(model: ir.Model, name: str) -> None:
+    """Bring a model into one form, and check what anything may rest on."""
+    normalize_domains(model)
+    # Before version 4 all initializers were inputs, which onnxruntime lets no caller feed.
+    if model.ir_version < _OPTIONAL_INPUTS:
+        inputs = [value for value in model.graph.inputs if not value.is_initializer()]
+        model.graph.inputs[:] = inputs
+        model.ir_version = _OPTIONAL_INPUTS
     # A protobuf that was cut off between two fields parses, and lacks what came after.
     if not model.graph.outputs or not model.opset_imports:
         missing = "outputs" if model.opset_imports else "opset imports"
@@ -374,3 +368,47 @@ def is_path(model: ModelLike) -> TypeGuard[str | os.PathLike[str]]:
 def same_kind(given: ModelLike, result: ir.Model) -> Any:
     """Return the result as a ModelProto where one was given."""
     return result if is_path(given) or isinstance(given, ir.Model) else to_proto(result)
+
+
+# Types of maps, which onnx_ir has no form for: kept aside, and written back.
+
+
+def _as_model(proto: onnx.ModelProto) -> ir.Model:
+    """Return the model of a protobuf, and have :func:`to_proto` write types of maps."""
+    types = {}
+    for value in (*proto.graph.input, *proto.graph.output):
+        if _holds_map(value.type):
+            types[value.name] = type(value.type)()
+            types[value.name].CopyFrom(value.type)
+    for graph in _all_graphs(proto):
+        ends = [*graph.input, *graph.output] if hasattr(graph, "initializer") else []
+        for value in (*ends, *graph.value_info):
+            if _holds_map(value.type):
+                value.ClearField("type")
+    model = ir.from_proto(proto)
+    if types:
+        model.graph.meta[_TYPES] = types
+    return model
+
+
+def has_kept_types(model: ir.Model) -> bool:
+    """Whether an input or output of the model is of such a type."""
+    return _TYPES in model.graph.meta
+
+
+def to_proto(model: ir.Model) -> onnx.ModelProto:
+    """Return the model as a protobuf, with the types that onnx_ir does not hold."""
+    proto = ir.to_proto(model)
+    types = model.graph.meta.get(_TYPES, {})
+    for value in (*proto.graph.input, *proto.graph.output):
+        if value.name in types:
+            value.type.CopyFrom(types[value.name])
+    return proto
+
+
+def _holds_map(kind: onnx.TypeProto) -> bool:
+    if kind.HasField("sequence_type"):
+        return _holds_map(kind.sequence_type.elem_type)
+    if kind.HasField("optional_type"):
+        return _holds_map(kind.optional_type.elem_type)
+    return bool(kind.HasField("map_type"))

@@ -16,12 +16,13 @@ from ortplugins.errors import ModelFileError
 from ortplugins.model_io.loading import (
     LoadedModel,
     ModelLike,
+    has_kept_types,
     initializer_tensors,
     is_path,
     relocated,
     stored_bytes,
+    to_proto,
 )
-from ortplugins.model_io.map_types import has_kept_types, to_proto
 from rewrite_rules.graph.lazy_tensors import AliasTensor, ChunkedTensor, relabel
 
 # Tensors of fewer bytes stay inside the .onnx file.

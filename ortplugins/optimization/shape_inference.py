@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import onnx_ir as ir
 import onnx_ir.passes.common
 
-from ortplugins.model_io.map_types import has_kept_types
+from ortplugins.model_io.loading import has_kept_types
 from rewrite_rules.shapes.proved_shapes import unify_dimension_names
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import onnxruntime
 
-from ortplugins.cache.get_or_build import cache_of, get_or_build
+from ortplugins.cache.get_or_build import get_or_build
 from ortplugins.cache.key import key_content, share_digests
-from ortplugins.cache.store import disk_size, share
+from ortplugins.cache.store import cache_of, disk_size, share
 from ortplugins.errors import ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.optimization.request import BuildRequest, read_request
 from ortplugins.report import Report
@@ -99,7 +99,7 @@ def warm(
         if cache_dir is not None and not result.error:
             cache = cache_of(plan)
             content = key_content(request, cache.root, cache.data_locations)
-            if content is not None:
+            if content.is_known:
                 share_digests(content.states, cache.root)
             share(cache)
         results.append(result)

@@ -145,7 +145,7 @@ def large_file(tmp_path: Path) -> Path:
 
 
 def digest(path: Path, cache_dir: Path) -> str:
-    return key.file_digest(path, cache_dir)[0]
+    return known_starts.file_digest(path, cache_dir)[0]
 
 
 def test_a_large_file_is_hashed_once(cache_dir, large_file, monkeypatch):
@@ -271,7 +271,7 @@ def test_pruning_forgets_starts_whose_entry_is_gone(model_path, cache_dir, monke
 
 
 def test_pruning_forgets_what_belongs_to_no_entry(model_path, cache_dir, monkeypatch):
-    monkeypatch.setattr(key, "_MEMO_SIZE", 0)
+    monkeypatch.setattr(known_starts, "MEMO_SIZE", 0)
     all_is_settled(monkeypatch)
     start(model_path)
     cache = ArtifactCache(cache_dir)
@@ -339,7 +339,10 @@ def test_a_folder_switched_behind_a_link_is_noticed(tmp_path, monkeypatch, momen
 
         return function
 
-    owner, name = {"built": (ArtifactCache, "publish"), "hashed": (key, "file_digest")}[moment]
+    owner, name = {
+        "built": (ArtifactCache, "publish"),
+        "hashed": (known_starts, "file_digest"),
+    }[moment]
     monkeypatch.setattr(owner, name, then_switch(getattr(owner, name)))
     with warnings.catch_warnings():  # the data of one under the graph of the other
         warnings.simplefilter("ignore")
@@ -387,7 +390,7 @@ SMALL = DequantizedMatMul(32, 32, 32)
 def test_a_byte_changed_anywhere_is_a_miss(tmp_path, cache_dir, monkeypatch):
     """In entries, manifests, memos: never an error, never another result."""
     all_is_settled(monkeypatch)
-    monkeypatch.setattr(key, "_MEMO_SIZE", 0)
+    monkeypatch.setattr(known_starts, "MEMO_SIZE", 0)
     path, draw = save(SMALL, tmp_path / "model.onnx"), random.Random(0)
     start(path)
     start(path)
@@ -546,9 +549,7 @@ def flip_a_byte(path: Path) -> None:
 
 
 def key_of(asked: request.BuildRequest, cache_dir: Path) -> key.KeyContent:
-    content = key.key_content(asked, cache_dir, lambda _: [f"{Path(asked.name).name}.data"])
-    assert content is not None
-    return content
+    return key.key_content(asked, cache_dir, lambda _: [f"{Path(asked.name).name}.data"])
 
 
 def test_every_part_of_the_key_changes_the_key(model_path, cache_dir, monkeypatch):
@@ -628,8 +629,8 @@ for name in ("onnx", "onnx_ir", "onnxscript", "ml_dtypes", "filelock", "platform
 from ortplugins.runtime import machine
 machine._version_of = lambda name: "unknown"
 import hashlib
-from ortplugins.cache import key
-key._MEMO_SIZE = 0
+from ortplugins import known_starts
+known_starts.MEMO_SIZE = 0
 def file_digest(*_):
     raise AssertionError("a file is read whole")
 hashlib.file_digest = file_digest
@@ -639,7 +640,7 @@ hashlib.file_digest = file_digest
 def test_a_serving_image_hits_without_what_builds(
     model_path, cache_dir, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(key, "_MEMO_SIZE", 0)
+    monkeypatch.setattr(known_starts, "MEMO_SIZE", 0)
     (warmed,) = ortplugins.warm([model_path], ["dq_matmulnbits_fusion"], cache_dir=cache_dir)
     assert not warmed.error
     original = tmp_path.rename(tmp_path.with_name(f"{tmp_path.name}-built"))
