@@ -191,7 +191,7 @@ class ArtifactCache:
         return None
 
     def find_like(self, parts: Mapping[str, Any], missing: Sequence[str]) -> Entry | None:
-        """Return an entry made of the same parts, but for versions of packages missing here."""
+        """Return an entry of these parts, but for versions of packages missing here."""
 
         def compared(made_from: Mapping[str, Any]) -> dict[str, Any]:
             plain: dict[str, Any] = json.loads(json.dumps(made_from))
