@@ -93,47 +93,6 @@ class _Request:
 _CONSUMER, _PRODUCER, _NAMED = range(3)
 
 
-class _Requests:
-    """What is asked, by whom, until it is known whether all of it goes together."""
-
-    def __init__(self) -> None:
-        self.produced: dict[QuantizedTensor, _Request] = {}
-        self.read: dict[tuple[QuantizedTensor, ir.Node], _Request] = {}
-        self.nodes: dict[ir.Node, _Request] = {}
-        # Consumers of these read what is produced, unless they are asked otherwise.
-        self.converts: dict[QuantizedTensor, TensorOverride] = {}
-
-    def produce(self, tensor: QuantizedTensor, request: _Request) -> None:
-        other = self.produced.setdefault(tensor, request)
-        _agree(other, request, f"tensor {tensor.name!r} is asked to be", "give one type")
-
-    def consume(self, tensor: QuantizedTensor, node: ir.Node, request: _Request) -> None:
-        other = self.read.setdefault((tensor, node), request)
-        what = f"node {label(node)!r} is asked to read tensor {tensor.name!r} as"
-        _agree(other, request, what, "it reads one type")
-
-    def unify(self, node: ir.Node, request: _Request) -> None:
-        other = self.nodes.setdefault(node, request)
-        if other.strength < request.strength:
-            self.nodes[node] = request
-        elif other.strength == request.strength:
-            _agree(
-                other,
-                request,
-                f"node {label(node)!r} is asked to be",
-                "a node has one type: name its consumers in 'convert', or give both tensors "
-                "one type",
-            )
-
-
-def _agree(one: _Request, other: _Request, what: str, advice: str) -> None:
-    if one.dtype != other.dtype:
-        raise OverrideError(
-            f"{what} {type_name(one.dtype)} by {one.by} and {type_name(other.dtype)} by "
-            f"{other.by}; {advice}"
-        )
-
-
 class Groups:
     """Disjoint sets that grow together; one that is alone is a set, too."""
 
@@ -183,120 +142,123 @@ def find_regions(
     What ``promote`` names is to be of type ``promoted``, 16 bits or FLOAT; a name of a tensor
     and of a node means the tensor.
     """
-    requests, regions = _Requests(), Groups()
-    seeds: dict[Hashable, str] = {}
+    requests = _Requests(graph, groups)
     for tensor, (name, override) in overridden.items():
-        seeds[tensor] = name
-        _ask_override(requests, tensor, name, override)
+        requests.override(tensor, name, override)
     for name in promote:
-        seeds.update(dict.fromkeys(_ask_promotion(requests, graph, name, promoted), name))
-    _ask_nodes(requests, groups, regions)
-    refused = _ask_activations(requests, graph, regions)
-    return _gathered(requests, regions, seeds, refused)
+        requests.promote(name, promoted)
+    requests.ask_nodes()
+    requests.ask_activations()
+    return requests.gathered()
 
 
-def _ask_promotion(
-    requests: _Requests, graph: QuantizedGraph, name: str, promoted: ir.DataType
-) -> list[Hashable]:
-    """Ask for the type of a named tensor, or of the nodes of that name; return these."""
-    by = f"the promotion of {name!r}"
-    if tensors := graph.by_name.get(name, ()):
+class _Requests:
+    """What is asked, by whom, until it is known whether all of it goes together."""
+
+    def __init__(self, graph: QuantizedGraph, groups: Groups) -> None:
+        self._graph, self._groups, self._regions = graph, groups, Groups()
+        self._produced: dict[QuantizedTensor, _Request] = {}
+        self._read: dict[tuple[QuantizedTensor, ir.Node], _Request] = {}
+        self._nodes: dict[ir.Node, _Request] = {}
+        # Consumers of these read what is produced, unless they are asked otherwise.
+        self._converts: dict[QuantizedTensor, TensorOverride] = {}
+        # What the user named, and nodes that can't be what they are asked.
+        self._seeds: dict[Hashable, str] = {}
+        self._refused: dict[Hashable, str] = {}
+
+    def override(self, tensor: QuantizedTensor, name: str, override: TensorOverride) -> None:
+        """Ask for what an override of a tensor says."""
+        by = f"the override of {name!r}"
+        self._seeds[tensor] = name
+        self._produce(tensor, _Request(override.quant_type or tensor.grid.dtype, by))
+        if (convert := override.convert) is None:
+            return
+        self._converts[tensor] = convert
+        assert convert.quant_type is not None
+        names = convert.recv_nodes
+        for node in tensor.consumers():
+            if label(node) in names if names is not None else not is_quantize_linear(node):
+                self._consume(tensor, node, _Request(convert.quant_type, by))
+
+    def promote(self, name: str, dtype: ir.DataType) -> None:
+        """Ask for the type of a named tensor, or of the nodes of that name."""
+        by = f"the promotion of {name!r}"
+        tensors = self._graph.by_name.get(name, ())
         for tensor in tensors:
-            requests.produce(tensor, _Request(promoted, by))
-        return [*tensors]
-    nodes = [node for node in graph.by_label.get(name, ()) if not is_quantize_linear(node)]
-    for node in nodes:
-        requests.unify(node, _Request(promoted, by, _NAMED))
-    return [*nodes]
+            self._seeds[tensor] = name
+            self._produce(tensor, _Request(dtype, by))
+        for node in () if tensors else self._graph.by_label.get(name, ()):
+            if not is_quantize_linear(node):
+                self._seeds[node] = name
+                self._unify(node, _Request(dtype, by, _NAMED))
 
+    def ask_nodes(self) -> None:
+        """Ask the nodes around each tensor of another type, and its group, for that type."""
+        kept = set()  # nodes whose output the user wants in the type that it has
+        for tensor, request in list(self._produced.items()):
+            if request.dtype == tensor.grid.dtype:
+                kept.add(tensor.producer)
+            elif tensor not in self._converts:
+                for member in self._groups.find(tensor):
+                    self._regions.union(tensor, member)
+                    self._produce(member, request)
+                    if member not in self._converts:
+                        self._ask_neighbours(member, request)
+        for node, request in list(self._nodes.items()):
+            if request.strength == _CONSUMER and node in kept:
+                del self._nodes[node]
 
-def _ask_nodes(requests: _Requests, groups: Groups, regions: Groups) -> None:
-    """Ask the nodes around each tensor of another type, and its group, for that type."""
-    kept = set()  # nodes whose output the user wants in the type that it has
-    for tensor, request in list(requests.produced.items()):
-        if request.dtype == tensor.grid.dtype:
-            kept.add(tensor.producer)
-        elif tensor not in requests.converts:
-            for member in groups.find(tensor):
-                regions.union(tensor, member)
-                requests.produce(member, request)
-                if member not in requests.converts:
-                    _ask_neighbours(requests, member, request, regions)
-    for node, request in list(requests.nodes.items()):
-        if request.strength == _CONSUMER and node in kept:
-            del requests.nodes[node]
+    def _ask_neighbours(self, tensor: QuantizedTensor, request: _Request) -> None:
+        readers = (node for node in tensor.consumers() if not is_quantize_linear(node))
+        ends = [(node, _CONSUMER) for node in readers]
+        if tensor.producer is not None:
+            ends.append((tensor.producer, _PRODUCER))
+        for node, strength in ends:
+            self._unify(node, dataclasses.replace(request, strength=strength))
+            self._regions.union(tensor, node)
 
+    def ask_activations(self) -> None:
+        """Ask what each node of one type reads and writes for it."""
+        for node, request in self._nodes.items():
+            try:
+                read, written = self._graph.read_by(node), self._graph.written_by(node)
+            except Refusal as refusal:
+                # Its neighbours still belong together: they are refused with it.
+                self._refused[node] = str(refusal)
+                continue
+            for tensor in read:
+                self._consume(tensor, node, request)
+            for tensor in written:
+                self._produce(tensor, request)
+            for tensor in (*read, *written):
+                self._regions.union(node, tensor)
 
-def _ask_neighbours(
-    requests: _Requests, tensor: QuantizedTensor, request: _Request, regions: Groups
-) -> None:
-    ends = [(node, _CONSUMER) for node in tensor.consumers() if not is_quantize_linear(node)]
-    if tensor.producer is not None:
-        ends.append((tensor.producer, _PRODUCER))
-    for node, strength in ends:
-        requests.unify(node, dataclasses.replace(request, strength=strength))
-        regions.union(tensor, node)
+    def gathered(self) -> list[Region]:
+        """Return the regions, with the plan of each tensor."""
+        found: dict[int, Region] = {}
 
+        def region_of(item: Hashable) -> Region:
+            return found.setdefault(id(self._regions.find(item)), Region())
 
-def _ask_activations(
-    requests: _Requests, graph: QuantizedGraph, regions: Groups
-) -> dict[Hashable, str]:
-    """Ask what each node of one type reads and writes for it; return the nodes that can't."""
-    refused: dict[Hashable, str] = {}
-    for node, request in requests.nodes.items():
-        try:
-            read, written = graph.read_by(node), graph.written_by(node)
-        except Refusal as refusal:
-            # Its neighbours still belong together: they are refused with it.
-            refused[node] = str(refusal)
-            continue
-        for tensor in read:
-            requests.consume(tensor, node, request)
-        for tensor in written:
-            requests.produce(tensor, request)
-        for tensor in (*read, *written):
-            regions.union(node, tensor)
-    return refused
+        for seed, name in self._seeds.items():
+            region = region_of(seed)
+            if name not in region.seeds:
+                region.seeds.append(name)
+        for tensor in dict.fromkeys([*self._produced, *(read for read, _ in self._read)]):
+            region_of(tensor).plans[tensor] = self._plan(tensor)
+        for item, reason in self._refused.items():
+            region = region_of(item)
+            region.refusal = region.refusal or reason
+        return list(found.values())
 
-
-def _ask_override(
-    requests: _Requests, tensor: QuantizedTensor, name: str, override: TensorOverride
-) -> None:
-    by = f"the override of {name!r}"
-    requests.produce(tensor, _Request(override.quant_type or tensor.grid.dtype, by))
-    if (convert := override.convert) is None:
-        return
-    requests.converts[tensor] = convert
-    assert convert.quant_type is not None
-    names = convert.recv_nodes
-    for node in tensor.consumers():
-        if label(node) in names if names is not None else not is_quantize_linear(node):
-            requests.consume(tensor, node, _Request(convert.quant_type, by))
-
-
-def _gathered(
-    requests: _Requests,
-    regions: Groups,
-    seeds: Mapping[Hashable, str],
-    refused: Mapping[Hashable, str],
-) -> list[Region]:
-    found: dict[int, Region] = {}
-
-    def region_of(item: Hashable) -> Region:
-        return found.setdefault(id(regions.find(item)), Region())
-
-    for seed, name in seeds.items():
-        region = region_of(seed)
-        if name not in region.seeds:
-            region.seeds.append(name)
-    for tensor in dict.fromkeys([*requests.produced, *(read for read, _ in requests.read)]):
+    def _plan(self, tensor: QuantizedTensor) -> TensorPlan:
         own = _Request(tensor.grid.dtype, "")
-        asked = requests.produced.get(tensor, own)
-        convert = requests.converts.get(tensor)
+        asked = self._produced.get(tensor, own)
+        convert = self._converts.get(tensor)
         others = own if convert is None else asked
         reads = {
             # A QuantizeLinear takes what there is: whatever follows it is behind a boundary.
-            node: requests.read.get(
+            node: self._read.get(
                 (tensor, node), asked if is_quantize_linear(node) else others
             ).dtype
             for node in tensor.consumers()
@@ -313,11 +275,37 @@ def _gathered(
             output = own.dtype  # it is dequantised from the codes that stay
         elif output == ir.DataType.FLOAT:
             output = produced  # what is dequantised is float
-        region_of(tensor).plans[tensor] = TensorPlan(produced, reads, output)
-    for item, reason in refused.items():
-        region = region_of(item)
-        region.refusal = region.refusal or reason
-    return list(found.values())
+        return TensorPlan(produced, reads, output)
+
+    def _produce(self, tensor: QuantizedTensor, request: _Request) -> None:
+        other = self._produced.setdefault(tensor, request)
+        _agree(other, request, f"tensor {tensor.name!r} is asked to be", "give one type")
+
+    def _consume(self, tensor: QuantizedTensor, node: ir.Node, request: _Request) -> None:
+        other = self._read.setdefault((tensor, node), request)
+        what = f"node {label(node)!r} is asked to read tensor {tensor.name!r} as"
+        _agree(other, request, what, "it reads one type")
+
+    def _unify(self, node: ir.Node, request: _Request) -> None:
+        other = self._nodes.setdefault(node, request)
+        if other.strength < request.strength:
+            self._nodes[node] = request
+        elif other.strength == request.strength:
+            _agree(
+                other,
+                request,
+                f"node {label(node)!r} is asked to be",
+                "a node has one type: name its consumers in 'convert', or give both tensors "
+                "one type",
+            )
+
+
+def _agree(one: _Request, other: _Request, what: str, advice: str) -> None:
+    if one.dtype != other.dtype:
+        raise OverrideError(
+            f"{what} {type_name(one.dtype)} by {one.by} and {type_name(other.dtype)} by "
+            f"{other.by}; {advice}"
+        )
 
 
 def type_name(dtype: ir.DataType) -> str:

@@ -5,6 +5,7 @@ The layouts and their numbers are those of ``test_layout_matrix.py``.
 """
 
 import re
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -20,6 +21,7 @@ from builders.dequantized_models import (
     run,
 )
 from builders.layout_matrix import LayoutCase
+from builders.text_cases import text_cases
 from builders.text_models import add_weights, text_model
 
 from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions
@@ -139,9 +141,6 @@ def test_refuses_providers_that_read_qdq_themselves():
     assert "QNNExecutionProvider has no MatMulNBits kernel" in message
 
 
-DQ = "[dq] d = DequantizeLinear <axis = 1, block_size = 32> (w, s, z)"
-
-
 def test_a_bias_that_products_share_is_scaled_for_each():
     """By beta, which may go into the kernel's bias; alpha is of the product alone."""
     case = DequantizedMatMul(64, 8, 32, "uint4")
@@ -158,51 +157,26 @@ def test_a_bias_that_products_share_is_scaled_for_each():
     assert_same_outputs(model, expected, {"x": case.feed(8)}, rtol=1e-5, atol=1e-3)
 
 
-REFUSALS = {
-    "a zero point of int32 codes": (
-        "[dq] d = DequantizeLinear (wide, one, offset)  [mm] y = MatMul (x, d)",
-        [8, 8],
-        "zero point 'offset' of int32 codes is not 0",
-    ),
-    "a left side whose other operand has no known rank": (
-        f"{DQ}  [left] y = MatMul (d, x)",
-        None,
-        "rank is not proved: give the model's inputs a shape",
-    ),
-    "a consumer that no rule matches": (
-        f"{DQ}  [mul] y = Mul (x, d)",
-        [8, 64],
-        "it feeds input 1 of Mul 'mul'",
-    ),
-    "a product that transposes batches": (
-        f"{DQ}  [mm] y = com.microsoft.FusedMatMul <transBatchA = 1, transB = 1> (x, d)",
-        [3, 2, 64],
-        "FusedMatMul transposes batches",
-    ),
-    "codes that the graph makes from floats": (
-        f"""[q] w = QuantizeLinear <axis = 1, block_size = 32> (floats, s, z)
-        {DQ}  [left] y = MatMul (d, x)""",
-        [64, "n"],
-        "codes are made by QuantizeLinear 'q' from a constant",
-    ),
+REFUSALS = text_cases(Path(__file__).with_name("refusals.txt"))
+CONSTANTS = {
+    "w": np.ones((8, 64), np.uint8),
+    "floats": np.ones((8, 64), np.float32),
+    "s": np.ones((8, 2), np.float32),
+    "z": np.zeros((8, 2), np.uint8),
+    "wide": np.ones((8, 64), np.int32),
+    "one": np.float32(0.5),
+    "offset": np.int32(3),
 }
 
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_names_why_it_refuses(name):
-    text, shape, words = REFUSALS[name]
-    weight = "floats" if "floats" in text else "w"
-    constants = {
-        weight: np.ones((8, 64), np.float32 if weight == "floats" else np.uint8),
-        "s": np.ones((8, 2), np.float32),
-        "z": np.zeros((8, 2), np.uint8),
-        "wide": np.ones((8, 64), np.int32),
-        "one": np.float32(0.5),
-        "offset": np.int32(3),
-    }
-    named = set(re.findall(r"\w+", text))
-    constants = {key: array for key, array in constants.items() if key in named}
-    assert words in refused(ir.from_proto(text_model(text, constants, {"x": (1, shape)})))
+    case = REFUSALS[name]
+    dims = case.settings["x"].split(", ") if "x" in case.settings else None
+    shape = dims and [int(dim) if dim.isdigit() else dim for dim in dims]
+    named = set(re.findall(r"\w+", case.nodes)) - set(re.findall(r"(\w+) =", case.nodes))
+    constants = {key: CONSTANTS[key] for key in CONSTANTS.keys() & named}
+    case.expect(refused(ir.from_proto(text_model(case.nodes, constants, {"x": (1, shape)}))))
 
 
 # Of a value that a node makes, what the file says of its shape is checked by nobody.

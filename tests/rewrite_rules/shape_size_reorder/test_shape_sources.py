@@ -193,6 +193,8 @@ def test_shapes_become(name):
     opset, infer = int(case.settings.get("opset", 21)), "infer" not in case.settings
     before, after = parse(text, opset), parse(text, opset)
     simplify(after, infer)
+    if name.startswith("damaged: "):  # onnxruntime refuses such models
+        runs = []
     same(before, after, runs)
     assert simplify(after, infer) == []
     left = " ".join(node.op_type for node in after.graph)
@@ -458,25 +460,3 @@ def test_a_node_that_was_read_by_a_merged_one_only_is_still_there_for_its_like()
     before = ir.from_proto(ir.to_proto(model))
     simplify(model, infer=False)
     same(before, model, [{"x": np.ones(3, F)}])
-
-
-def test_damaged_nodes_are_left():
-    # onnxruntime refuses such models; we must neither crash nor guess.
-    for nodes in (
-        "h = Transpose <perm = [0, 7]> (x)",
-        "h = Transpose <perm = [0, 0]> (x)",
-        "h = Squeeze (x, nine)",
-        "h = Concat <axis = 5> (x, x)",
-        "h = Gather <axis = 9> (x, nine)",
-        "h = DepthToSpace <blocksize = 2> (x)",
-        "h = Reshape (x)",
-        "h = Split <axis = -8, num_outputs = 1> (x)",
-    ):
-        model = parse(f"g (float[a, b] x) => (int64[k] o) <int64[1] nine = {{9}}> {{ {nodes}\n"
-                      "o = Shape (h) }")  # fmt: skip
-        simplify(model)
-        assert written(model) == ["o = Shape(h)"]
-    model = parse("g (float[a, b] x) => (int64[k] o) <int64 nine = {9}> { s = Shape (x)\n"
-                  "o = Gather (s, nine) }")  # fmt: skip
-    simplify(model)
-    assert written(model) == ["o = Gather(Shape(x), 9)"]
