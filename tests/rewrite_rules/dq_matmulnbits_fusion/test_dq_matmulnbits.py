@@ -24,6 +24,7 @@ from builders.layout_matrix import LayoutCase
 from builders.text_cases import text_cases
 from builders.text_models import add_weights, text_model
 
+from ortplugins.reasons import code_of
 from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions
 
 FLOAT = {"accuracy_level": 0, "slow_kernels": "float"}
@@ -176,7 +177,8 @@ def test_names_why_it_refuses(name):
     shape = dims and [int(dim) if dim.isdigit() else dim for dim in dims]
     named = set(re.findall(r"\w+", case.nodes)) - set(re.findall(r"(\w+) =", case.nodes))
     constants = {key: CONSTANTS[key] for key in CONSTANTS.keys() & named}
-    case.expect(refused(ir.from_proto(text_model(case.nodes, constants, {"x": (1, shape)}))))
+    remark = refused(ir.from_proto(text_model(case.nodes, constants, {"x": (1, shape)})))
+    case.expect(f"{remark.partition(':')[0]}: {code_of(remark)}")
 
 
 # Of a value that a node makes, what the file says of its shape is checked by nobody.
