@@ -4,7 +4,7 @@
 import onnx
 import onnx_ir as ir
 
-from builders.text_models import proto_of
+from builders.text_models import normal, proto_of
 
 # Query heads, key and value heads, size of a head.
 H, G, D = 6, 2, 4
@@ -168,3 +168,48 @@ def norm(change: tuple[str, str]) -> onnx.ModelProto:
 
 def gelu(change: tuple[str, str]) -> onnx.ModelProto:
     return tanh_gelu("products", "torch, gpt2", "half of x", change)
+
+
+# Inputs of each update beside queries, keys, values and state.
+UPDATES = {
+    "linear": ("", ""),
+    "gated": ("g", ""),
+    "delta": ("", "b"),
+    "gated_delta": ("g", "b"),
+}
+WIDTH = 16
+
+
+def linear_attention(
+    rule: str = "gated_delta",
+    *,
+    sizes: tuple[int, int] = (3, 5),
+    decay: int = G,
+    beta: int = G,
+    state: str = "state",
+    heads: int = H,
+    change: tuple[str, str] = ("", ""),
+) -> onnx.ModelProto:
+    """Keys and values have these sizes; decay and beta are one for each head, or others."""
+    (k, v), (g, b) = sizes, UPDATES[rule]
+    text = f"""m (float[B, T, {WIDTH}] x, float[B, {G}, {k}, {v}] state)
+        => (float[B, T, {heads * v}] y, float[B, {G}, {k}, {v}] present) {{
+        q = MatMul(x, wq) k_long = MatMul(x, wk) v = MatMul(x, wv)
+        k = LpNormalization<axis = -1>(k_long)
+        g_any = MatMul(x, wg) g_high = Softplus(g_any) g = Neg(g_high)
+        b_any = MatMul(x, wb) b = Sigmoid(b_any)
+        y, present = LinearAttention<q_num_heads = {heads}, kv_num_heads = {G},
+            update_rule = "{rule}", scale = 0.3>(q, k, v, {state}, {g}, {b}) }}"""
+    widths = {"q": heads * k, "k": G * k, "v": G * v, "g": decay, "b": beta}
+    weights = {f"w{name}": normal(WIDTH, size) / 4 for name, size in widths.items()}
+    return proto_of(text.replace(*change), weights, opset=27, ir_version=13)
+
+
+def causal_convolution(
+    inputs: str = "x, w, b, past", *, kernel: int = 4, tokens: str = "L", activation: str = ""
+) -> onnx.ModelProto:
+    text = f"""m (float[B, 6, {tokens}] x, float[B, 6, {kernel - 1}] past)
+        => (float[B, 6, {tokens}] y, float[B, 6, {kernel - 1}] present) {{
+        y, present = CausalConvWithState{activation}({inputs}) }}"""
+    weights = {"w": normal(6, 1, kernel), "b": normal(6)}
+    return proto_of(text, weights, opset=27, ir_version=13)

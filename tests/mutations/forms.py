@@ -17,7 +17,15 @@ import onnx_ir as ir
 from builders import decoders, encoders, exports, layout_matrix, order_graphs
 from builders.attention_forms import FORMS as ATTENTION_FORMS
 from builders.attention_forms import form, form_feeds
-from builders.transformer_parts import LAYOUTS, REPEATS, attention, gelu, norm
+from builders.transformer_parts import (
+    LAYOUTS,
+    REPEATS,
+    attention,
+    causal_convolution,
+    gelu,
+    linear_attention,
+    norm,
+)
 from numpy.typing import NDArray
 
 from ortplugins import (
@@ -208,6 +216,8 @@ def _small_ones() -> Iterator[tuple[str, Form]]:
         yield f"form {name}", Form(lambda name=name: form(name), TRANSFORMER, _form_feeds)
     yield "norm", Form(lambda: norm(("", "")), TRANSFORMER, plain_feeds)
     yield "gelu", Form(lambda: gelu(("", "")), TRANSFORMER, plain_feeds)
+    yield "recurrence", Form(linear_attention, TRANSFORMER, plain_feeds)
+    yield "recurrence convolved", Form(causal_convolution, TRANSFORMER, plain_feeds)
 
 
 def _weights_and_orders() -> Iterator[tuple[str, Form]]:
@@ -241,7 +251,7 @@ FAMILIES = {
         for family, share, starts in (
             ("decoder", 18, r"decoder |torch$|grouped"),
             ("encoder", 12, "encoder "),
-            ("heads, norms", 6, "heads|norm|gelu"),
+            ("heads, norms", 8, "heads|norm|gelu|recurrence"),
             ("form", 6, "form "),
             ("weight", 8, "weight"),
             ("order", 6, "order"),

@@ -11,53 +11,23 @@ from builders.dequantized_models import op_types
 from builders.exports import fused
 from builders.same_numbers import session
 from builders.text_models import normal, proto_of
+from builders.transformer_parts import (
+    UPDATES,
+    WIDTH,
+    G,
+    H,
+    causal_convolution,
+    linear_attention,
+)
 from numpy.typing import NDArray
 
-H, G, K, V, WIDTH = 4, 2, 3, 5, 16
 ATTENTION = [("com.microsoft", "LinearAttention")]
-RULES = {
-    "linear": ("", ""),
-    "gated": ("g", ""),
-    "delta": ("", "b"),
-    "gated_delta": ("g", "b"),
-}
 
 
-def attention(
-    rule: str = "gated_delta",
-    *,
-    decay: int = G,
-    beta: int = G,
-    state: str = "state",
-    heads: int = H,
-    change: tuple[str, str] = ("", ""),
-) -> onnx.ModelProto:
-    sizes = {"q": heads * K, "k": G * K, "v": G * V, "g": decay, "b": beta}
-    g, b = RULES[rule]
-    text = f"""m (float[B, T, {WIDTH}] x, float[B, {G}, {K}, {V}] state)
-        => (float[B, T, {heads * V}] y, float[B, {G}, {K}, {V}] present) {{
-        q = MatMul(x, wq) k_long = MatMul(x, wk) v = MatMul(x, wv)
-        k = LpNormalization<axis = -1>(k_long)
-        g_any = MatMul(x, wg) g_high = Softplus(g_any) g = Neg(g_high)
-        b_any = MatMul(x, wb) b = Sigmoid(b_any)
-        y, present = LinearAttention<q_num_heads = {heads}, kv_num_heads = {G},
-            update_rule = "{rule}", scale = 0.3>(q, k, v, {state}, {g}, {b}) }}"""
-    weights = {f"w{name}": normal(WIDTH, size) / 4 for name, size in sizes.items()}
-    return proto_of(text.replace(*change), weights, opset=27, ir_version=13)
-
-
-def of_attention(batch: int, tokens: int) -> dict[str, NDArray]:
-    return {"x": normal(batch, tokens, WIDTH), "state": normal(batch, G, K, V)}
-
-
-def convolution(
-    inputs: str = "x, w, b, past", *, kernel: int = 4, tokens: str = "L", activation: str = ""
-) -> onnx.ModelProto:
-    text = f"""m (float[B, 6, {tokens}] x, float[B, 6, {kernel - 1}] past)
-        => (float[B, 6, {tokens}] y, float[B, 6, {kernel - 1}] present) {{
-        y, present = CausalConvWithState{activation}({inputs}) }}"""
-    weights = {"w": normal(6, 1, kernel), "b": normal(6)}
-    return proto_of(text, weights, opset=27, ir_version=13)
+def of_attention(
+    batch: int, tokens: int, sizes: tuple[int, int] = (3, 5)
+) -> dict[str, NDArray]:
+    return {"x": normal(batch, tokens, WIDTH), "state": normal(batch, G, *sizes)}
 
 
 def of_convolution(batch: int, tokens: int, kernel: int = 4) -> dict[str, NDArray]:
@@ -77,31 +47,32 @@ def check(model: onnx.ModelProto, *feeds: dict[str, NDArray]) -> list[tuple[str,
     return [(node.domain, node.op_type) for node in result.graph if len(node.outputs) == 2]
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_linear_attention(rule: str):
+@pytest.mark.parametrize("rule", UPDATES)
+def test_linear_linear_attention(rule: str):
     feeds = [of_attention(*sizes) for sizes in ((1, 1), (3, 1), (1, 9), (2, 7))]
     for decay, beta, state, heads in itertools.product(
-        (G, G * K), (1, G), ("state", ""), (H, G)
+        (G, 3 * G), (1, G), ("state", ""), (H, G)
     ):
         options = {"decay": decay, "beta": beta, "state": state, "heads": heads}
-        assert check(attention(rule, **options), *feeds) == ATTENTION
+        assert check(linear_attention(rule, **options), *feeds) == ATTENTION
 
 
-def test_large_heads_that_the_kernel_multiplies_otherwise(monkeypatch: pytest.MonkeyPatch):
-    for name, size in {"K": 64, "V": 72}.items():
-        monkeypatch.setitem(globals(), name, size)
-    assert check(attention(), of_attention(2, 5)) == ATTENTION
+def test_large_heads_that_the_kernel_multiplies_otherwise():
+    sizes = 64, 72
+    assert check(linear_attention(sizes=sizes), of_attention(2, 5, sizes)) == ATTENTION
 
 
 def test_a_scale_that_is_left_out():
-    assert check(attention(change=(", scale = 0.3", "")), of_attention(2, 5)) == ATTENTION
+    assert (
+        check(linear_attention(change=(", scale = 0.3", "")), of_attention(2, 5)) == ATTENTION
+    )
 
 
 @pytest.mark.parametrize("name", ["g", "b"])
 def test_sizes_of_decay_and_beta_are_checked(name: str):
     """The kernel reads as many as the queries have tokens, whatever there are."""
     made = {"g": ("g = Neg(g_high)", ""), "b": ("b = Sigmoid(b_any)", "")}[name]
-    model = attention(change=made)
+    model = linear_attention(change=made)
     kind = onnx.helper.make_tensor_value_info(name, 1, ["B", "T", G])
     model.graph.input.append(kind)
     feed = of_attention(2, 5) | {name: -np.abs(normal(2, 5, G))}
@@ -124,18 +95,21 @@ def test_sizes_of_decay_and_beta_are_checked(name: str):
 def test_a_convolution_of_few_tokens(inputs: str, activation: str):
     all_sizes = ((1, 1), (3, 1), (2, 3), (2, 8), (1, 9), (3, 20))
     for kernel in (1, 2, 4, 7):
-        model = convolution(inputs, kernel=kernel, activation=activation)
+        model = causal_convolution(inputs, kernel=kernel, activation=activation)
         feeds = [of_convolution(*sizes, kernel) for sizes in all_sizes]
         assert check(model, *feeds) == [("", "If")]
-        model = convolution(inputs, kernel=kernel, activation=activation, tokens="1")
+        model = causal_convolution(inputs, kernel=kernel, activation=activation, tokens="1")
         found = check(model, *feeds[:2])
         assert found == [("com.microsoft", "CausalConvWithState")]
 
 
 STAYS = {
-    "many tokens": (convolution(tokens="9"), "CausalConvWithState: nodes are faster for 9"),
+    "many tokens": (
+        causal_convolution(tokens="9"),
+        "CausalConvWithState: nodes are faster for 9",
+    ),
     "float16": (
-        attention(
+        linear_attention(
             change=("q = MatMul(x, wq)", "q_wide = MatMul(x, wq) q = Cast<to=10>(q_wide)")
         ),
         "LinearAttention: computes in FLOAT16",
@@ -153,7 +127,7 @@ def test_what_stays(case: str):
 
 @pytest.mark.parametrize("change", [{"domain": "mine"}, {"opset": 29}])
 def test_operators_of_others_stay(change: dict[str, int | str]):
-    model = ir.from_proto(attention())
+    model = ir.from_proto(linear_attention())
     model.opset_imports[""] = change.get("opset", 27)
     for node in model.graph:
         if node.op_type == "LinearAttention":
