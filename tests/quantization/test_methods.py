@@ -341,6 +341,29 @@ def test_reported_errors_are_those_between_the_two_models(settings):
         assert rows[name].output_error == pytest.approx(error, rel=1e-3), name
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_branches_that_call_their_values_alike_are_kept_apart(sign):
+    def branch(seed: int) -> str:
+        numbers = ", ".join(map(str, 0.3 * normal(8, 8, seed=seed).reshape(-1)))
+        weight = f"W = Constant <value = float[8, 8] {{ {numbers} }}> ()"
+        return f"(float[T, 8] u) {{ {weight} [m{seed}] u = MatMul(h, W) }}"
+
+    text = f"""g (float[T, 8] x) => (float[T, 8] y) {{
+        [p] h = MatMul(x, P) s = ReduceMax <keepdims = 0> (x) c = Greater(s, zero)
+        r = If (c) <then_branch = t () => {branch(1)}, else_branch = e () => {branch(2)}>
+        [q] y = MatMul(r, Q)
+    }}"""
+    weights = {"P": normal(8, 8, seed=3), "Q": normal(8, 8, seed=4), "zero": np.float32(0)}
+    feed = {"x": sign * np.abs(normal(40, 8))}
+    model = model_of(text, weights)
+    options = {"method": "gptq", "bits": 8, "block_size": 8, "quantized_inputs": True}
+    result = quantize(model, calibration_data_reader=[feed], **options)
+    found, expected = (session(m).run(None, feed)[0] for m in (result.model, model))
+    assert np.linalg.norm(found - expected) < 0.02 * np.linalg.norm(expected)
+    # Both weights are counted.
+    assert {row.bytes_before for row in result.report.nodes} == {4 * 8 * 8}
+
+
 def test_what_each_method_adds_to_the_error_of_a_deep_model():
     width, layers, values = 64, "ABCDE", ["x"]
     x, weights = inputs_and_weights(width, (width,) * len(layers), 1200)

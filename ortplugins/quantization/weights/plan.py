@@ -28,6 +28,7 @@ from ortplugins.quantization.weights.uses import (
 )
 from ortplugins.quantization.weights.weight import Group, Weight
 from rewrite_rules.dq_matmulnbits_fusion.kernels import fitting_block_size
+from rewrite_rules.graph.initializers import name_apart
 from rewrite_rules.graph.nodes import inline_functions, label
 
 OTHER_OPERATOR = "no weights of"
@@ -74,6 +75,7 @@ def plan_weights(
     except ValueError as error:
         raise ModelFileError(str(error)) from None
     lift_constants(model)
+    name_apart(model)  # what stands for a weight goes by its name
     if checkpoint is not None:
         checkpoint.put_floats(model)
     reasons: dict[str, str] = {}
