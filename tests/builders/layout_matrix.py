@@ -8,9 +8,11 @@ stands for DequantizeLinear of the weight ``w``, ``$v/w_scale`` for that of v wi
 import dataclasses
 import functools
 import itertools
+import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -862,3 +864,19 @@ def layout_cases() -> tuple[LayoutCase, ...]:
         for number, row in enumerate(rows, 1)
         for case in row()
     )
+
+
+# Which cases of a large table run: with ``make test-exhaustive`` every one.
+EXHAUSTIVE = bool(os.environ.get("ORTPLUGINS_EXHAUSTIVE"))
+AnyCase = TypeVar("AnyCase")
+
+
+def pairwise(cases: Iterable[AnyCase], name: Callable[[AnyCase], str]) -> list[AnyCase]:
+    """Return the cases whose name, split at hyphens, has a pair of parts not met before."""
+    chosen, met = [], set()
+    for case in cases:
+        pairs = set(itertools.combinations(name(case).split("-"), 2))
+        if EXHAUSTIVE or not pairs <= met:
+            chosen.append(case)
+        met |= pairs
+    return chosen

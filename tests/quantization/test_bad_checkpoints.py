@@ -8,11 +8,14 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import gguf_files
 import numpy as np
 import onnx_ir as ir
 import pytest
-from builders import gguf_files
-from builders.checkpoints import (
+from builders.command_line import ortplugins_command
+from builders.decoders import decoder, genai_feeds
+from builders.text_models import model_of, normal
+from checkpoint_files import (
     DOWN,
     HEAD,
     NORM,
@@ -25,9 +28,6 @@ from builders.checkpoints import (
     renamed,
     write_folder,
 )
-from builders.command_line import ortplugins_command
-from builders.decoders import decoder, genai_feeds
-from builders.text_models import model_of, normal
 
 pytest.importorskip("safetensors")
 pytest.importorskip("gguf")

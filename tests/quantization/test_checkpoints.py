@@ -8,7 +8,11 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
-from builders.checkpoints import (
+from builders.command_line import ortplugins_command, printed
+from builders.dequantized_models import relative_error, run
+from builders.quantized_files import FORMATS, arrays_of, dequantised, read
+from builders.text_models import normal
+from checkpoint_files import (
     DOWN_NODE,
     HEAD,
     HEAD_NODE,
@@ -24,10 +28,6 @@ from builders.checkpoints import (
     words,
     write_folder,
 )
-from builders.command_line import ortplugins_command, printed
-from builders.dequantized_models import relative_error, run
-from builders.quantized_files import FORMATS, arrays_of, dequantised, read
-from builders.text_models import normal
 
 from ortplugins.quantization import quantize
 

@@ -7,10 +7,12 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
-from builders.checkpoints import near, renamed
 from builders.command_line import printed
 from builders.dequantized_models import relative_error, run
-from builders.gguf_files import (
+from builders.quantized_files import FORMATS, arrays_of, dequantised, kinds, read
+from builders.text_models import model_of, normal
+from checkpoint_files import near, renamed
+from gguf_files import (
     ALL,
     DOWN,
     HEADS,
@@ -31,8 +33,6 @@ from builders.gguf_files import (
     save_gguf,
     write_gguf,
 )
-from builders.quantized_files import FORMATS, arrays_of, dequantised, kinds, read
-from builders.text_models import model_of, normal
 
 from examples.smollm2.llama import LlamaConfig, build_llama
 from ortplugins.quantization import quantize

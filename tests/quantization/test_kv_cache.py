@@ -5,11 +5,11 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from builders.checkpoints import save_folder, words
 from builders.command_line import printed
 from builders.decoders import decoder
 from builders.exports import exported
 from builders.sessions import CPU
+from checkpoint_files import save_folder, words
 
 import ortplugins
 from ortplugins.errors import ModelFileError, OrtpluginsWarning, QuantizationError

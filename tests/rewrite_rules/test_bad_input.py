@@ -18,7 +18,7 @@ import numpy.typing as npt
 import onnx
 import onnxruntime as ort
 import pytest
-from builders.coverage import pairwise
+from builders.layout_matrix import pairwise
 from builders.same_numbers import (
     feeds_of,
     holds_halves,

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from builders.environments import CACHE, unavailable
+from checks.environments import CACHE, unavailable
 
 ROOT = Path(__file__).resolve().parents[3]
 HOME = CACHE / "arm64"

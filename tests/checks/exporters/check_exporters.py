@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from builders.environments import CACHE, python_with
+from checks.environments import CACHE, python_with
 
 TESTS = Path(__file__).resolve().parents[2]
 

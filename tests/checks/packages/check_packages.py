@@ -18,8 +18,8 @@ import numpy.typing as npt
 import onnx
 import onnxruntime
 import pytest
-from builders.environments import CACHE, python_with
 from builders.exports import exported
+from checks.environments import CACHE, python_with
 
 from ortplugins.quantization import quantize
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from builders.environments import CACHE
 from builders.text_models import proto_of
+from checks.environments import CACHE
 
 ROOT = Path(__file__).resolve().parents[3]
 # What the page shows of a refusal.

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from builders.environments import CACHE, python_with
+from checks.environments import CACHE, python_with
 
 from examples.embedder import make_model
 

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from builders.environments import CACHE, python_with
+from checks.environments import CACHE, python_with
 from reproduce import FINDINGS
 
 REPRODUCE = Path(__file__).with_name("reproduce.py")

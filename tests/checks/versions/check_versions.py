@@ -20,8 +20,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from builders.dequantized_models import Quantized
-from builders.environments import CACHE, python_with
 from builders.layout_matrix import LayoutCase, layout_cases
+from checks.environments import CACHE, python_with
 
 import ortplugins
 

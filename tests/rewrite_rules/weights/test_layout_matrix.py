@@ -13,9 +13,8 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from builders.coverage import pairwise
 from builders.dequantized_models import DequantizedMatMul, fuse_weights, relative_error, run
-from builders.layout_matrix import LayoutCase, layout_cases
+from builders.layout_matrix import LayoutCase, layout_cases, pairwise
 from builders.quantized_files import nodes_of
 from builders.same_numbers import holds_halves, session
 from builders.samples import Reader

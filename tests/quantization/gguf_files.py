@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-
-from .checkpoints import near, renamed
-from .text_models import model_of, normal
+from builders.text_models import model_of, normal
+from checkpoint_files import near, renamed
 
 K, HEADS, KV_HEADS, ROWS = 256, 4, 2, 48
 Q, KEY, UP, DOWN = (

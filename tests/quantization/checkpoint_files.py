@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-
-from .text_models import model_of, normal
+from builders.text_models import model_of, normal
 
 K, N = 96, 48
 UP, DOWN, HEAD = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj", "lm_head"
