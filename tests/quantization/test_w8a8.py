@@ -11,11 +11,13 @@ import pytest
 from builders.command_line import printed
 from builders.decoders import decoder
 from builders.encoders import encoder
+from builders.exports import exported
 from builders.quantized_files import arrays_of, kinds, read
 from builders.text_models import T, normal, text_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnxruntime.quantization import CalibrationDataReader, quantize_dynamic, quantize_static
+from onnxruntime.transformers.float16 import convert_float_to_float16
 
 from ortplugins.errors import CalibrationError, ModelFileError, QuantizationError
 from ortplugins.quantization import Recipe, quantize
@@ -44,10 +46,7 @@ def quantized(nodes: str, constants: dict, x: np.ndarray | None = None, **more):
 
 
 def run(model: onnx.ModelProto, x: np.ndarray) -> np.ndarray:
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    session = ort.InferenceSession(model.SerializeToString(), options)
-    return session.run(None, {session.get_inputs()[0].name: x})[0]
+    return outputs(model, {model.graph.input[0].name: x})[0]
 
 
 def error(model: onnx.ModelProto, result: onnx.ModelProto, x: np.ndarray) -> float:
@@ -291,6 +290,50 @@ def test_a_weight_that_multiplies_a_constant_too_is_quantised_where_it_can_be():
     (row,) = result.report.quantized
     assert (row.node, row.method, row.reason) == ("free", "w8a8", "")
     assert error(model, read(result.model), with_outliers(256, seed=3)) < 0.03
+
+
+FAMILIES = [
+    "bert-reranker-dynamo-sdpa", "bert-answers-torchscript-eager", "cliptext-dynamo-sdpa",
+    "deberta2-torchscript-eager", "modernbert-dynamo-sdpa", "mpnet-torchscript-eager",
+    "t5-dynamo-eager",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "float16"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_of_encoders_are_near_float(name: str, half: bool):
+    model = exported(name)
+    if half:
+        model = convert_float_to_float16(model, keep_io_types=True)
+    rng = np.random.default_rng(0)
+    samples = [ragged(model, rng) for _ in range(9)]
+    result = quantize(model, recipe="encoder8", calibration_data_reader=samples[1:])
+    products = [row for row in result.report.refused if row.op_type in ("MatMul", "Gemm")]
+    assert not products and "MatMul" in kinds(read(result.model))  # that of two activations
+    real = samples[0].get("attention_mask")
+    for found, wanted in zip(
+        outputs(read(result.model), samples[0]), outputs(model, samples[0]), strict=True
+    ):
+        if found.ndim == 3:
+            found, wanted = (array[real.astype(bool)] for array in (found, wanted))
+        assert found.dtype == wanted.dtype
+        lengths = np.linalg.norm(found, axis=-1) * np.linalg.norm(wanted, axis=-1)
+        assert ((found * wanted).sum(axis=-1) / lengths).mean() > 0.998
+
+
+def ragged(model: onnx.ModelProto, rng: np.random.Generator) -> dict:
+    """Four texts of up to twelve tokens."""
+    mask = (np.arange(12) < rng.integers(5, 13, (4, 1))).astype(np.int64)
+    mask[0] = 1
+    given = {"input_ids": rng.integers(3, 19, mask.shape), "attention_mask": mask}
+    given["token_type_ids"] = np.zeros_like(mask)
+    return {value.name: given[value.name] for value in model.graph.input}
+
+
+def outputs(model: onnx.ModelProto, feed: dict) -> list[np.ndarray]:
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    return ort.InferenceSession(model.SerializeToString(), options).run(None, feed)
 
 
 # What is said of encoders that are quantised.
