@@ -17,8 +17,8 @@ from rewrite_rules.graph.parameters import constant
 
 _COMMAND = "ortplugins quantize FLOAT_MODEL --recipe encoder8, of the float model"
 _OURS = "the recipe encoder8 has .999 and .41"
-# Operators whose weights are codes, and what they read at the place of the activation.
-_INTEGERS = frozenset({
+# Operators that multiply codes.
+INTEGER_PRODUCTS = frozenset({
     "DynamicQuantizeMatMul", "MatMulInteger", "MatMulIntegerToFloat", "QAttention", "QGemm",
     "QLinearMatMul",
 })  # fmt: skip
@@ -103,10 +103,10 @@ def _form(node: ir.Node) -> str:
     sources = [None if value is None else value.producer() for value in node.inputs]
     makers = {maker.op_type for maker in sources if maker is not None}
     if node.op_type == "DynamicQuantizeMatMul" or (
-        node.op_type in _INTEGERS and "DynamicQuantizeLinear" in makers
+        node.op_type in INTEGER_PRODUCTS and "DynamicQuantizeLinear" in makers
     ):
         return "dynamic"
-    if node.op_type in _INTEGERS:
+    if node.op_type in INTEGER_PRODUCTS:
         return "" if node.op_type == "MatMulIntegerToFloat" else "static"
     if node.op_type == "MatMulNBits":
         return "weights"

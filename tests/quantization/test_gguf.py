@@ -35,6 +35,7 @@ from gguf_files import (
 )
 
 from examples.smollm2.llama import LlamaConfig, build_llama
+from ortplugins.errors import ModelFileError
 from ortplugins.quantization import quantize
 
 gguf = pytest.importorskip("gguf")
@@ -111,6 +112,16 @@ def test_weights_of_one_activation_share_what_offsets_need(tmp_path):
     result = quantize(model, checkpoint=path, rules={"*k_proj*": "float"})
     (note,) = [note for note in result.report.notes if "checkpoint" in note]
     assert note.startswith("1 matrices") and note.endswith("'blk.0.attn_k.weight'")
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+def test_quantising_again_leaves_offsets_as_they_are(tmp_path, layout):
+    layers = {Q: "Q4_K", KEY: "Q4_1", DOWN: "Q5_K", UP: "Q8_0", TABLE: "Q4_1"}
+    weights = write_gguf(tmp_path / "m.gguf", layers)
+    given = {"quant_format": layout, "op_types": ALL}
+    model = quantize(attention(weights), checkpoint=tmp_path / "m.gguf", **given).model
+    with pytest.raises(ModelFileError, match="the model is already quantised"):
+        quantize(model, **given)
 
 
 def test_floats_and_vectors_come_along(tmp_path):

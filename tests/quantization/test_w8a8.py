@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from builders.command_line import printed
+from builders.command_line import printed, refused
 from builders.decoders import decoder
 from builders.encoders import encoder
 from builders.exports import exported
@@ -336,6 +336,16 @@ def outputs(model: onnx.ModelProto, feed: dict) -> list[np.ndarray]:
     return ort.InferenceSession(model.SerializeToString(), options).run(None, feed)
 
 
+@pytest.mark.parametrize("again", [{"recipe": "encoder8"}, {"bits": 4}], ids=str)
+def test_what_was_quantised_stays(again: dict):
+    """What is multiplied in float beside the codes belongs to them."""
+    _, result = quantized(PRODUCT, {"W": normal(K, N)})
+    assert "W.outlier_rows" in arrays_of(read(result.model))
+    samples = [{"x": with_outliers(64)}]
+    with pytest.raises(ModelFileError, match=r"the model is already quantised \(2 nodes\)"):
+        quantize(read(result.model), calibration_data_reader=samples, **again)
+
+
 # What is said of encoders that are quantised.
 
 
@@ -421,6 +431,9 @@ def by_us(folder: Path, **settings) -> Path:
     ids=["dynamic", "QDQ", "weights", "encoder8"],
 )
 def test_inspect_says_what_the_recipe_would_gain(tmp_path, write, said):
-    text = " ".join(printed("inspect", write(tmp_path)).split())
+    path = write(tmp_path)
+    text = " ".join(printed("inspect", path).split())
     assert (re.search(f"{said}.*ortplugins quantize FLOAT", text) is not None) == bool(said)
     assert ("encoder8" in text) == bool(said)
+    again = refused("quantize", path, "-o", tmp_path / "again.onnx")
+    assert "the model is already quantised" in again

@@ -15,6 +15,7 @@ from ortplugins.model_io.loading import lift_constants
 from ortplugins.quantization.checkpoints.imatrix import Imatrix
 from ortplugins.quantization.checkpoints.layers import Checkpoint, Layer
 from ortplugins.quantization.coverage import Coverage, coverage, float_weights
+from ortplugins.quantization.encoders import INTEGER_PRODUCTS
 from ortplugins.quantization.experts.unroll import Experts, unroll_mixtures
 from ortplugins.quantization.kv_cache import find_caches
 from ortplugins.quantization.weights.layer_forms import check_layers
@@ -33,7 +34,7 @@ from rewrite_rules.graph.nodes import inline_functions, label
 
 OTHER_OPERATOR = "no weights of"
 
-_KERNELS = frozenset({"MatMulNBits", "GatherBlockQuantized"})
+_KERNELS = INTEGER_PRODUCTS | {"MatMulNBits", "GatherBlockQuantized"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
