@@ -753,7 +753,7 @@ RECIPES: dict[str, Callable[[Drawer], object]] = {
     **{op: _binary(op, F) for op in ("Mean", "Sum")},
     **{op: _binary(op, B) for op in ("And", "Or", "Xor")},
     **{op: _binary(op, I8) for op in ("BitwiseAnd", "BitwiseOr", "BitwiseXor", "Mod")},
-    **{op: _reduction(op) for op in operator_shapes.REDUCTIONS},
+    **{op: _reduction(op) for op in sorted(operator_shapes.REDUCTIONS)},
     **{op: _pool(op) for op in ("AveragePool", "LpPool", "MaxPool")},
     **{op: _with(op, rank=4) for op in ("GlobalAveragePool", "GlobalLpPool", "GlobalMaxPool")},
     **{op: _recurrent(op) for op in ("GRU", "LSTM", "RNN")},
