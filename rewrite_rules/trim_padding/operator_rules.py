@@ -273,20 +273,15 @@ def _attention(site: Site) -> list[Axes | Side]:
     return [(*_beside(query[:-1], mixes), site.sizes.axis(site.made()[-1]))]
 
 
-def _matmul_nbits(site: Site) -> Axes:
+def _by_matrix(site: Site) -> Axes:
+    """Multiply tokens by one matrix; grids of codes serve all tokens."""
     *rows, last = site.tokens()
+    after = site.made()
+    if len(after) != len(rows) + 1:
+        raise Refusal(UNFIT)
     site.fixes(0)
     site.mixes([last], beside=rows)
-    return (*changed(rows, Sequence.reworked), (site.integer("N", 1),))
-
-
-def _matmul_of_integers(site: Site) -> Axes:
-    """Multiply codes of tokens by those of a matrix; one grid serves all tokens."""
-    (*rows, last), matrix, *others = site.operands()
-    if len(matrix) != 2 or any(sequences_of(*axes) for axes in (matrix, *others)):
-        raise Refusal(UNFIT)
-    site.mixes([last], beside=rows)
-    return (*changed(rows, Sequence.reworked), matrix[1])
+    return (*changed(rows, Sequence.reworked), site.sizes.axis(after[-1]))
 
 
 def _reduced(site: Site, gone: set[int], flag: str) -> Axes:
@@ -577,8 +572,7 @@ _CONTRIBUTED: dict[str, Rule] = {
     **_rows(_quantized, "DequantizeLinear QuantizeLinear"),
     "EmbedLayerNormalization": _embedded,
     "GatherBlockQuantized": _gather_block_quantized,
-    "MatMulIntegerToFloat": _matmul_of_integers,
-    "MatMulNBits": _matmul_nbits,
+    **_rows(_by_matrix, "MatMulIntegerToFloat MatMulNBits"),
 }
 RULES: dict[tuple[str, str], Rule] = {
     **{(domain, name): _elementwise for domain in DOMAINS for name in PER_TOKEN},

@@ -57,7 +57,7 @@ def _is_packable(node: ir.Node, flow: TokenFlow) -> bool:
         fixed = all(v is None or _is_constant(v, flow, rank) for v in others)
         return fixed and _rows_width(first, flow) is not None
     if node.op_type in _QUANTIZES:  # by one number: an axis would be another one
-        one = all(v is None or (flow.is_constant(v) and _is_one(v, flow)) for v in others)
+        one = all(v is None or _is_constant(v, flow, 0) for v in others)
         return one and _rows_width(first, flow) is not None
     row = per_token(node)
     if row is None or not row.packs or first is None:
@@ -86,18 +86,11 @@ def _rows_width(value: ir.Value | None, flow: TokenFlow) -> int | None:
 
 
 def _is_constant(value: ir.Value, flow: TokenFlow, rank: int) -> bool:
-    """Whether a value is the same in every run, and of so few dimensions."""
+    """Whether a value is the same for all tokens, and of so few dimensions, or one number."""
     axes = flow.tokens(value).axes
-    return (
-        axes is not None
-        and all(isinstance(factor, int) for axis in axes for factor in axis)
-        and len(axes) <= rank
-    )
-
-
-def _is_one(value: ir.Value, flow: TokenFlow) -> bool:
-    axes = flow.tokens(value).axes
-    return axes is not None and not any(axes)
+    if axes is None or not all(isinstance(one, int) for axis in axes for one in axis):
+        return False
+    return len(axes) <= rank or (rank == 0 and not any(axes))
 
 
 class _Packing:

@@ -22,8 +22,8 @@ from rewrite_rules.trim_padding.token_axes import BATCH, UNFIT, Axes, Axis
 Array = NDArray[Any]
 # Size of what is neither batch nor sequence.
 _OTHER = 17
-# Rows as digits, and the length with their padding.
-_ROWS = ((("111", "1" * 8, "10111111", "1001001"), 13), (("1", "1"), 9))
+# Lengths of rows, and the length with their padding.
+_ROWS = (((3, 8, 1, 11), 13), ((1, 1), 9))
 
 
 class SampleMasks:
@@ -37,8 +37,8 @@ class SampleMasks:
     def usual(cls, one_row: bool) -> SampleMasks:
         """Return several, of one row each if asked for."""
         masks = list[NDArray[np.bool_]]()
-        for texts, length in _ROWS:
-            mask = np.array([[*map(int, row.ljust(length, "0"))] for row in texts], np.bool_)
+        for lengths, padded in _ROWS:
+            mask = np.arange(padded) < np.array(lengths)[:, None]
             masks += np.split(mask, len(mask)) if one_row else [mask]
         return cls(masks)
 
@@ -51,14 +51,7 @@ class SampleMasks:
     def real_positions(self) -> Iterator[NDArray[np.int64]]:
         """Yield a real position of each row, for every run."""
         for mask in self.masks:
-            yield np.array([np.flatnonzero(row)[(5 * i + 3) % row.sum()]
-                            for i, row in enumerate(mask)])  # fmt: skip
-
-    def of_first(self, arrays: Sequence[Array]) -> tuple[SampleMasks, list[Array]]:
-        """Return masks that have all padding behind, and what was computed from them."""
-        pairs = zip(self.masks, arrays, strict=True)
-        kept = [(mask, array) for mask, array in pairs if (mask[:, :-1] >= mask[:, 1:]).all()]
-        return SampleMasks(mask for mask, _ in kept), [array for _, array in kept]
+            yield (5 * np.arange(len(mask)) + 3) % mask.sum(axis=1)
 
     def seen(self, arrays: Sequence[Array], how: How) -> list[Array]:
         """Return numbers as a node reads them."""

@@ -179,11 +179,8 @@ class TokenFlow:
                         f"reads {value.name!r}, which has more than a length per row"
                     )
                 axes = (*axes, (Sequence(),))
-            samples = self.samples
-            seen = samples.seen(found.arrays, how)
-            if how is How.COUNT:  # the first ones of each row: the graph asks whether they are
-                samples, seen = samples.of_first(seen)
-            self._flagged[key] = Tokens(samples.flagged(seen, axes))
+            seen = self.samples.seen(found.arrays, how)
+            self._flagged[key] = Tokens(self.samples.flagged(seen, axes))
         return self._flagged[key]
 
     def opens(self, node: ir.Node, index: int, how: How = How.NUMBERS) -> bool:
