@@ -53,7 +53,7 @@ class Arrays:
         return value.T
 
     def row(self, value: Any) -> Any:
-        return value.reshape(-1)
+        return value.all(axis=0)
 
     def last(self, value: Any, axis: int) -> Any:
         return value.take([-1], axis)
@@ -129,16 +129,16 @@ class Questions:
     def _places(self, axes: Axes, place: int) -> tuple[Any, Any]:
         """Return where it is real along an axis, or not along others; and beside itself."""
         op = self._op
-        elsewhere = itself = self._along(axes, place)
+        elsewhere = itself = self.along(axes, place)
         for other in places_of(axes):
             if other != place:
-                real = self._along(axes, other)
+                real = self.along(axes, other)
                 elsewhere = op.Or(elsewhere, op.Not(real))
                 beside = self._diagonal(len(axes), place, other)
                 itself = op.And(op.And(itself, real), beside)
         return elsewhere, itself
 
-    def _along(self, axes: Axes, place: int) -> Any:
+    def along(self, axes: Axes, place: int) -> Any:
         """Return which positions are real, with the axes of a value."""
         op, mask = self._op, self._real
         at = [axes.index((BATCH,)), place] if (BATCH,) in axes else [place]

@@ -10,6 +10,7 @@ each batch what that rests on; trials on made-up batches check it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -29,8 +30,9 @@ from rewrite_rules.remarks import PassContext, Refusal, Trial
 from rewrite_rules.trim_padding.operator_rules import RULES
 from rewrite_rules.trim_padding.packing import pack_regions
 from rewrite_rules.trim_padding.padding_nodes import PaddingNodes
+from rewrite_rules.trim_padding.questions import Questions, places_of
 from rewrite_rules.trim_padding.sample_masks import SampleMasks
-from rewrite_rules.trim_padding.token_axes import BATCH, Sequence, sequences_of
+from rewrite_rules.trim_padding.token_axes import BATCH, Axes, Sequence, sequences_of
 from rewrite_rules.trim_padding.token_flow import Side, Stopped, TokenFlow, Tokens
 
 _MODEL = "model"
@@ -233,24 +235,16 @@ def _forget_lengths(model: ir.Model, flow: TokenFlow) -> None:
 
 def _trial_batches(model: ir.Model, flow: TokenFlow) -> Iterator[Trial]:
     """Make the trials; what the model computes at real positions has to be the same."""
-    mask = flow.mask
-    assert mask.shape is not None and mask.dtype is not None
     rng = np.random.default_rng(17)
     fed = [v for v in model.graph.inputs if v.name not in model.graph.initializers]
-    compared_with = numbers_compared_with(model, fed)
-    for batch in padded_batches(model, mask):
-        real = batch.real
-        run = SampleMasks([real])
-        feeds = {
-            str(value.name): real.astype(mask.dtype.numpy())
-            if value is mask
-            else _array(value, flow.tokens(value), run, compared_with[value], rng)
-            for value in fed
-        }
-        made = {v: flow.value(v) for v in model.graph.outputs}
+    numbers = numbers_compared_with(model, fed)
+    made = {str(v.name): flow.value(v) for v in model.graph.outputs}
+    for batch in padded_batches(model, flow.mask):
+        real, run = batch.real, SampleMasks([batch.real])
+        feeds = {str(v.name): _array(v, flow, run, numbers[v], rng) for v in fed}
         compared = {
-            str(v.name): _counted(known, real)
-            for v, known in made.items()
+            name: _counted(known.axes or (), real)
+            for name, known in made.items()
             if isinstance(known, Tokens)
         }
         yield Trial(batch.name, feeds, compared, optional=batch.optional)
@@ -258,35 +252,31 @@ def _trial_batches(model: ir.Model, flow: TokenFlow) -> Iterator[Trial]:
 
 def _array(
     value: ir.Value,
-    known: Tokens,
+    flow: TokenFlow,
     run: SampleMasks,
     numbers: tuple[int, ...],
     rng: np.random.Generator,
 ) -> NDArray[Any]:
-    pairs = zip(known.axes or (), value.shape or (), strict=True)
+    assert value.dtype is not None
+    dtype = value.dtype.numpy()
+    if value is flow.mask:
+        return run.masks[0].astype(dtype)
+    pairs = zip(flow.tokens(value).axes or (), value.shape or (), strict=True)
     sizes = [
         dim if isinstance(dim, int) and dim > 0 else run.size(axis, 0) for axis, dim in pairs
     ]
-    assert value.dtype is not None
-    dtype = value.dtype.numpy()
     if dtype.kind == "f":
         return rng.standard_normal(sizes).astype(dtype)
     array = rng.integers(0, rows_below(value) or 2, sizes)
     return with_numbers(array, numbers, rng).astype(dtype)
 
 
-def _counted(known: Tokens, real: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def _counted(axes: Axes, real: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Which elements of an output belong to real positions; rows without any do not count."""
-    axes = known.axes or ()
-    result: NDArray[np.bool_] = np.ones([1] * len(axes), np.bool_)
-    batch = _axis_of_rows(known)
-    for i, axis in enumerate(axes):
-        if all(factor.uniform for factor in sequences_of(axis)):
-            continue
-        rows = real.all(axis=0) if batch is None else real if batch < i else real.T
-        others = [axis for axis in range(len(axes)) if axis not in (batch, i)]
-        result = result & np.expand_dims(rows, others)
-    if batch is not None:
-        others = [axis for axis in range(len(axes)) if axis != batch]
-        result = result & np.expand_dims(real.any(axis=1), others)
-    return result
+    asked, shape = Questions.of_array(real), [1] * len(axes)
+    kept = [i for i in places_of(axes) if not all(f.uniform for f in sequences_of(axes[i]))]
+    parts: list[Any] = [np.ones(shape, np.bool_), *(asked.along(axes, i) for i in kept)]
+    if (BATCH,) in axes:
+        shape[axes.index((BATCH,))] = len(real)
+        parts.append(real.any(axis=1).reshape(shape))
+    return functools.reduce(np.logical_and, parts)

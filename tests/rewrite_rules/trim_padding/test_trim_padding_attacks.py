@@ -6,6 +6,7 @@ given, or computes the same with inputs that neither the proof nor the trials ha
 """
 
 import collections
+import json
 import re
 from pathlib import Path
 
@@ -22,59 +23,25 @@ from rewrite_rules.trim_padding.trim import trim_padding
 
 CASES = Path(__file__).with_name("attacks.txt")
 CONSTANTS = {
-    "unit": np.int64(1),
     "span": -np.ones((8, 1), np.float32),
-    "far": np.float32(-1e4),
-    "five": np.float32(5),
-    "no": np.float32(0),
     "kernel": np.ones((8, 8, 3), np.float32),
-    "n20": np.array([20]),
-    "n30": np.array([30]),
-    "n200": np.array([200]),
-    "f200": np.array([200], np.float32),
-    "unit_f": np.array([1], np.float32),
-    "nothing_f": np.array([0], np.float32),
-    "last_200": np.array([-200]),
-    "end": np.array([1 << 40]),
-    "minus_1": np.array([-1]),
-    "far_front": np.array([-(1 << 40)]),
-    "depth": np.int64(32),
-    "values": np.array([0, 1], np.float32),
-    "wider": np.array([1, 1, 2], np.float32),
-    "n101": np.array([101]),
-    "n105": np.array([105]),
-    "half": np.float32(0.5),
-    "scalar_200": np.int64(200),
-    "hundred_thousand": np.float32(1e5),
-    "unit_scale": np.ones((1,), np.float32),
     "kernel_1": np.ones((8, 8, 1), np.float32),
     "table_of_400": np.random.default_rng(4).standard_normal((400, 8), np.float32),
     "qkv": np.random.default_rng(6).standard_normal((8, 24), np.float32),
     "qkv_bias": np.ones(24, np.float32),
     "lstm_w": np.ones((1, 8, 8), np.float32),
     "lstm_r": np.ones((1, 8, 2), np.float32),
-    "pairs_of_2": np.array([0, 0, 4, 2]),
-    "by_fours": np.array([0, -1, 4, 8]),
-    "four": np.array([4]),
-    "two": np.int64(2),
-    "minus_one": np.int64(-1),
     "ones8": np.ones(8, np.float32),
-    "one_behind": np.array([0, 0, 0, 0, 1, 0]),
-    "minus_100": np.float32(-100),
-    "rows_of_72": np.array([-1, 72]),
-    "grid": np.float32(0.05),
     "middle_code": np.uint8(128),
     "nbits_steps": np.ones((8, 1), np.float32),
     "nbits": np.arange(64, dtype=np.uint8).reshape(8, 1, 8) * 3,
     "row_steps": np.linspace(0.1, 1, 32, dtype=np.float32)[:, None],
     "row_codes": np.arange(256, dtype=np.uint8).reshape(32, 8),
-    "three": np.array([3]),
-    "highest": np.float32(3e38),
-    "ones3": np.ones(3, np.int64),
-    "nine": np.float32(9),
     "lowest_rows": np.full(32, -3.4e38, np.float32),
     "infinity": np.float32(np.inf),
 }
+# An argument that is a number, or a list of them.
+LITERAL = re.compile(r"(?<=[(,])\s*(-?[\d.][\d.e]*|\[[^\]]*\])(?=[,)])(?![^(\n]*>)")
 INPUTS = {
     "labels": (["texts", "kinds"], "int64"),
     "gate": (["rows", "places", 8], "float"),
@@ -113,10 +80,24 @@ MASKS = {"additive": ADDITIVE, "boolean": BOOLEAN}
 ATTACKS = attacks()
 
 
+def with_literals(text: str) -> tuple[str, dict[str, np.ndarray]]:
+    """Return nodes whose arguments are names, and the constants that these stand for."""
+    found = dict[str, np.ndarray]()
+
+    def name_of(match: re.Match[str]) -> str:
+        kind = np.float32 if {".", "e"} & {*match[1]} else np.int64
+        name = "number" + re.sub(r"\W", "_", match[1])
+        found[name] = np.array(json.loads(match[1]), kind)
+        return f" {name}"
+
+    return LITERAL.sub(name_of, text), found
+
+
 def attacked(mask: str, head: str) -> onnx.ModelProto:
     """Return an encoder with the inputs that the head reads."""
+    head, extra = with_literals(head)
     text = f"{mask} {head}"
-    extra = {name: array for name, array in CONSTANTS.items() if name in text}
+    extra |= {name: array for name, array in CONSTANTS.items() if name in text}
     # The standard Attention is of opset 23, its number of keys of 24.
     model = encoder(mask, head, extra=extra, opset=24 if "= Attention<" in text else 17)
     for name, (shape, kind) in INPUTS.items():
