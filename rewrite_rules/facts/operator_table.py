@@ -51,7 +51,7 @@ all    -      yes    Selu Sign Sin Softsign Sqrt Swish Tan Tanh BiasGelu FastGel
 -      -      yes    Reciprocal Sigmoid Softplus
 -      -      yes    And BitwiseAnd BitwiseOr BitwiseXor Equal Greater GreaterOrEqual Less
 -      -      yes    LessOrEqual Max Mean Min Mod Or Pow Sum Xor
--      -      -      DequantizeLinear QuantizeLinear
+-      -      yes    DequantizeLinear QuantizeLinear
 all    any    yes    Add
 all    first  yes    Sub
 any    -      yes    Mul

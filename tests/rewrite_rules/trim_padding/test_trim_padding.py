@@ -223,8 +223,10 @@ def test_a_batch_of_one_and_a_mask_of_length_1():
     assert_same(trimmed(model).model, model, feed)
     # It stands for all positions.
     feed["attention_mask"] = np.ones((1, 1), np.int64)
-    (found,), (expected,) = run(trimmed(encoder()).model, feed), run(encoder(), feed)
-    np.testing.assert_array_equal(found, expected)
+    model = encoder(head=PROJECTED)
+    for pack in (False, True):
+        (found,), (expected,) = run(trimmed(model, pack=pack).model, feed), run(model, feed)
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_a_mask_of_another_length_fails_as_before():
@@ -400,7 +402,7 @@ def test_what_the_optimizer_of_onnxruntime_writes(name, mask, pack):
         assert_same(result.model, model, fed(model, *rows), rtol=1e-5, atol=1e-5)
     result.model.graph.output.append(onnx.helper.make_empty_tensor_value_info(norm.output[0]))
     (found,) = run(result.model, fed(model, *O2_MASKS[0]), norm.output[0])
-    assert found.shape[:-1] == ((2 + 5,) if "real tokens only" in fired.reason else (2, 5))
+    assert found.shape[:-1] == ((1, 2 + 5) if "real tokens only" in fired.reason else (2, 5))
 
 
 def test_codes_are_packed():
@@ -416,7 +418,7 @@ def test_codes_are_packed():
         assert_same(result.model, quantized, fed(model, *rows), rtol=1e-4, atol=1e-4)
     result.model.graph.output.append(onnx.helper.make_empty_tensor_value_info(codes.output[0]))
     (found,) = run(result.model, fed(model, *O2_MASKS[0]), codes.output[0])
-    assert found.shape[:-1] == (2 + 5,)
+    assert found.shape[:-1] == (1, 2 + 5)
 
 
 @pytest.mark.parametrize(
@@ -505,7 +507,7 @@ def test_packed_nodes_see_real_tokens_only(rows):
     assert_same(result, model, feed, rtol=1e-5, atol=1e-6)
     result.graph.output.append(onnx.helper.make_empty_tensor_value_info("b"))
     if rows == ["11", "1111", "1"]:  # else some positions more
-        assert run(result, feed, "b")[0].shape == (2 + 4 + 1, 8)
+        assert run(result, feed, "b")[0].shape == (1, 2 + 4 + 1, 8)
 
 
 def test_nothing_is_packed_where_padding_may_be_pooled():
