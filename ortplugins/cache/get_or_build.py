@@ -92,7 +92,7 @@ def _without_operators(request: BuildRequest) -> dict[str, str] | None:
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
         ):
             is_named = any(content.find(name.encode()) >= 0 for name in names)
-    except (OSError, ValueError):  # whoever loads it says what is wrong
+    except (OSError, ValueError):  # the load says what is wrong
         return None
     return None if is_named else states
 

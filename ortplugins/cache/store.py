@@ -281,7 +281,7 @@ class ArtifactCache:
                 self.remove(key)
 
     def remove(self, key: str) -> None:
-        """Take an entry out of readers' sight by one rename, and unlink it then."""
+        """Hide an entry from readers by one rename, then unlink it."""
         name = f"{key[-MODEL_CHARACTERS:]}.old.{os.urandom(8).hex()}"
         aside = self.make("building") / name
         os.replace(self.root / "entries" / key, aside)

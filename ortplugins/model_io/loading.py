@@ -93,7 +93,7 @@ def load_model(
         if map_inline and os.path.isfile(model):
             from ortplugins.model_io.mapped_initializers import read_without_tensors
 
-            with contextlib.suppress(OSError):  # whoever reads it whole says what is wrong
+            with contextlib.suppress(OSError):  # reading it whole says what is wrong
                 mapped = read_without_tensors(model)
         content = mapped or read_model_file(model)
     else:
@@ -234,7 +234,7 @@ def _prepare(model: ir.Model, name: str) -> None:
                 )
     try:
         model.graph.sort()
-    except Exception as error:  # ValueError for a cycle, others for damaged bodies
+    except Exception as error:  # ValueError for a cycle, others for damaged subgraphs
         raise ModelFileError(f"{name}: its nodes can't be put in order: {error}") from error
 
 

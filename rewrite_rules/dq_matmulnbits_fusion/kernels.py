@@ -83,7 +83,7 @@ def check_version(
             cpu and bits == 8 and accuracy_level != 4,
             f"8-bit weights at accuracy_level {accuracy_level}",
         ),
-        # It runs 8-bit codes only once they are packed, and packs them only in the body or
+        # It runs 8-bit codes only once they are packed, and packs them only in the subgraph or
         # right around it: two graphs out the run fails.
         (
             (1, 24),

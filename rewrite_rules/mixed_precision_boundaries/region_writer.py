@@ -49,7 +49,7 @@ class RegionWriter:
         self._parameters: dict[
             tuple[QuantizedTensor, QuantizationGrid], Sequence[ir.Value]
         ] = {}
-        # Operators whose output is float now; whether a body reads it.
+        # Operators whose output is float now; whether a subgraph reads it.
         self._left: list[tuple[ir.Node, bool]] = []
 
     # Tensors.
@@ -142,7 +142,7 @@ class RegionWriter:
 
         Over data movement, onnxruntime repeats the DequantizeLinear before it, towards the
         readers (PropagateDQForward of qdq_propagation.cc, 1.31). That aborts the process where
-        the body of an If or Loop reads what was moved; and of int8 codes from opset 21 on it
+        the subgraph of an If or Loop reads what was moved; and of int8 codes from opset 21 on it
         makes a QuantizeLinear of two types, with which no session loads. It does not pass a
         Clip, and one to the range of the codes changes no value.
         """
@@ -291,7 +291,7 @@ def _graph_of(tensor: QuantizedTensor) -> ir.Graph:
 
 
 def feeds_a_body(tensor: QuantizedTensor, plan: TensorPlan) -> bool:
-    """Whether data movement hands a float straight to the body of an If or Loop."""
+    """Whether data movement hands a float straight to a subgraph of an If or Loop."""
     maker = tensor.producer
     return (
         maker is not None

@@ -32,7 +32,7 @@ _FORM = re.compile(r"[^|]+(\|\d+;\d+;[^|;]*)+")
 # Cache lines, as kernels assume of what they allocate; pages for what is mapped on its own.
 _ALIGNMENT, _LARGE_ALIGNMENT, _LARGE = 64, 4096, 1 << 20
 
-# An initializer: the way to the graph that holds it, and its name, which a body of another
+# An initializer: the way to the graph that holds it, and its name, which a subgraph of another
 # node may have as well.
 Key = tuple[str, ...]
 _Found = tuple[Key, "onnx.TensorProto"]

@@ -16,7 +16,7 @@ repeated here rule by rule:
 
 A buffer is given back after the last node that reads it; one that nobody reads, at the end.
 Shapes are the same if their dimensions have the same number or the same symbol. What belongs
-to the caller (inputs), to the session (initializers) or to a graph around a body does not
+to the caller (inputs), to the session (initializers) or to a graph around a subgraph does not
 count, nor does what kernels take for themselves while they work.
 
 Rules 2 and 3 are measured, operator by operator, on onnxruntime 1.31; the plan was compared
@@ -67,7 +67,7 @@ _ELSEWHERE = -1
 
 
 class MemoryModel:
-    """What the bytes of every order of one graph, or body of ``parent``, follow from.
+    """What the bytes of every order of one graph, or subgraph of ``parent``, follow from.
 
     A value without a shape counts as the largest input of its node.
 

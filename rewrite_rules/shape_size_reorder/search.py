@@ -74,7 +74,7 @@ class GraphOrder:
         chain_bytes: Bytes of all results of Shape, Size and the chains on them. So much, at
             most, may ours lie above the better native order, for having them early.
         unknown_values: Values whose size is a guess. Bodies included.
-        subgraphs: The same for each body of each If, Loop and Scan, in the order of the file.
+        subgraphs: The same for each subgraph of each If, Loop and Scan, in the order of the file.
         reuse: Whether the session that runs ours reuses buffers.
     """
 

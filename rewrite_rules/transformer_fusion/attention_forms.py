@@ -266,7 +266,7 @@ class Attention:
         """Emit ``[B, S, H * D]`` by the standard operator, whose kernel needs no Transpose."""
         mask = self.full_mask
         if any(not (heads.split or is_transposed_heads(heads.source)) for heads in self.both):
-            # A cache is not laid out anew.
+            # A cache keeps its layout.
             stored = [self._stored(op, heads) for heads in self.both]
             mixed = op.Attention(self.query, *stored, mask, scale=self.scale)
             return [self._merged(op, mixed, self.query)]

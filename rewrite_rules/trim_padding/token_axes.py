@@ -42,7 +42,7 @@ class Sequence:
         return self.zero or self.same
 
     def reworked(self) -> Sequence:
-        """Return what stands there once each position is computed anew, from all of itself.
+        """Return what stands there once each position is computed again, from all of itself.
 
         What was one value behind the longest row still is.
         """

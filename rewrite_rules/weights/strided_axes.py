@@ -2,7 +2,7 @@
 """Where the elements of a reshaped, transposed tensor lie in the tensor that is stored.
 
 Layout operators between a dequantised weight and its consumer move no number relative to its
-scale; they only name the axes anew. An axis is therefore kept as runs of adjacent elements,
+scale; they only rename the axes. An axis is therefore kept as runs of adjacent elements,
 outermost first, each with the step that it takes through the codes and through the scales:
 
     stored int4 [N, blocks, 32]   (N, step 32 * blocks), (blocks, step 32), (32, step 1)

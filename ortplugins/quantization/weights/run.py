@@ -370,7 +370,7 @@ class _Run:
             by_rows = weight.is_table or weight.is_expert or within_byte
             k_last = self._recipe.quant_format != "QDQ" or by_rows
             floats = self._floats.refer_to(weight.uses[0].tensor)
-            # A file for each: whoever works on it may write while others do.
+            # A file for each, as workers write at the same time.
             weight.make_room(floats, self._writer("codes"), k_last)
 
 
