@@ -385,7 +385,7 @@ class _Search:
             warmed=True,
             timeout=max(60.0, self._request.plan.hint_seconds),
         )
-        if workloads is None:  # measured again each time: changes may take longer than the base
+        if workloads is None:  # measured each time: changes may take longer than the base
             self._seconds = (time.monotonic() - began) / (len(built) * rounds)
         return found
 

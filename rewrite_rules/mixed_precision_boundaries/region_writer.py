@@ -142,7 +142,7 @@ class RegionWriter:
 
         Over data movement, onnxruntime repeats the DequantizeLinear before it, towards the
         readers (PropagateDQForward of qdq_propagation.cc, 1.31). That aborts the process where
-        the subgraph of an If or Loop reads what was moved; and of int8 codes from opset 21 on it
+        a subgraph reads what was moved; and of int8 codes from opset 21 on it
         makes a QuantizeLinear of two types, with which no session loads. It does not pass a
         Clip, and one to the range of the codes changes no value.
         """

@@ -4,7 +4,7 @@
     initializer, packed by each process at its start
         -> initializer, original and packed bytes in the file, records that say where
 
-onnxruntime packs (in a child process: its peak is never this one's), the file is laid out again
+onnxruntime packs (in a child process: its peak is never this one's), the file is rearranged
 (:mod:`.records`), opened, run and compared. What comes out holds for this processor and this
 onnxruntime; elsewhere a session packs for itself and drops the blobs.
 """

@@ -73,8 +73,8 @@ class GraphOrder:
         default, priority: What a session runs with the file as it is.
         chain_bytes: Bytes of all results of Shape, Size and the chains on them. So much, at
             most, may ours lie above the better native order, for having them early.
-        unknown_values: Values whose size is a guess. Bodies included.
-        subgraphs: The same for each subgraph of each If, Loop and Scan, in the order of the file.
+        unknown_values: Values whose size is a guess. Subgraphs included.
+        subgraphs: The same for each subgraph, in the order of the file.
         reuse: Whether the session that runs ours reuses buffers.
     """
 
