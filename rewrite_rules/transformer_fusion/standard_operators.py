@@ -24,9 +24,9 @@ from onnxscript import TapeBuilder
 
 from rewrite_rules.graph.initializers import name_apart
 from rewrite_rules.graph.nodes import input_of, label
-from rewrite_rules.graph.parameters import float_attribute
+from rewrite_rules.graph.parameters import float_attribute, int_attribute
 from rewrite_rules.remarks import PassContext, Refusal
-from rewrite_rules.shapes.dimensions import number
+from rewrite_rules.shapes.dimensions import known, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.conditions import either
 from rewrite_rules.transformer_fusion.head_layout import ints
@@ -77,15 +77,24 @@ def _check_types(node: ir.Node) -> None:
 
 
 def _attention(node: ir.Node, shapes: ProvedShapes) -> None:
-    query = node.inputs[0]
-    tokens = shapes.dims(query, 3)
+    heads, groups = (int_attribute(node, f"{kind}_num_heads", 0) for kind in ("q", "kv"))
+    query, key, value = (shapes.dims(each, 3) for each in node.inputs[:3])
+    product = shapes.unknowns.product
+    # The function reshapes them to the queries' batch and length, whatever they have.
+    if (
+        query is None
+        or key is None
+        or value is None
+        or not query[:2] == key[:2] == value[:2]
+        or product((query[2], known(groups))) != product((key[2], known(heads)))
+    ):
+        raise Refusal("the sizes of its queries, keys and values are not known to fit")
     for index in _DECAY_AND_BETA:
-        value = input_of(node, index)
-        dims = shapes.dims(value, 3)
-        if value is not None and (dims is None or tokens is None or dims[:2] != tokens[:2]):
+        read = input_of(node, index)
+        if read is not None and (shapes.dims(read, 3) or ())[:2] != query[:2]:
             op = TapeBuilder()
-            sizes = op.Concat(op.Shape(query, start=0, end=2), ints(op, -1), axis=0)
-            node.replace_input_with(index, op.Reshape(value, sizes))
+            sizes = op.Concat(op.Shape(node.inputs[0], start=0, end=2), ints(op, -1), axis=0)
+            node.replace_input_with(index, op.Reshape(read, sizes))
             _graph(node).insert_before(node, op.nodes)
     node.domain = _MICROSOFT
 

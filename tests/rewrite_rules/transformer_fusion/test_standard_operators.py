@@ -103,7 +103,32 @@ def test_a_convolution_of_few_tokens(inputs: str, activation: str):
         assert found == [("com.microsoft", "CausalConvWithState")]
 
 
+FIT = "LinearAttention: the sizes of its queries, keys and values are not known to fit"
+FIRST = "first = Constant<value_ints = [0]>() end = Constant<value_ints = [1]>()"
 STAYS = {
+    # The function spreads the values of one text over all of them, with heads of another size.
+    "values of one text": (
+        linear_attention(
+            change=(
+                "v = MatMul(x, wv)",
+                f"{FIRST} w = MatMul(x, wv) v = Slice(w, first, end, first)",
+            )
+        ),
+        FIT,
+    ),
+    "keys of one token": (
+        linear_attention(
+            change=(
+                "k = LpNormalization<axis = -1>(k_long)",
+                f"{FIRST} k = Slice(k_long, first, end, end)",
+            )
+        ),
+        FIT,
+    ),
+    "heads of keys of another size": (
+        linear_attention(change=("kv_num_heads = 2", "kv_num_heads = 3")),
+        FIT,
+    ),
     "many tokens": (
         causal_convolution(tokens="9"),
         "CausalConvWithState: nodes are faster for 9",
