@@ -63,6 +63,30 @@ def test_rows_that_end_within_a_byte_have_no_kernel():
     assert table.reason == "GatherBlockQuantized wants rows of whole bytes, not 11 x 4 bits"
 
 
+@pytest.mark.parametrize(
+    ("angle", "lines", "bits"),
+    [
+        (np.cos, "c = Unsqueeze(r, one) y = Mul(x, c)", 0),
+        (np.sin, "y = Mul(r, x)", 0),
+        (np.cos, "s = Mul(x, r) y = Add(s, r)", 4),
+        (np.cos, "y = Mul(r, scale)", 4),
+        (lambda angles: np.cos(angles + 1e-3 * np.arange(16)), "y = Mul(x, r)", 4),
+    ],
+)
+def test_tables_of_cosines_and_sines_stay_in_float(angle, lines, bits):
+    text = f"""g (int64[T] i, float[P, 12] z, float[] x) => (float[P, 5] u, float[] y) {{
+        r = Gather(W, i) {lines} u = MatMul(z, V) }}"""
+    angles = np.outer(np.arange(40), 1 / 100 ** np.linspace(0, 1, 16))
+    weights = {"W": angle(angles).astype(np.float32), "V": normal(K, N)}
+    weights |= {"one": np.array([1]), "scale": normal(16)}
+    options = {"op_types": ["MatMul", "Gather"]}
+    table, _ = quantize(model_of(text, weights), **options).report.nodes
+    assert (table.bits, "cosines of positions" in table.reason) == (bits, not bits)
+    options["rules"] = [Rule("W", keep_float=False)]
+    table, _ = quantize(model_of(text, weights), **options).report.nodes
+    assert table.bits == 4
+
+
 def test_two_constants_are_one_use_and_products_without_any_none():
     text = "g () => (float[R, S] y) { [m] y = MatMul(V, W) }"
     assert found(text, {"V": normal(N, K), **RIGHT}) == {"m": (1, "W", K, N, False)}

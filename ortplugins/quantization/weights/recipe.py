@@ -61,6 +61,7 @@ UNSCALED = {"awq_lite": "awq_clip", "awq_gptq": "gptq"}
 QUANT_FORMATS = ("QDQ", "QDQ_transposed", "MatMulNBits")
 
 ROUTER = "it chooses experts (a rule ':router': {keep_float: false} quantises it)"
+ROTATION = "its rows, as cosines of positions, multiply all that is rotated"
 
 _KERNEL_BLOCK_SIZES = (16, 32, 64, 128, 256, -1)
 # Patterns that no name is needed for.
@@ -322,6 +323,7 @@ class Recipe:
         half = half or (self.half_scales and not self.fuses(table=table))
         form = dataclasses.replace(self.form, scale_type="float16" if half else "float32")
         method, reason = self.method, ROUTER if use.is_router else ""
+        reason = ROTATION if use.is_rotation else reason
         for rule in self.rules:
             if rule.means(use):
                 form, method = rule.changed(form), rule.method or method

@@ -72,6 +72,17 @@ class WeightUse:
         return [self.label, self.weight.name or "", *modules_of(self.node)]
 
     @functools.cached_property
+    def is_rotation(self) -> bool:
+        """Whether a table has cosines or sines of positions, which multiply activations."""
+        # Of position 0 all are 1, or all 0.
+        return (
+            self.activation is None
+            and self.stored_k_last
+            and len({*self.tensor.numpy()[0].tolist()}) == 1
+            and _are_factors(self.node.outputs[0])
+        )
+
+    @functools.cached_property
     def is_router(self) -> bool:
         """Whether the product chooses experts."""
         return self.activation is not None and is_router(self.node.outputs[0])
@@ -172,6 +183,16 @@ def _use(node: ir.Node, index: int, operand: ir.Value, main: ir.Graph) -> Weight
         wanted_k_last=k_last,
         activation=product.x,
         no_statistics=_no_statistics(product, product.x, main),
+    )
+
+
+def _are_factors(value: ir.Value) -> bool:
+    """Whether nothing is done with a value but to multiply others by it, by elements."""
+    return not value.is_graph_output() and all(
+        _are_factors(node.outputs[0])
+        if node.op_type in _RESHAPING
+        else node.op_type == "Mul" and constant(node.inputs[1 - index]) is None
+        for node, index in value.uses()
     )
 
 
