@@ -47,14 +47,12 @@ METHODS = {
     "awq_gptq": ("scales", "gptq"),
     "w8a8": ("activations",),
 }
-# Settings that nothing reads but methods with a step.
-_READ_BY = {
-    "alphas": "scales",
-    "fold_scales": "scales",
-    "clip_ratios": "clip",
-    "gptq": "gptq",
-    "quantized_inputs": "gptq",
-    "least_cosine": "activations",
+# What methods with a step read, and no others.
+_SETTINGS = {
+    "scales": ("alphas", "fold_scales"),
+    "clip": ("clip_ratios",),
+    "gptq": ("gptq", "quantized_inputs"),
+    "activations": ("least_cosine",),
 }
 # What experts get instead, whose input is the same for all and has no scales of one.
 UNSCALED = {"awq_lite": "awq_clip", "awq_gptq": "gptq"}
@@ -336,14 +334,13 @@ class Recipe:
         """Say which settings change nothing where weights are quantised by these methods."""
         steps = {step for method in methods for step in METHODS[method]}
         readers = {
-            name: ", ".join(method for method, does in METHODS.items() if step in does)
-            for name, step in _READ_BY.items()
-            if step not in steps
+            step: [name for name in METHODS if step in METHODS[name]] for step in _SETTINGS
         }
         return [
-            f"{name} has no effect: no weight is quantised by {those}"
-            for name, those in readers.items()
-            if getattr(self, name) != getattr(Recipe(), name)
+            f"{name} has no effect: no weight is quantised by {', '.join(readers[step])}"
+            for step, names in _SETTINGS.items()
+            for name in names
+            if step not in steps and getattr(self, name) != getattr(Recipe(), name)
         ]
 
     def check_against(self, uses: Sequence[WeightUse], names: Collection[str]) -> list[str]:
