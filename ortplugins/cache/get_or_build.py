@@ -205,10 +205,11 @@ def _built_apart(
     """Build for one session, in a temporary folder, as its cache cannot be written."""
     import tempfile  # with what it needs some milliseconds, which others have no use for
 
-    text = f"its cache in {str(cache.root)!r}: {error}"
+    root = str(cache.root)
     if reason := request.has_to_be_kept:
-        raise PassError(f"{reason}, as it cannot be kept in {text}") from error
-    warn_caller(f"ortplugins works without {text}", OrtpluginsWarning)
+        text = f"{reason}, as it cannot be kept in its cache in {root!r}: {error}"
+        raise PassError(text) from error
+    warn_caller(f"ortplugins works without its cache in {root!r}: {error}", OrtpluginsWarning)
     with contextlib.ExitStack() as unused:
         try:
             temporary = tempfile.TemporaryDirectory(prefix="ortplugins-")
