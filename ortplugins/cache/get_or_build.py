@@ -296,17 +296,17 @@ def make_for_parent() -> None:
     header, _, content = sys.stdin.buffer.read().partition(b"\n")
     job = json.loads(header)
     answer: dict[str, Any] = {"manifest": None, "error": None}
+    request = None
+    with contextlib.suppress(OptionError):  # another version of a pass has other options
+        request = BuildRequest.from_json(job["request"], content)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", OrtpluginsWarning)
         try:
-            request = BuildRequest.from_json(job["request"], content)
             # Else a pass has another version here, or only the parent knows it.
-            if json.loads(json.dumps(request.as_json())) == job["request"]:
+            if request and json.loads(json.dumps(request.as_json())) == job["request"]:
                 module, name = job["build"]
                 build = getattr(importlib.import_module(module), name)
                 answer["manifest"] = _make(request, build, *map(Path, job["folders"]))
-        except OptionError:  # another version of a pass has other options
-            pass
         except tuple(_ERRORS.values()) as error:
             kind = next(name for name, cls in _ERRORS.items() if isinstance(error, cls))
             answer["error"] = kind, str(error)
