@@ -25,7 +25,7 @@ from onnxscript import TapeBuilder
 from rewrite_rules.graph.nodes import label, made_by, producer
 from rewrite_rules.graph.parameters import constant, int_attribute
 from rewrite_rules.remarks import Remarks
-from rewrite_rules.shapes.dimensions import Dims, number
+from rewrite_rules.shapes.dimensions import Dim, Dims, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.head_layout import SPLIT_HEADS, ints
 
@@ -52,13 +52,14 @@ class _HeadsApart:
 
     ``apart`` has ``[B, H, S, D]`` of each value that holds the same in another shape: with
     heads merged into the batch, or with the batch split, of which ``sizes`` has the new sizes.
-    ``made``: which values a new one stands for.
+    ``made``: which values a new one stands for. ``new``: B and S of what a cache ends with.
     """
 
     def __init__(self, graph: ir.Graph, facts: ProvedShapes) -> None:
         self._graph, self._facts = graph, facts
         self._apart: dict[ir.Value | None, ir.Value] = {}
         self._sizes: dict[ir.Value | None, ir.Value] = {}
+        self._new: dict[ir.Value, tuple[Dim, Dim]] = {}
         self._made = collections.defaultdict[ir.Value, list[ir.Value]](list)
 
     def visit(self, node: ir.Node) -> None:
@@ -89,7 +90,7 @@ class _HeadsApart:
     def _read_reshape(self, node: ir.Node) -> None:
         """Note that a Reshape merges or splits axes; remove one that ends with ``apart``."""
         (source, sizes), out, facts = node.inputs, node.outputs[0], self._facts
-        before, apart = facts.dims(source), self._apart.get(source)
+        before, apart = self._without_past(source), self._apart.get(source)
         asked = None if before is None else _asked_sizes(node, before, facts)
         if source is None or sizes is None or before is None or asked is None:
             return
@@ -97,9 +98,10 @@ class _HeadsApart:
             out.replace_all_uses_with(apart)
             self._settle(apart)
             return
-        merged = self._merged_axes(asked, before)
+        merged = self._merged_axes(node, before)
         if merged is not None:
-            facts.note(source, merged)
+            made, asked = merged
+            facts.note(source, made)
         elif len(before) == _RANK < len(asked) and asked[2:] == before[1:]:
             if all(size is not None and size[0] > 0 for size in facts.numbers(sizes) or ()):
                 self._sizes[out] = sizes
@@ -108,6 +110,17 @@ class _HeadsApart:
         facts.note(out, asked)
         self._apart[out] = source
 
+    def _without_past(self, value: ir.Value | None) -> Dims | None:
+        """Return the sizes of a value; those of a cache hold where tokens are appended."""
+        dims, join = self._facts.dims(value), made_by(value, "Concat")
+        if value is None or dims is None or join is None or len(dims) != _RANK:
+            return dims
+        new = self._facts.dims(join.inputs[-1], _RANK)
+        if new is None or int_attribute(join, "axis", 0) not in (2, -2):
+            return dims
+        self._new[value] = new[0], new[2]
+        return new[0], *dims[1:]
+
     def _has_sizes(self, dims: Dims, asked: Dims) -> bool:
         """Whether sizes are those that a Reshape asks for: of as many elements, if there are.
 
@@ -115,24 +128,30 @@ class _HeadsApart:
         """
         if len(asked) != len(dims):
             return False
-        parts = map(self._facts.unknowns.broadcast_parts, dims)
-        fits = all(dim in found for dim, found in zip(asked, parts, strict=True))
+        fits = all(dim in self._parts(d) for dim, d in zip(asked, dims, strict=True))
         return fits or sum(a != b for a, b in zip(asked, dims, strict=True)) < 2
 
-    def _merged_axes(self, asked: Dims, before: Dims) -> Dims | None:
-        """Return ``[B, H, S, T]`` of what a Reshape merges, in each run that gets past it.
+    def _parts(self, dim: Dim) -> tuple[Dim, ...]:
+        return dim, *self._facts.unknowns.broadcast_parts(dim)
 
-        What a mask was added to has the sizes of the scores: no fewer elements would do.
+    def _merged_axes(self, node: ir.Node, before: Dims) -> tuple[Dims, Dims] | None:
+        """Return ``[B, H, S, T]`` of what a Reshape merges, and what it asks for.
+
+        What a mask was added to has the sizes of the scores in each run that gets past it: no
+        fewer elements would do.
         """
-        if len(before) != _RANK or len(asked) != _RANK - 1:
+        if len(before) != _RANK:
             return None
-        unknowns = self._facts.unknowns
-        batch, heads, *rest = (unknowns.broadcast_parts(dim) for dim in before)
-        if not all(dim in parts for dim, parts in zip(asked[1:], rest, strict=True)):
-            return None
-        pairs = itertools.product(batch, heads)
-        whole = (pair for pair in pairs if unknowns.product(pair) == asked[0])
-        return *next(whole, before[:2]), *asked[1:]
+        facts, (batch, heads, *_) = self._facts, map(self._parts, before)
+        found = None
+        for pair in itertools.product(batch, heads):
+            asked = _asked_sizes(node, (*pair, *before[2:]), facts) or ()
+            pairs = zip(asked[1:], before[2:], strict=False)
+            if len(asked) == _RANK - 1 and all(dim in self._parts(d) for dim, d in pairs):
+                found = found or ((*pair, *asked[1:]), asked)
+                if facts.unknowns.product(pair) == asked[0]:
+                    return (*pair, *asked[1:]), asked
+        return found
 
     def _settle(self, made: ir.Value) -> None:
         """Let those that read a value with heads merged into the batch read the new one."""
@@ -158,22 +177,26 @@ class _HeadsApart:
         first, made = read[0] if read else None, None
         if node.op_type in _ELEMENTWISE and any(each is not None for each in read):
             made = self._elementwise(op, node, read)
-        elif node.op_type == "MatMul" and None not in read:
-            made = self._product(op, *read)
+        elif node.op_type == "MatMul" and first is not None and read[1] is not None:
+            made = self._product(op, first, read[1])
         elif node.op_type == "Transpose" and first is not None and _perm(node) == _LAST_TWO:
             made = op.Transpose(first, perm=_LAST_TWO_OF_HEADS)
+            if first in self._new:
+                self._new[made] = self._new[first]
         elif node.op_type == "Softmax" and first is not None:
             rank = len(self._facts.dims(node.inputs[0]) or ())
             if int_attribute(node, "axis", -1) in (-1, rank - 1):
                 made = op.Softmax(first, axis=-1)
         return made
 
-    def _product(self, op: Any, *factors: ir.Value | None) -> ir.Value | None:
+    def _product(self, op: Any, left: ir.Value, right: ir.Value) -> ir.Value | None:
         """Emit a product of as many heads; where batches differ, the old one fails."""
-        one, other = (self._facts.dims(value, _RANK) for value in factors)
+        one, other = (self._facts.dims(value, _RANK) for value in (left, right))
         if one is None or other is None or one[1] != other[1] or number(one[1]) is None:
             return None
-        made: ir.Value = op.MatMul(*factors)
+        if self._new.get(right, (one[0], one[2])) != (one[0], one[2]):
+            return None
+        made: ir.Value = op.MatMul(left, right)
         if one[1] != (1, ()):
             self._facts.note(made, (*one[:3], other[3]))
         return made
@@ -204,6 +227,10 @@ class _HeadsApart:
             if made is None:
                 return None
             found.append(made)
+        dims = facts.dims(node.outputs[0])
+        if dims is not None and number(leading[1]) not in (None, 1):
+            # What broadcasts to so many texts and heads is as many, or one.
+            facts.note(node.outputs[0], (*shape, *dims[len(shape) :]))
         result: ir.Value = getattr(op, node.op_type)(*found)
         return result
 
@@ -352,7 +379,7 @@ def _product_of(op: Any, node: ir.Node, facts: ProvedShapes) -> ir.Value | None:
     orders = [*batch, *own[:1], *summed], [*batch, *summed, *own[1:]]
     if len(own) != 2 or len(summed) != 1:
         return None
-    made, sizes = list[Any](), list[set[object]]()
+    made, sizes = list[Any](), list[set[Dim]]()
     for (term, value), order in zip(terms, orders, strict=True):
         dims = facts.dims(value, len(term))
         if dims is None or sorted(term) != sorted(order) or len({*term}) < len(term):

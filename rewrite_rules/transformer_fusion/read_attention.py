@@ -150,12 +150,19 @@ def _heads(
 def _are_read_elsewhere(parts: _Parts) -> bool:
     """Whether scores or weights are, which would be computed twice."""
     match = parts.match
-    reshaped = producer(match.out).inputs[0] is not match.mixed  # to the sizes of its Shape
     weights = producer(match.mixed).inputs[0]
     assert weights is not None
-    reads = [(weights, 1), (match.softmax, 1 + match.guarded), (match.mixed, 1 + reshaped)]
+    reads = [(weights, 1), (match.softmax, 1 + match.guarded)]
     reads += [(value, 1) for value in parts.scores.steps]
+    # Of the result, sizes are read to lay it out.
+    sizes = sum(map(_gives_sizes, match.mixed.consumers()))
+    reads.append((match.mixed, 1 + sizes))
     return any(value.is_graph_output() or len(value.uses()) > count for value, count in reads)
+
+
+def _gives_sizes(node: ir.Node) -> bool:
+    readers = node.outputs[0].consumers() if node.op_type == "Reshape" else (node,)
+    return all(reader.op_type == "Shape" for reader in readers)
 
 
 def _sizes_differ(parts: _Parts) -> bool:
