@@ -356,12 +356,12 @@ def test_many_blocks_take_no_more_memory_than_their_names(tmp_path):
     assert "" in refusal(tmp_path, model, "--checkpoint", path)
 
 
-# Experts, caches, importance matrices.
+# Experts and caches.
 
 
-def experts(**shapes: tuple[int, ...]) -> ir.Model:
+def experts() -> ir.Model:
     """A mixture of four experts as one operator."""
-    shapes = {"R": (32, 4), "W1": (4, 48, 32), "W2": (4, 32, 48)} | shapes
+    shapes = {"R": (32, 4), "W1": (4, 48, 32), "W2": (4, 32, 48)}
     return model_of(
         """g (float[T, 32] x) => (float[T, 32] y) {
             [router] l = MatMul(x, R)
@@ -379,17 +379,6 @@ def test_experts_of_a_checkpoint(tmp_path):
     assert_matches(match, refusal(tmp_path, experts(), "--checkpoint", path))
 
 
-def test_experts_of_unequal_shapes(tmp_path):
-    text = refusal(tmp_path, experts(W2=(4, 32, 40)))
-    assert_matches("moe: experts: .*'W1' .*48.* 'W2' .*40", text)
-
-
-def test_a_cache_that_is_none(tmp_path):
-    match = "kv_bits: no GroupQueryAttention has a cache: optimize the model first"
-    model = mlp({UP: normal(K, N), DOWN: normal(N, K)})
-    assert_matches(match, refusal(tmp_path, model, "--kv-bits", "8"))
-
-
 def test_a_cache_of_nan(tmp_path):
     model = ir.from_proto(decoder("genai"))
     model.graph.initializers["wk"].const_value = ir.tensor(
@@ -399,17 +388,3 @@ def test_a_cache_of_nan(tmp_path):
     options = ["--kv-bits", "8", "--rule", "re:.*=float", "--samples", tmp_path / "s.npz"]
     text = refusal(tmp_path, model, *options)
     assert_matches("cache 'present_0_key' holds NaN or infinity.*samples", text)
-
-
-def test_an_importance_matrix_of_another_model(tmp_path):
-    path = tmp_path / "m.gguf"
-    for name, channels, match in (
-        ("blk.9.ffn_up", K, "no entry is for a weight of this model; the first is 'blk.9.f"),
-        ("blk.0.ffn_up", K + 1, "'blk.0.ffn_up.weight' has 97 channels, node 'up' 96: give"),
-    ):
-        sums = np.ones((1, channels), np.float32), None
-        counts = np.ones((1, 1), np.float32), None
-        tensors = {f"{name}.weight.in_sum2": sums, f"{name}.weight.counts": counts}
-        gguf_files.save_gguf(path, tensors)
-        model = mlp({UP: normal(K, N), DOWN: normal(N, K)})
-        assert match in refusal(tmp_path, model, "--imatrix", path)

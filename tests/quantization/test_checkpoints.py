@@ -21,11 +21,9 @@ from checkpoint_files import (
     NORM,
     UP,
     K,
-    N,
     layer,
     mlp,
     near,
-    words,
     write_folder,
 )
 
@@ -137,11 +135,3 @@ def test_the_command_writes_the_same(tmp_path):
     expected = read(quantize(mlp(weights), checkpoint=tmp_path / "c").model)
     for name, array in arrays_of(expected).items():
         np.testing.assert_array_equal(arrays_of(read(out))[name], array)
-
-
-def test_words_are_those_of_the_formats():
-    """Of AWQ's eight columns the second lies behind the fifth; elsewhere they are in order."""
-    codes = np.arange(8)[None]
-    assert words(codes, 4).view(np.uint32).item() == 0x76543210
-    assert words(codes, 4, (0, 2, 4, 6, 1, 3, 5, 7)).view(np.uint32).item() == 0x75316420
-    assert N % 8 == 0

@@ -73,12 +73,12 @@ class CompressedTensors(SafetensorsCheckpoint):
             stored = self.part(zero_point, _ZERO_POINTS, 1, 2)
             in_words = packed and stored.dtype == "I32"
             count = scales.shape[0]  # 1 for all columns
-            zeros = Numbers(stored, bits, count, True, "columns" if in_words else "")
+            zeros = Numbers(stored.T, bits, count, 1 if in_words else None)
         return StoredLayer(
             name,
-            Numbers(codes, bits, n, True, "rows" if packed else ""),
+            Numbers(codes.T, bits, n, 0 if packed else None),
             k,
-            scales,
+            scales.T,
             zeros,
             self.part(index, _INTEGERS, 1) if index in self.tensors else None,
         ).layer("compressed-tensors")

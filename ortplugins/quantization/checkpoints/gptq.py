@@ -65,10 +65,10 @@ class GptqCheckpoint(SafetensorsCheckpoint):
         index = f"{name}.g_idx"
         return StoredLayer(
             name,
-            Numbers(qweight, bits, n, words_along="columns" if order else "rows", order=order),
+            Numbers(qweight, bits, n, 1 if order else 0, order),
             k,
             self.part(f"{name}.scales", FLOATS, 2),
-            Numbers(qzeros, bits, n, False, "columns", order, self._zero_offset),
+            Numbers(qzeros, bits, n, 1, order, self._zero_offset),
             self.part(index, _INDEX, 1) if index in self.tensors else None,
         ).layer(self._packing)
 

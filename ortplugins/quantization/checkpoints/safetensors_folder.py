@@ -47,18 +47,27 @@ def read_json(path: Path) -> Mapping[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file."""
+    """A tensor in a file, or its transpose."""
 
     name: str
     path: str
     shape: tuple[int, ...]
     dtype: str  # safetensors' name
+    is_transposed: bool = False
 
-    def read(self, *index: slice) -> npt.NDArray[Any]:
-        """Read a part of it."""
+    @property
+    def T(self) -> StoredTensor:
+        """The transpose."""
+        turned = not self.is_transposed
+        return dataclasses.replace(self, shape=self.shape[::-1], is_transposed=turned)
+
+    def read(self, columns: slice | None = None) -> npt.NDArray[Any]:
+        """Read it, or some columns."""
+        rows = () if self.is_transposed else (slice(None),)
+        index = (...,) if columns is None else (*rows, columns)
         with _opened(Path(self.path)) as file:
-            found: npt.NDArray[Any] = file.get_slice(self.name)[index or (...,)]
-        return found
+            found: npt.NDArray[Any] = file.get_slice(self.name)[index]
+        return found.T if self.is_transposed else found
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -103,15 +112,13 @@ def _opened(path: Path) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Numbers:
-    """Unsigned numbers ``[rows, columns]`` of a tensor, or of its transpose.
+    """Unsigned numbers ``[rows, columns]``.
 
     Attributes:
         tensor: Words of 32 bits, low bits first, or signed integers, 2**(bits - 1) less each.
         bits: Of a number.
         columns: How many count; words may hold a few more.
-        columns_first: Whether the tensor is ``[columns, rows]``.
-        words_along: ``"rows"`` or ``"columns"``: what the numbers of a word are; ``""``
-            without words.
+        axis: Along which the numbers of a word lie; None where there are no words.
         order: Of the numbers in a word.
         offset: Added to each in words, without a carry.
     """
@@ -119,24 +126,17 @@ class Numbers:
     tensor: StoredTensor
     bits: int
     columns: int
-    columns_first: bool = False
-    words_along: str = ""
+    axis: int | None
     order: tuple[int, ...] = ()
     offset: int = 0
 
     def read(self, columns: slice = slice(0, None)) -> Bytes:
         """Return some columns, uint8 ``[rows, n]``."""
         start, stop, _ = columns.indices(self.columns)
-        each = WORD // self.bits if self.words_along == "columns" else 1
-        index = slice(start // each, -(-stop // each))
-        if stop - start == self.columns:
-            stored = self.tensor.read()
-        else:
-            stored = self.tensor.read(*[slice(None)] * (not self.columns_first), index)
-        stored = stored.T if self.columns_first else stored
-        if self.words_along:
-            by_rows = self.words_along == "rows"
-            found = self._unpacked(stored.T).T if by_rows else self._unpacked(stored)
+        each = WORD // self.bits if self.axis == 1 else 1
+        stored = self.tensor.read(slice(start // each, -(-stop // each)))
+        if self.axis is not None:
+            found = self._unpacked(stored) if self.axis else self._unpacked(stored.T).T
             found = found[:, start % each :][:, : stop - start] + np.uint8(self.offset)
             return found & np.uint8((1 << self.bits) - 1)
         numbers = stored.astype(np.int64) + (1 << (self.bits - 1))
@@ -165,8 +165,7 @@ class StoredLayer:
         name: Of the layer.
         codes: Numbers ``[K, N]``; words may hold a few more rows.
         k: The rows that count.
-        scales: ``[blocks, N]``, ``[N, blocks]`` where codes have columns first, or of one
-            number.
+        scales: ``[blocks, N]``, or of one number.
         zeros: Numbers ``[blocks, N]`` or one; None for those in the middle.
         block_of_rows: ``[K]``, for act-order; None, or -1 everywhere, without.
     """
@@ -199,9 +198,8 @@ class StoredLayer:
     ) -> LayerCodes:
         codes = self.codes.read(columns)[: self.k]
         codes = codes if order is None else codes[order]
-        stored = self.scales.read().astype(np.float32)
-        stored = stored.T if self.codes.columns_first else stored
-        scales = np.ascontiguousarray(np.broadcast_to(stored, self._grid())[:, columns])
+        scales = np.broadcast_to(self.scales.read(), self._grid())[:, columns]
+        scales = np.ascontiguousarray(scales, np.float32)
         zeros = None if symmetric else self._zero_points()
         if zeros is None:
             # Unsigned bytes wrap around to what the signed ones are.
@@ -217,11 +215,10 @@ class StoredLayer:
 
     def _grid(self) -> tuple[int, int]:
         """Return how many blocks and columns have scales."""
-        shape = self.scales.shape
-        if shape in ((1,), (1, 1)):
+        if self.scales.shape in ((1,), (1, 1)):
             return 1, self.codes.columns
-        first, second = shape if len(shape) == 2 else (0, 0)
-        return (second, first) if self.codes.columns_first else (first, second)
+        blocks, columns = self.scales.shape if len(self.scales.shape) == 2 else (0, 0)
+        return blocks, columns
 
     def _blocks(self, blocks: int) -> tuple[int, npt.NDArray[np.int64] | None]:
         """Return the size of blocks, and the order that brings their rows together, if any."""
