@@ -25,7 +25,7 @@ from ortplugins.model_io.saving import Progress
 from ortplugins.optimization.shape_inference import infer_shapes
 from ortplugins.quantization.statistics.collect import Calibration
 from ortplugins.samples.sources import CalibrationSource, KeptSamples
-from ortplugins.static_qdq.search import Promotion, Search, Unit
+from ortplugins.static_qdq.search import Promotion, Unit, promote
 from ortplugins.static_qdq.switched_model import SwitchedModel, add_switches
 from rewrite_rules.graph.nodes import is_quantize_linear
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
@@ -129,10 +129,12 @@ def plan_precision(
         def overrides(chosen: Sequence[str]) -> dict[str, tuple[TensorOverride, ...]]:
             return {name: (TensorOverride(quant_type=wider[name]),) for name in chosen}
 
-        search = Search(SwitchedModel(instrumented, names, calibration), calibration, implied)
         count = len(graph.tensors)
-        found = search.run(
+        found = promote(
             units,
+            SwitchedModel(instrumented, names, calibration),
+            calibration,
+            implied,
             lambda chosen: _rewritten(source, options, overrides(chosen)),
             budget=budget,
             most=math.floor(max_16bit * count) if isinstance(max_16bit, float) else max_16bit,

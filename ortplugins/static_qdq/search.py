@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import onnx_ir as ir
 
@@ -80,117 +80,96 @@ class Promotion:
     promoted: tuple[str, ...]
 
 
-class Search:
-    """Promotes units one after the other, and measures."""
+def promote(
+    units: Sequence[Unit],
+    switched: SwitchedModel,
+    calibration: Calibration,
+    implied: Callable[[Collection[str]], Collection[str]],
+    made: Callable[[tuple[str, ...]], tuple[ir.Model, Mapping[str, str]]],
+    *,
+    budget: float | None,
+    most: int | None,
+    of: str,
+) -> Promotion:
+    """Promote one unit after the other and measure, until the budget is met.
 
-    def __init__(
-        self,
-        switched: SwitchedModel,
-        calibration: Calibration,
-        implied: Callable[[Collection[str]], Collection[str]],
-    ) -> None:
-        """``implied`` returns the names that have more bits as soon as others have."""
-        self._switched = switched
-        self._calibration = calibration
-        self._implied = implied
-        self._banned: set[Unit] = set()
-        self._promoted: tuple[Unit, ...] = ()
-        self._curve: list[CurvePoint] = []
+    ``implied`` returns the names that have more bits as soon as others have. ``made`` makes a
+    model with the promoted names, and says which can't be, and why. ``budget`` is the cosine
+    to reach, ``most`` how many names may be promoted, ``of`` what messages call all of them
+    ("5 activations promoted").
+    """
+    switched.refer_to(switched.values())
+    measured = list(_each_alone(units, switched, calibration))
+    ordered = sorted(measured, key=lambda unit: -unit.error / len(unit.names))
+    unit_of = {name: unit for unit in measured for name in unit.names}
+    banned: set[Unit] = set()
 
-    def run(
-        self,
-        units: Sequence[Unit],
-        made: Callable[[tuple[str, ...]], tuple[ir.Model, Mapping[str, str]]],
-        *,
-        budget: float | None,
-        most: int | None,
-        of: str,
-    ) -> Promotion:
-        """Promote and measure, until the budget is met.
-
-        ``made`` makes a model with the promoted names, and says which can't be, and why.
-        ``budget`` is the cosine to reach, ``most`` how many names may be promoted, ``of`` what
-        messages call all of them ("5 activations promoted").
-        """
-        switched, self._most = self._switched, most
-        switched.refer_to(switched.values())
-        measured = []
-        for done, unit in enumerate(units):
-            self._calibration.progress(done, len(units), f"ranking {unit.names[0]}")
-            error = switched.compare(switched.values(unit.switches)).error
-            measured.append(dataclasses.replace(unit, error=error))
-        self._ordered = sorted(measured, key=lambda unit: -unit.error / len(unit.names))
-        self._unit_of = {name: unit for unit in measured for name in unit.names}
-        before = self._now = self._measured(())
-        self._curve.append(CurvePoint(0, (), before))
-        wanted, notes = budget, list[str]()
-        while True:
-            self._grow(wanted)
-            names = tuple(name for unit in self._promoted for name in unit.names)
-            model, refused = made(names)
-            if refused:
-                notes += [f"{name} stays: {reason}" for name, reason in refused.items()]
-                self._banned |= {self._unit_of[name] for name in refused}
-                self._set(tuple(u for u in self._promoted if u not in self._banned))
-                continue
-            after = switched.compare(SwitchedModel(model, (), self._calibration).values())
-            if wanted is None or budget is None or after.cosine >= budget:
-                break
-            if self._next() is None:
-                text = (
-                    f"a cosine of {budget:.6g} is not reached: it is {after.cosine:.6g} with "
-                    f"{len(names)} of {of}"
-                )
-                if self._most is None:
-                    raise QuantizationError(text)
-                notes.append(f"{text}, as many as max_16bit allows")
-                break
-            # What is made is less exact than its simulation by so much.
-            wanted = self._now.cosine + (budget - after.cosine) + 1e-6
-        return Promotion(
-            ranking=tuple(sorted(measured, key=lambda unit: -unit.error)),
-            curve=tuple(self._curve),
-            before=before,
-            after=after,
-            notes=tuple(notes),
-            promoted=names,
-        )
-
-    def _grow(self, wanted: float | None) -> None:
-        """Promote until the wanted cosine or the limit is reached, or nothing is left."""
-        while (wanted is None or self._now.cosine < wanted) and (chosen := self._next()):
-            most = self._most or _count(self._ordered)
-            self._calibration.progress(_count(self._promoted), most, "promoting")
-            added = [unit for unit in chosen if unit not in self._promoted]
-            self._set(chosen)
-            names = tuple(name for unit in added for name in unit.names)
-            self._curve.append(CurvePoint(_count(chosen), names, self._now))
-
-    def _closed(self, units: Iterable[Unit]) -> tuple[Unit, ...]:
-        """Add what is implied."""
-        closed = dict.fromkeys(units)
-        implied = self._implied([name for unit in closed for name in unit.names])
-        found = (self._unit_of.get(name) for name in implied)
-        closed |= dict.fromkeys(u for u in found if u is not None and u not in self._banned)
-        return tuple(closed)
-
-    def _next(self) -> tuple[Unit, ...] | None:
-        """Add the next of the ranking that may be promoted, and what it implies."""
-        for unit in self._ordered:
-            if unit not in self._promoted and unit not in self._banned:
-                closed = self._closed([*self._promoted, unit])
-                if self._most is None or _count(closed) <= self._most:
-                    return closed
-        return None
-
-    def _measured(self, promoted: Iterable[Unit]) -> Deviation:
+    def deviation(promoted: Iterable[Unit]) -> Deviation:
         off = {switch for unit in promoted for switch in unit.switches}
-        on = frozenset(self._switched.switches) - off
-        return self._switched.compare(self._switched.values(on))
+        return switched.compare(switched.values(frozenset(switched.switches) - off))
 
-    def _set(self, promoted: tuple[Unit, ...]) -> None:
-        self._promoted = promoted
-        self._now = self._measured(promoted)
+    def with_next(promoted: Sequence[Unit]) -> tuple[Unit, ...]:
+        """Add the next of the ranking that may be promoted, and what it implies."""
+        for unit in ordered:
+            if unit not in promoted and unit not in banned:
+                closed = dict.fromkeys([*promoted, unit])
+                names = implied([name for each in closed for name in each.names])
+                found = (unit_of[name] for name in names if name in unit_of)
+                closed |= dict.fromkeys(each for each in found if each not in banned)
+                if most is None or _count(closed) <= most:
+                    return tuple(closed)
+        return ()
+
+    promoted: tuple[Unit, ...] = ()
+    now = before = deviation(())
+    curve = [CurvePoint(0, (), before)]
+    wanted, notes = budget, list[str]()
+    while True:
+        while (wanted is None or now.cosine < wanted) and (more := with_next(promoted)):
+            calibration.progress(_count(promoted), most or _count(units), "promoting")
+            added = tuple(name for u in more if u not in promoted for name in u.names)
+            promoted, now = more, deviation(more)
+            curve.append(CurvePoint(_count(promoted), added, now))
+        names = tuple(name for unit in promoted for name in unit.names)
+        model, refused = made(names)
+        if refused:
+            notes += [f"{name} stays: {reason}" for name, reason in refused.items()]
+            banned |= {unit_of[name] for name in refused}
+            promoted = tuple(unit for unit in promoted if unit not in banned)
+            now = deviation(promoted)
+            continue
+        after = switched.compare(SwitchedModel(model, (), calibration).values())
+        if wanted is None or budget is None or after.cosine >= budget:
+            break
+        if not with_next(promoted):
+            text = (
+                f"a cosine of {budget:.6g} is not reached: it is {after.cosine:.6g} with "
+                f"{len(names)} of {of}"
+            )
+            if most is None:
+                raise QuantizationError(text)
+            notes.append(f"{text}, as many as max_16bit allows")
+            break
+        # What is made is less exact than its simulation by so much.
+        wanted = now.cosine + (budget - after.cosine) + 1e-6
+    return Promotion(
+        ranking=tuple(sorted(measured, key=lambda unit: -unit.error)),
+        curve=tuple(curve),
+        before=before,
+        after=after,
+        notes=tuple(notes),
+        promoted=names,
+    )
+
+
+def _each_alone(
+    units: Sequence[Unit], switched: SwitchedModel, calibration: Calibration
+) -> Iterator[Unit]:
+    """Yield units with the error of each."""
+    for done, unit in enumerate(units):
+        calibration.progress(done, len(units), f"ranking {unit.names[0]}")
+        error = switched.compare(switched.values(unit.switches)).error
+        yield dataclasses.replace(unit, error=error)
 
 
 def _count(units: Iterable[Unit]) -> int:
