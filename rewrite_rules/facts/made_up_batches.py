@@ -339,20 +339,13 @@ _BATCHES: tuple[tuple[str, tuple[tuple[int, int], ...], int], ...] = (
 )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class PaddedBatch:
-    """Which positions of a batch are real, bool ``[batch, length]``.
+def padded_batches(
+    model: ir.Model, mask: ir.Value
+) -> Iterator[tuple[str, NDArray[np.bool_], bool]]:
+    """Yield batches in the sizes that a mask declares: which positions are real.
 
-    ``optional``: not every model takes its sizes.
+    Each has a name, its mask ``[batch, length]``, and whether not every model takes its sizes.
     """
-
-    name: str
-    real: NDArray[np.bool_]
-    optional: bool
-
-
-def padded_batches(model: ir.Model, mask: ir.Value) -> Iterator[PaddedBatch]:
-    """Yield batches in the sizes that a mask ``[batch, length]`` declares."""
     assert mask.shape is not None
     rows_fixed, length_fixed = (n if isinstance(n, int) else None for n in mask.shape)
     behind = [n + 3 for n in sorted(_numbers_in(model)) if n + 3 > _LONG][-1:]
@@ -370,7 +363,7 @@ def padded_batches(model: ir.Model, mask: ir.Value) -> Iterator[PaddedBatch]:
         for row, (front, count) in zip(real, rows, strict=True):
             # With a fixed length the rows reach as far as it lets them.
             row[front : length if count == _LENGTH else front + count] = True
-        yield PaddedBatch(name, real, (length > _LENGTH and length_fixed is None) or not rows)
+        yield name, real, (length > _LENGTH and length_fixed is None) or not rows
 
 
 # Numbers in the graph

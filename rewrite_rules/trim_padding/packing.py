@@ -106,7 +106,6 @@ class _Packing:
             for i, value in enumerate(node.inputs):
                 width = _rows_width(value, self._flow)
                 if value is not None and width is not None and value.producer() not in inside:
-                    self._like.setdefault((False, self._dims(value)), value)
                     node.replace_input_with(i, self._pack(value, width))
         for value in [value for node in packed for value in node.outputs]:
             self._unpack(value, inside)
@@ -118,17 +117,23 @@ class _Packing:
         assert dims is not None
         return dims
 
+    def _shape(self, value: ir.Value, rank: int, is_packed: bool) -> Any:
+        """Return the sizes of a value, by one of which so many are the same in every run."""
+        key = is_packed, self._dims(value)[:rank]
+        return self._op.Shape(self._like.setdefault(key, value))
+
     def _rows(self, value: ir.Value, rows: Any, is_packed: bool) -> Any:
         """Return rows, or all of a whole batch."""
         op = self._op
-        like = self._like.setdefault((is_packed, self._dims(value)[:2]), value)
-        length = op.Gather(op.Shape(like), op.integers(1), axis=0)
+        length = op.Gather(self._shape(value, 2, is_packed), op.integers(1), axis=0)
         all_rows = op.Range(op.integers(0), op.Mul(length, self._whole), op.integers(1))
         return op.Concat(rows, all_rows, axis=0)
 
     def _pack(self, value: ir.Value, width: int) -> Any:
         op = self._op
-        sizes = op.Where(self._holds, op.integers([1, -1, width]), op.Shape(value))
+        sizes = op.Where(
+            self._holds, op.integers([1, -1, width]), self._shape(value, 3, False)
+        )
         flat = op.Reshape(value, sizes)
         rows = op.Gather(flat, self._rows(value, self._real, is_packed=False), axis=1)
         rows.type = value.type
@@ -154,7 +159,7 @@ class _Packing:
             value.name = self._names.take(f"{name}_packed")
         places = self._rows(value, self._places, is_packed=True)
         given = op.Concat(self._sizes, op.integers([width]), axis=0)
-        sizes = op.Where(self._holds, given, op.Shape(value))
+        sizes = op.Where(self._holds, given, self._shape(value, 3, True))
         # A batch of 0 is a size, not a size to copy; before opset 14 that can't be said.
         literal = {"allowzero": 1} if self._flow.opset >= _ALLOWZERO_SINCE else {}
         whole = op.Reshape(op.Gather(value, places, axis=1), sizes, **literal)

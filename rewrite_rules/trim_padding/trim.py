@@ -239,15 +239,15 @@ def _trial_batches(model: ir.Model, flow: TokenFlow) -> Iterator[Trial]:
     fed = [v for v in model.graph.inputs if v.name not in model.graph.initializers]
     numbers = numbers_compared_with(model, fed)
     made = {str(v.name): flow.value(v) for v in model.graph.outputs}
-    for batch in padded_batches(model, flow.mask):
-        real, run = batch.real, SampleMasks([batch.real])
+    for name, real, optional in padded_batches(model, flow.mask):
+        run = SampleMasks([real])
         feeds = {str(v.name): _array(v, flow, run, numbers[v], rng) for v in fed}
         compared = {
-            name: _counted(known.axes or (), real)
-            for name, known in made.items()
+            output: _counted(known.axes or (), real)
+            for output, known in made.items()
             if isinstance(known, Tokens)
         }
-        yield Trial(batch.name, feeds, compared, optional=batch.optional)
+        yield Trial(name, feeds, compared, optional=optional)
 
 
 def _array(

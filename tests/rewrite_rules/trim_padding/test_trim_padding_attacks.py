@@ -34,6 +34,8 @@ CONSTANTS = {
     "lstm_r": np.ones((1, 8, 2), np.float32),
     "ones8": np.ones(8, np.float32),
     "middle_code": np.uint8(128),
+    "code_rows": np.arange(-32, 32, dtype=np.int8).reshape(8, 8),
+    "code_zeros": np.zeros(8, np.int8),
     "nbits_steps": np.ones((8, 1), np.float32),
     "nbits": np.arange(64, dtype=np.uint8).reshape(8, 1, 8) * 3,
     "row_steps": np.linspace(0.1, 1, 32, dtype=np.float32)[:, None],
