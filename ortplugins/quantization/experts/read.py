@@ -163,23 +163,20 @@ def _read_sum(node: ir.Node, gather: ir.Node, facts: ProvedShapes) -> Mixture:
     if len(dims) != 3 or [axis_of(a, 3) for a in axes] != [1] or site.integer("keepdims", 1):
         raise Refusal("experts: their outputs are not added up over the choices of a token")
     weighted = made_by(_flat(site.input(0), reader.dtype), "Mul")
-    product, shares = None, None
-    for index in range(2 if weighted else 0):
-        assert weighted is not None
-        shares = weighted.inputs[1 - index]
-        product = reader.layer_behind(weighted.inputs[index])
-        if product is not None:
+    for product, other in _either(weighted):
+        if (found := reader.layer_behind(product)) is not None:
+            shares = _flat(other, reader.dtype)
             break
-    if product is None or shares is None:
+    else:
         raise Refusal("experts: their outputs are not multiplied by one share each")
-    last, hidden = product
+    last, hidden = found
     k, N = number(dims[1]), known(last.N)
     operands = [facts.dims(value) for value in weighted.inputs] if weighted else []
     one_each = [(reader.rows, N), (reader.rows, known(1))]
     if k is None or dims[2] != N or operands not in (one_each, one_each[::-1]):
         raise Refusal("experts: their outputs are not proved to have one share each")
     activation = reader.activation(hidden)
-    router = reader.choice(_flat(shares, reader.dtype), k)
+    router = reader.choice(shares, k)
     x = reader.tokens(k, facts.dims(router.chosen))
     return _checked(Mixture(node, x, router, k, activation, last))
 
@@ -199,32 +196,22 @@ class _Batches:
         self._ids, self.rows = _flat(self._numbers), dims[0]
         self._x: list[ir.Value] = []  # what the first layers read
 
-    def layer_behind(self, value: ir.Value | None) -> tuple[Layer, ir.Value] | None:
+    def layer_behind(self, value: ir.Value) -> tuple[Layer, ir.Value] | None:
         """Return the layer that computes rows, and what it reads; None if none does."""
-        value = None if value is None else _flat(value)
-        added, bias = made_by(value, "Add"), None
-        if added is not None:
-            for index in range(2):
-                picked = added.inputs[1 - index]
-                gather = made_by(picked, "Gather", "GatherND")
-                if picked is not None and gather is not None:
-                    value, bias = added.inputs[index], gather
-                    if self.facts.dims(value) != self.facts.dims(picked, 2):
-                        raise Refusal(
-                            "experts: a bias is not proved to be added to its own row"
-                        )
-        node = made_by(None if value is None else _flat(value), "MatMul")
-        if node is None:
-            return None
-        for index in range(2):
-            stack, x = node.inputs[index], node.inputs[1 - index]
-            turned = made_by(stack, "Transpose")
+        value, bias = _flat(value), None
+        for rows, picked in _either(made_by(value, "Add")):
+            if (gather := made_by(picked, "Gather", "GatherND")) is not None:
+                value, bias = rows, gather
+                if self.facts.dims(rows) != self.facts.dims(picked, 2):
+                    raise Refusal("experts: a bias is not proved to be added to its own row")
+        for on_right, (stack, x) in enumerate(_either(made_by(_flat(value), "MatMul"))):
+            turned, source = made_by(stack, "Transpose"), None
             if turned is not None and turned.attributes.get_ints("perm") == (0, 2, 1):
-                stack = turned.inputs[0]
-            gather = made_by(stack, "Gather", "GatherND")
-            if gather is None or x is None or constant(gather.inputs[0]) is None:
+                source = turned.inputs[0]
+            gather = made_by(source or stack, "Gather", "GatherND")
+            if gather is None or constant(gather.inputs[0]) is None:
                 continue
-            on_left = index == 0
+            on_left = not on_right
             self._check_picked(gather)
             added_to = None if bias is None else bias.inputs[0]
             if bias is not None:
@@ -432,13 +419,18 @@ def _scalar(value: ir.Value | None) -> float | None:
 
 def _without_constant(value: ir.Value) -> tuple[ir.Value, float]:
     """Return what a number is added to, and that."""
-    node = made_by(value, "Add")
-    for index in range(2 if node else 0):
-        assert node is not None
-        added, rest = _scalar(node.inputs[index]), node.inputs[1 - index]
-        if added is not None and rest is not None:
-            return rest, added
+    for added, rest in _either(made_by(value, "Add")):
+        if (number := _scalar(added)) is not None:
+            return rest, number
     return value, 0.0
+
+
+def _either(node: ir.Node | None) -> Iterator[tuple[ir.Value, ir.Value]]:
+    """Yield both operands of a node, if there is one, each with the other."""
+    first, second = (None, None) if node is None else node.inputs
+    if first is not None and second is not None:
+        yield first, second
+        yield second, first
 
 
 def _is_not_negative(value: ir.Value) -> bool:
