@@ -11,7 +11,6 @@ find the weights -> calibrate their activations, in batches that fit into memory
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -288,60 +287,64 @@ class _Run:
     ) -> Iterator[Group]:
         """Quantise groups whose statistics are known, or found by running two models.
 
-        The largest come first, or they would come last.
+        The largest come first, or they would come last. Without an executor, as many threads
+        work as there are cores, and as fit into the memory.
         """
-        quantize = functools.partial(
-            quantize_group, recipe=self._recipe, coordinator=this_process()
-        )
-        futures: dict[concurrent.futures.Future[Group], Group] = {}
-        paired = self._writer("statistics")
-        with self._workers(groups) as (executor, threads):
-            try:
-                for group in sorted(groups, key=lambda group: -group.elements):
-                    self._make_room(group, threads)
-                    kept = self._folder.codes(group.for_worker())
-                    if kept is not None:
-                        group.take_in(kept)
-                        yield group
-                        continue
-                    if models is not None:
-                        (request,) = self._requests([group]).values()
-                        found = models.statistics(request, paired)
-                        group.statistics = [found] if found else []
-                    futures[executor.submit(quantize, group.for_worker())] = group
-                for future, group in futures.items():
-                    self._folder.keep_codes(future.result())
-                    group.take_in(future.result())
-                    yield group
-            except BaseException:
-                for future in futures:
-                    future.cancel()
-                concurrent.futures.wait(futures)
-                raise
-        paired.path.unlink(missing_ok=True)
-
-    @contextlib.contextmanager
-    def _workers(
-        self, groups: Sequence[Group]
-    ) -> Iterator[tuple[concurrent.futures.Executor, int]]:
-        """Yield who works on groups, and how many threads share the columns of a weight.
-
-        Without an executor, as many threads as there are cores, and as fit into the memory.
-        """
+        ordered = sorted(groups, key=lambda group: -group.elements)
         if self._executor is not None:
-            yield self._executor, 1
+            yield from self._sent(ordered, self._executor, 1, models)
             return
         cores = os.cpu_count() or 1
         shares = [(n, cores // n) for n in range(min(cores, max(1, len(groups))), 0, -1)]
         shares += [(1, n) for n in range(cores - 1, 0, -1)]
 
-        def fits(workers: int, threads: int) -> bool:
-            most = max((working_bytes(group, threads) for group in groups), default=0)
-            return workers * most <= self._max_memory
+        def share(group: Group) -> tuple[int, int]:
+            """How many groups like one fit at once, and the threads that each of them has."""
+            fitting = (
+                s for s in shares if s[0] * working_bytes(group, s[1]) <= self._max_memory
+            )
+            return next(fitting, (1, 1))
 
-        workers, threads = next((share for share in shares if fits(*share)), (1, 1))
-        with concurrent.futures.ThreadPoolExecutor(workers, "quantize") as executor:
-            yield executor, threads
+        for (workers, threads), alike in itertools.groupby(ordered, share):
+            with concurrent.futures.ThreadPoolExecutor(workers, "quantize") as executor:
+                yield from self._sent(alike, executor, threads, models)
+
+    def _sent(
+        self,
+        groups: Iterable[Group],
+        executor: concurrent.futures.Executor,
+        threads: int,
+        models: PairedModels | None,
+    ) -> Iterator[Group]:
+        """Have an executor quantise groups, but for those whose codes are kept."""
+        quantize = functools.partial(
+            quantize_group, recipe=self._recipe, coordinator=this_process()
+        )
+        futures: dict[concurrent.futures.Future[Group], Group] = {}
+        paired = self._writer("statistics")
+        try:
+            for group in groups:
+                self._make_room(group, threads)
+                kept = self._folder.codes(group.for_worker())
+                if kept is not None:
+                    group.take_in(kept)
+                    yield group
+                    continue
+                if models is not None:
+                    (request,) = self._requests([group]).values()
+                    found = models.statistics(request, paired)
+                    group.statistics = [found] if found else []
+                futures[executor.submit(quantize, group.for_worker())] = group
+            for future, group in futures.items():
+                self._folder.keep_codes(future.result())
+                group.take_in(future.result())
+                yield group
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            concurrent.futures.wait(futures)
+            raise
+        paired.path.unlink(missing_ok=True)
 
     def _writer(self, kind: str) -> ScratchWriter:
         """Return the writer of a new file."""
