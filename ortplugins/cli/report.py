@@ -67,7 +67,7 @@ def memory(
 
     curves, notes = order_of(model, opt.parse_dims(dims))
     if format == "json":
-        content = {"model": str(model), "curves": [curve.to_dict() for curve in curves]}
+        content = {"model": str(model), "curves": curves}
         typer.echo(json.dumps({**content, "notes": notes}, indent=1))
     else:
         for line in (*memory_bars(curves), *notes):

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from ortplugins.errors import ModelFileError
-from ortplugins.html_report.live_memory import Curve, order_of
+from ortplugins.html_report.live_memory import curve, order_of
 from ortplugins.measurement.measure import Candidate, measure, side_by_side
 from ortplugins.measurement.models import Inputs, comparison_feeds, operator_counts
 from ortplugins.model_io.loading import initializer_tensors, load_model, stored_bytes
@@ -236,5 +236,5 @@ def _memory(
     reordered = ShapeSizeReorder.name in passes
     name = "PRIORITY_BASED" if reordered else "onnxruntime's default"
     live = (after.priority if reordered else after.default).live
-    curves.insert(0, Curve(f"rewritten, {name}", live.tolist()))
-    return {"curves": [curve.to_dict() for curve in curves], "notes": notes}
+    curves.insert(0, curve(f"rewritten, {name}", live.tolist()))
+    return {"curves": curves, "notes": notes}

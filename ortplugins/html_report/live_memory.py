@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -20,38 +19,26 @@ from rewrite_rules.shapes.proved_shapes import DEFAULT_DIM, concrete_shapes
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
-@dataclasses.dataclass(frozen=True)
-class Curve:
-    """What one order of the nodes holds in memory: live bytes in each step."""
-
-    name: str
-    live: Sequence[int]
-
-    @property
-    def peak(self) -> int:
-        """Bytes."""
-        return max(self.live, default=0)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the curve as JSON."""
-        return {"name": self.name, "peak": self.peak, "live": list(self.live)}
+def curve(name: str, live: Sequence[int]) -> dict[str, Any]:
+    """Return what one order of the nodes holds in memory: live bytes in each step."""
+    return {"name": name, "peak": max(live, default=0), "live": list(live)}
 
 
-def memory_bars(curves: Sequence[Curve], width: int = 72) -> list[str]:
+def memory_bars(curves: Sequence[Mapping[str, Any]], width: int = 72) -> list[str]:
     """Return a line for each curve: its name, its peak, and bars up to the greatest peak."""
-    top = max((curve.peak for curve in curves), default=0)
-    longest = max((len(curve.name) for curve in curves), default=0)
+    top = max((item["peak"] for item in curves), default=0)
+    longest = max((len(item["name"]) for item in curves), default=0)
     lines, step = [], (top or 1) / (len(_BARS) - 1)
-    for curve in curves:
-        levels = (value / step for value in _thinned(curve.live, width))
+    for item in curves:
+        levels = (value / step for value in _thinned(item["live"], width))
         bars = "".join(_BARS[math.ceil(level)] for level in levels)
-        lines.append(f"{curve.name:{longest}}  {curve.peak / 1e6:9.1f} MB  {bars}")
+        lines.append(f"{item['name']:{longest}}  {item['peak'] / 1e6:9.1f} MB  {bars}")
     return lines
 
 
 def order_of(
     model: str | os.PathLike[str], dims: Mapping[str, int]
-) -> tuple[list[Curve], list[str]]:
+) -> tuple[list[dict[str, Any]], list[str]]:
     """Simulate the orders of a model as it is: onnxruntime's fusions change it first.
 
     Return the curves of the computed order, onnxruntime's default and its PRIORITY_BASED; and
@@ -67,7 +54,7 @@ def order_of(
         "onnxruntime's default": order.default,
         "PRIORITY_BASED": order.priority,
     }
-    curves = [Curve(name, item.live.tolist()) for name, item in orders.items()]
+    curves = [curve(name, item.live.tolist()) for name, item in orders.items()]
     notes = [f"{name}: {_distance(item)}" for name, item in orders.items()]
     counted = {k: v for k, v in assumed.items() if k not in dims}
     counted |= dict.fromkeys(shapes.unknown_dims, DEFAULT_DIM)

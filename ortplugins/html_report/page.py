@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ortplugins.errors import UsageError
-from ortplugins.html_report.live_memory import Curve, memory_bars
+from ortplugins.html_report.live_memory import memory_bars
 from ortplugins.reasons import reasons
 
 try:
@@ -56,13 +56,12 @@ def render_page(facts: Mapping[str, Any], json_name: str = "") -> str:
         environment.loader.get_source(environment, name)[0]
         for name in ("report.js", "report.css")
     )
-    curves = [Curve(x["name"], x["live"]) for x in facts["memory"].get("curves", ())]
     return environment.get_template("report.html").render(
         facts=facts,
         rows=_ROWS,
         json_name=json_name or "the JSON that --json FILE writes",
         advice={reason.code: reason.advice for reason in reasons()},
-        bars=memory_bars(curves),
+        bars=memory_bars(facts["memory"].get("curves", ())),
         script=Markup(script),
         style=Markup(style),
         script_hash=_digest(script),

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import ortplugins
 from benchmarks.models.branching_graphs import GRAPHS
 from ortplugins.cache.get_or_build import get_or_build
-from ortplugins.html_report.live_memory import Curve, memory_bars, order_of
+from ortplugins.html_report.live_memory import curve, memory_bars, order_of
 from ortplugins.optimization.request import read_request
 from ortplugins.report import Report
 from ortplugins.runtime.copied_options import running_options
@@ -156,14 +156,14 @@ def test_memory_shows_the_orders(path):
         "onnxruntime's default",
         "PRIORITY_BASED",
     ]
-    peaks = [curve.peak for curve in order_of(path, {"rows": 64})[0]]
+    peaks = [item["peak"] for item in order_of(path, {"rows": 64})[0]]
     assert peaks[0] <= min(peaks)
 
 
 def test_bars_keep_the_greatest_of_each_stretch():
-    (line,) = memory_bars([Curve("one", [0, 0, 8, 0, 4, 4])], width=3)
+    (line,) = memory_bars([curve("one", [0, 0, 8, 0, 4, 4])], width=3)
     assert line.endswith(" █▄")
-    assert memory_bars([]) == [] and memory_bars([Curve("", [0]), Curve("", [])])
+    assert memory_bars([]) == [] and memory_bars([curve("", [0]), curve("", [])])
 
 
 def arena_held(session: onnxruntime.InferenceSession, feed: dict, runs: int) -> list[int]:
