@@ -31,7 +31,7 @@ from ortplugins.model_io.loading import (
 from ortplugins.model_io.saving import original_of, save_with_data
 from ortplugins.optimization.request import BuildRequest
 from ortplugins.optimization.shape_inference import shapes_while
-from ortplugins.optimization.stages import AfterPass, FailedPass, PassRuns
+from ortplugins.optimization.stages import FailedPass, PassRuns
 from ortplugins.report import Report
 from ortplugins.runtime.session_settings import OptimizerSettings, describe_model
 from session_options.caller_warnings import warn_caller
@@ -60,7 +60,6 @@ def build(
     *,
     only_if_modified: bool = False,
     placed: PlacedData | None = None,
-    after_pass: AfterPass | None = None,
     **saving: Any,
 ) -> BuildResult:
     """Take a loaded model, which is changed, through all stages.
@@ -69,7 +68,7 @@ def build(
     files, need one. Data stays where ``placed`` says, unless passes work on files, or much of
     it is new. What else may be given is for :func:`save_with_data`.
     """
-    runs = PassRuns(request, after_pass)
+    runs = PassRuns(request)
     model, baked = loaded.model, False
     notes: list[str] = []
     if runs.take_part_in("rewrite"):

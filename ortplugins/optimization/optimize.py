@@ -25,7 +25,6 @@ from ortplugins.model_io.loading import (
 from ortplugins.model_io.saving import Progress, check_output, has_data_file
 from ortplugins.optimization.build import build
 from ortplugins.optimization.request import BuildRequest
-from ortplugins.optimization.stages import AfterPass
 from ortplugins.report import Report
 from rewrite_rules.onnxruntime_version import OLDEST, parse_version
 from session_options import DqMatMulNBitsFusion, OptionError, Pass, Plan
@@ -68,7 +67,6 @@ def optimize(
     bake: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
-    after_pass: AfterPass | None = None,
 ) -> OptimizeResult:
     """Apply passes to a model, ahead of any session. The result runs on every machine.
 
@@ -89,7 +87,6 @@ def optimize(
             with ``ORT_DISABLE_ALL``. :class:`PrepackedWeights` needs it.
         overwrite: Whether ``output`` may exist.
         progress: Called while tensors are written: done, total, name.
-        after_pass: Called after each pass.
 
     Returns:
         Path, report and model.
@@ -116,7 +113,6 @@ def optimize(
         external_data=external_data,
         overwrite=overwrite,
         progress=progress,
-        after_pass=after_pass,
     )
 
 

@@ -68,12 +68,6 @@ class BuildRequest(NamedTuple):
         return "bytes" if isinstance(self.source, bytes) else os.fspath(self.source)  # type: ignore[arg-type]
 
     @property
-    def session_providers(self) -> list[str | tuple[str, Mapping[str, str]]]:
-        """The providers as a session takes them: with their options, where they have any."""
-        given = self.provider_options
-        return [(name, given[name]) if name in given else name for name in self.providers]
-
-    @property
     def has_to_be_kept(self) -> str:
         """Why nothing is built where it cannot be kept; empty where it is."""
         # Else every start of every worker would measure for a minute.

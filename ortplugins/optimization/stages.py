@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import onnx_ir as ir
@@ -28,10 +28,6 @@ from rewrite_rules.remarks import (
 from session_options import Pass
 from session_options.passes import NOTHING_TO_DO
 
-# Called after each pass of a graph stage with the pass, the model and the pass's report:
-# timing, dumps and verification hang here.
-AfterPass = Callable[[Pass, ir.Model, PassReport], None]
-
 
 class FailedPass(PassError):
     """The pass :attr:`name` raised; the model is in whatever state it left."""
@@ -44,9 +40,8 @@ class FailedPass(PassError):
 class PassRuns:
     """The passes of one request over one model."""
 
-    def __init__(self, request: BuildRequest, after_pass: AfterPass | None = None) -> None:
+    def __init__(self, request: BuildRequest) -> None:
         self._request = request
-        self._after_pass = after_pass
         self._reports: dict[str, PassReport] = {}
         self.modified = False  # the model, or what sessions on it need
         self.provisional: list[str] = []  # what broke and may work another time
@@ -100,17 +95,15 @@ class PassRuns:
             raise FailedPass(item, f"failed: {type(error).__name__}: {error}") from error
         remarks = context.remarks
         self.session_settings = context.session_settings
-        report = PassReport(item.name, time.perf_counter() - start, tuple(remarks))
+        seconds = time.perf_counter() - start
         if modified is None:
             modified = any(remark.outcome is Outcome.FIRED for remark in remarks)
         self.modified |= modified or self.session_settings != settings_before
         self.provisional += [f"{item.name}: {text}" for text in remarks.provisional]
         before = self._reports.get(item.name, PassReport(item.name, 0.0))
         self._reports[item.name] = PassReport(
-            item.name, before.seconds + report.seconds, before.remarks + report.remarks
+            item.name, before.seconds + seconds, (*before.remarks, *remarks)
         )
-        if self._after_pass is not None and isinstance(target, ir.Model):
-            self._after_pass(item, target, report)
 
     def _context(
         self, item: Pass, final_graph: bool, withheld: Mapping[Candidate, Remark] | None = None

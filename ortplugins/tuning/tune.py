@@ -234,11 +234,12 @@ class _Search:
     def _candidate(self, item: Tuned) -> Candidate:
         request = self._request
         settings = {**dict(request.session_settings), **item.settings, **item.change.settings}
+        given = request.provider_options
         return Candidate(
             item.model,
             item.change.name,
             settings=settings,
-            providers=request.session_providers,
+            providers=[(x, given[x]) if x in given else x for x in request.providers],
             custom_op_libraries=request.custom_op_libraries,
         )
 
