@@ -95,11 +95,6 @@ class Report:
         """The notes of passes that are about the model as a whole."""
         return tuple(item for item in self._with(Outcome.NOTE) if item.node == "model")
 
-    @property
-    def seconds(self) -> float:
-        """Wall time of all passes."""
-        return sum(item.seconds for item in self.passes)
-
     def __str__(self) -> str:
         """Return one line with the counts, the first refusals and what is noted on all."""
         if not self.passes:
