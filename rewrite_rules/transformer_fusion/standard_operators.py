@@ -80,11 +80,13 @@ def _attention(node: ir.Node, shapes: ProvedShapes) -> None:
     heads, groups = (int_attribute(node, f"{kind}_num_heads", 0) for kind in ("q", "kv"))
     query, key, value = (shapes.dims(each, 3) for each in node.inputs[:3])
     product = shapes.unknowns.product
-    # The function reshapes them to the queries' batch and length, whatever they have.
+    # The function reshapes them to the queries' batch and length, whatever they have. The
+    # kernel divides by the size of a head, and a process dies of 0.
     if (
         query is None
         or key is None
         or value is None
+        or not number(query[2])
         or not query[:2] == key[:2] == value[:2]
         or product((query[2], known(groups))) != product((key[2], known(heads)))
     ):
@@ -116,18 +118,22 @@ def _convolution(node: ir.Node, shapes: ProvedShapes) -> None:
     op = TapeBuilder()
     count = op.Shape(node.inputs[0], start=2, end=3)
     is_few = op.LessOrEqual(count, ints(op, _FEW_TOKENS))
-    _replace(node, op, either(op, is_few, by(_MICROSOFT), by(""), node.name))
+    _replace(node, op, either(op, is_few, by(_MICROSOFT), by(""), node.name), shapes)
 
 
 def _swish(node: ir.Node, shapes: ProvedShapes) -> None:
     op = TapeBuilder()
     alpha = float_attribute(node, "alpha", 1.0)
     gate = op.QuickGelu(node.inputs[0], alpha=alpha, _domain=_MICROSOFT, _name=node.name)
-    _replace(node, op, [gate])
+    _replace(node, op, [gate], shapes)
 
 
-def _replace(node: ir.Node, op: TapeBuilder, made: Sequence[ir.Value]) -> None:
+def _replace(
+    node: ir.Node, op: TapeBuilder, made: Sequence[ir.Value], shapes: ProvedShapes
+) -> None:
     graph = _graph(node)
+    for old, new in zip(node.outputs, made, strict=True):
+        shapes.replace(old, new)
     ir.convenience.replace_nodes_and_values(graph, node, [node], op.nodes, node.outputs, made)
 
 

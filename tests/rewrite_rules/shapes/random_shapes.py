@@ -213,7 +213,9 @@ class Drawer:
         for _ in range(count):
             for _ in range(_MAX_TRIES):
                 before = len(self.nodes), len(self.values), len(self.made), dict(self.tensors)
-                recipe = self.rng.choice(_WEIGHTED)
+                newer = self.opset == _NEWER and self.rng.random() < 0.3
+                drawn = [*RECURRENT.values()] if newer else _WEIGHTED
+                recipe = self.rng.choice(drawn)
                 try:
                     recipe(self)
                     break
@@ -689,6 +691,20 @@ def _grouped(g: Drawer) -> None:
     g.node("com.microsoft.GroupQueryAttention", inputs, 3, num_heads=2, kv_num_heads=1)
 
 
+def _causal(op_type: str) -> Callable[[Drawer], object]:
+    def draw(g: Drawer) -> None:
+        value, reach = g.f(3), g.pick(1, 2, 3)
+        batch, channels, _ = value.shape
+        if not channels:
+            raise Discarded("onnxruntime divides by it")
+        kernel = g.constant(np.ones((channels, 1, reach), np.float32))
+        same = [v for v in g.values if v.shape == (batch, channels, reach - 1)]
+        before = g.pick(None, g.floats(g.pick(0, 1, batch), channels, reach - 1), *same)
+        g.node(op_type, [value, kernel, None, before], 2)
+
+    return draw
+
+
 def _quantized(op_type: str, form: str) -> Callable[[Drawer], object]:
     """x: 8-bit codes, w: 8-bit weights [K, 2], s: a scale, z: a zero point, f: floats."""
 
@@ -886,13 +902,22 @@ _OFTEN = (
     "Loop", "Squeeze", "Unsqueeze", "Transpose", "Add", "Mul", "Split", "Size", "ReduceProd",
     "SliceBySizes", "Range", "Cast",
 )  # fmt: skip
+# Of a newer opset, in which a tenth of the graphs is.
+RECURRENT = {
+    "CausalConvWithState": _causal("CausalConvWithState"),
+    "LinearAttention": _with("LinearAttention", _same, _same, outputs=2, rank=3,
+                             q_num_heads=1, kv_num_heads=1, update_rule="linear"),
+    "com.microsoft.CausalConvWithState": _causal("com.microsoft.CausalConvWithState"),
+}  # fmt: skip
+_NEWER = 27
 _WEIGHTED = [*RECIPES.values(), *[RECIPES[name] for name in _OFTEN for _ in range(4)]]
 
 
 def random_model(seed: int) -> RandomModel:
     """Return a model, and inputs of several sizes for it."""
     rng = random.Random(seed)
-    g = Drawer(rng, rng.choice((11, 12, 13, 14, 16, 17, 18, 19, 20, 21, 22, 23)))
+    opset = rng.choice((11, 12, 13, 14, 16, 17, 18, 19, 20, 21, 22, 23))
+    g = Drawer(rng, _NEWER if seed % 10 == 9 else opset)
     feeds: dict[str, Array] = {}
     declared: dict[str, list[int | None] | None] = {}
     shapes = [g.shape(rng.randint(0, 4)), g.shape(rng.randint(1, 4)), g.shape(2)]
@@ -975,4 +1000,6 @@ def _info(
 def _model(graph: onnx.GraphProto, opset: int) -> onnx.ModelProto:
     domains = (("", opset), (MICROSOFT, 1), (NCHWC, 1))
     imports = [helper.make_opsetid(*domain) for domain in domains]
-    return helper.make_model(graph, opset_imports=imports, ir_version=10 if opset < 23 else 11)
+    return helper.make_model(
+        graph, opset_imports=imports, ir_version=10 if opset < 23 else 11 if opset < 27 else 13
+    )

@@ -10,7 +10,7 @@ import pytest
 from builders.dequantized_models import op_types
 from builders.exports import fused
 from builders.same_numbers import session
-from builders.text_models import normal, proto_of
+from builders.text_models import add_weights, normal, proto_of
 from builders.transformer_parts import (
     UPDATES,
     WIDTH,
@@ -90,6 +90,27 @@ def test_sizes_of_decay_and_beta_are_checked(name: str):
                 np.testing.assert_allclose(*pair, rtol=1e-5, atol=1e-5)
 
 
+def test_a_convolution_in_front():
+    """Its batch is not proved to be that of decay and beta, which are of other values."""
+    parts = "q, k_long, v = Split<axis = -1>(turned, parts)"
+    change = (
+        "q = MatMul(x, wq) k_long = MatMul(x, wk) v = MatMul(x, wv)",
+        f"""parts = Constant<value_ints = [18, 6, 10]>() p = MatMul(x, wp)
+        channels = Transpose<perm = [0, 2, 1]>(p)
+        mixed, now = CausalConvWithState<activation = "silu">(channels, wc, , past)
+        turned = Transpose<perm = [0, 2, 1]>(mixed) {parts}""",
+    )
+    model = linear_attention(change=change)
+    past = onnx.helper.make_tensor_value_info("past", 1, ["B", 34, 3])
+    model.graph.input.append(past)
+    add_weights(model.graph, {"wp": normal(WIDTH, 34) / 4, "wc": normal(34, 1, 4)})
+    feeds = [
+        of_attention(*sizes) | {"past": normal(sizes[0], 34, 3)}
+        for sizes in ((1, 1), (2, 5), (1, 12))
+    ]
+    assert check(model, *feeds) == [("", "If"), *ATTENTION]
+
+
 @pytest.mark.parametrize("inputs", ["x, w", "x, w, b", "x, w, , past", "x, w, b, past"])
 @pytest.mark.parametrize("activation", ["", '<activation = "silu">', '<activation = "swish">'])
 def test_a_convolution_of_few_tokens(inputs: str, activation: str):
@@ -125,6 +146,8 @@ STAYS = {
         ),
         FIT,
     ),
+    # The kernel divides by their size.
+    "heads of no size": (linear_attention(sizes=(0, 5)), FIT),
     "heads of keys of another size": (
         linear_attention(change=("kv_num_heads = 2", "kv_num_heads = 3")),
         FIT,
