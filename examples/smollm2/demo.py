@@ -229,13 +229,17 @@ def in_child(job: Job) -> Measurement:
     Raises:
         RuntimeError: If it fails.
     """
-    settings = {**job.entries, "intra_op_num_threads": 2, "inter_op_num_threads": 1}
+    settings: dict[str, str | int | bool] = {
+        **job.entries,
+        "intra_op_num_threads": 2,
+        "inter_op_num_threads": 1,
+    }
     if job.cache_dir:
         level = {f"{FUSION}.accuracy_level": str(job.accuracy_level)}
         settings |= entries_of([FUSION], level, cache_dir=job.cache_dir)
-    candidate = Candidate(
-        job.model, level="disable" if job.make_reference else "all", settings=settings
-    )
+    if job.make_reference:
+        settings["graph_optimization_level"] = "ORT_DISABLE_ALL"
+    candidate = Candidate(job.model, settings=settings)
     with SessionProcess(job.model) as process:
         started = process.open(candidate)
         answer = process.call(

