@@ -18,7 +18,6 @@ from rewrite_rules.trim_padding.token_axes import BATCH, Sequence
 from rewrite_rules.trim_padding.token_flow import Side, TokenFlow
 
 _PRODUCTS = frozenset({"MatMul", "MatMulIntegerToFloat", "MatMulNBits"})
-_ALLOWZERO_SINCE = 14
 # A region has to save more than its gathers take.
 _MIN_PRODUCTS = 2
 _INT64_MAX = np.iinfo(np.int64).max
@@ -86,7 +85,9 @@ class _Packing:
     ) -> None:
         self._graph, self._flow, self._names = model.graph, flow, names
         self._op = op = NewNodes(names, flow.opset)
-        self._holds = op.Cast(holds, to=ir.DataType.BOOL)
+        # Sizes of 0 would be copied by a Reshape: what has no tokens runs whole.
+        some = op.Cast(op.Size(flow.mask), to=ir.DataType.BOOL)
+        self._holds = op.And(op.Cast(holds, to=ir.DataType.BOOL), some)
         self._whole = op.Cast(op.Not(self._holds), to=ir.DataType.INT64)
         self._sizes = op.Shape(flow.mask)
         # Rows of real tokens, and for each position the row that it gets back: none of whole
@@ -160,9 +161,7 @@ class _Packing:
         places = self._rows(value, self._places, is_packed=True)
         given = op.Concat(self._sizes, op.integers([width]), axis=0)
         sizes = op.Where(self._holds, given, self._shape(value, 3, True))
-        # A batch of 0 is a size, not a size to copy; before opset 14 that can't be said.
-        literal = {"allowzero": 1} if self._flow.opset >= _ALLOWZERO_SINCE else {}
-        whole = op.Reshape(op.Gather(value, places, axis=1), sizes, **literal)
+        whole = op.Reshape(op.Gather(value, places, axis=1), sizes)
         whole.type, whole.shape = value.type, shape
         self._flow.values[whole] = self._flow.value(value)
         for node, i in readers:
