@@ -47,17 +47,17 @@ class FreshNames:
 
 
 def name_apart(model: ir.Model) -> None:
-    """Rename values of nodes, and initializers of subgraphs, with a name that another has."""
-    names, graphs = FreshNames(model), list(model.graphs())
-    fixed = {*model.graph.outputs, *model.graph.initializers.values()}
-    fixed.update(value for graph in graphs for value in graph.inputs)
-    seen = {value.name for value in fixed}
-    constants = [value for graph in graphs for value in graph.initializers.values()]
-    made = [value for graph in graphs for node in graph for value in node.outputs]
-    for value in (*constants, *made):
-        if value.name in seen and value.name and value not in fixed:
+    """Rename values that nodes make under a name that another value has."""
+    names, graphs, kept = FreshNames(model), list(model.graphs()), set(model.graph.outputs)
+    seen = {value.name or "" for value in kept}
+    for graph in graphs:
+        seen.update(value.name or "" for value in graph.inputs)
+        seen.update(graph.initializers)
+    made = (value for graph in graphs for node in graph for value in node.outputs)
+    for value in made:
+        if value.name in seen and value.name and value not in kept:
             value.name = names.take(value.name)
-        seen.add(value.name)
+        seen.add(value.name or "")
 
 
 class DerivedInitializers:

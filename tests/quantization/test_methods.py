@@ -360,8 +360,12 @@ def test_branches_that_call_their_values_alike_are_kept_apart(sign):
     result = quantize(model, calibration_data_reader=[feed], **options)
     found, expected = (session(m).run(None, feed)[0] for m in (result.model, model))
     assert np.linalg.norm(found - expected) < 0.02 * np.linalg.norm(expected)
-    # Both weights are counted.
+    # All weights are counted.
     assert {row.bytes_before for row in result.report.nodes} == {4 * 8 * 8}
+    assert result.report.bits_per_weight == 8 + 4
+    # A rule means both of one name.
+    rows = quantize(model, rules={"W": "float"}).report.nodes
+    assert [row.bits for row in rows] == [4, 0, 0, 4]
 
 
 def test_what_each_method_adds_to_the_error_of_a_deep_model():

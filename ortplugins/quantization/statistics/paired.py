@@ -46,6 +46,7 @@ from rewrite_rules.graph.nodes import captures, drop_unused_initializers
 Array = npt.NDArray[Any]
 
 _FLOAT, _QUANTIZED = 0, 1
+_PLACE = "ortplugins.place"  # of a node, among all of the model
 # Rows of the drift at a time.
 _DRIFT_ROWS = 384
 
@@ -63,6 +64,11 @@ class PairedModels:
         self._samples, self._providers = calibration.samples, calibration.providers
         self._scratch = Path(tempfile.mkdtemp(dir=calibration.scratch))
         self._model = model.clone()
+        # Not by name: nodes of sibling subgraphs may have one, and so may their outputs.
+        self._places_of: dict[ir.Node, str] = {}
+        both = zip(model.graph.all_nodes(), self._model.graph.all_nodes(), strict=True)
+        for place, (node, ours) in enumerate(both):
+            self._places_of[node] = ours.metadata_props[_PLACE] = str(place)
         self._folder = detach_tensors(self._model, self._scratch)
         self._rows = TokenRows(self._model)
         self._nodes = list(self._model.graph)
@@ -77,12 +83,12 @@ class PairedModels:
         self._halved: set[str] = set()  # of these, what is bfloat16 and kept in float32
         self._weights: dict[str, dict[int, Callable[[], Array]]] = {}
 
-    def replace(self, node: str, index: int, weight: Callable[[], Array]) -> None:
-        """Have a node of the quantised model, by its first output, read another weight.
+    def replace(self, node: ir.Node, index: int, weight: Callable[[], Array]) -> None:
+        """Have what is a node of the model read another weight in the quantised one.
 
         ``weight`` returns it, and is called when the node is to run.
         """
-        self._weights.setdefault(node, {})[index] = weight
+        self._weights.setdefault(self._places_of[node], {})[index] = weight
 
     def statistics(
         self, request: ActivationRequest, writer: ScratchWriter
@@ -168,7 +174,8 @@ class PairedModels:
         """Have nodes read quantised weights; return those, mapped, by their new names."""
         weights: dict[str, Array] = {}
         for node in part.all_nodes():
-            for index, weight in self._weights.pop(node.outputs[0].name or "", {}).items():
+            place = node.metadata_props.get(_PLACE, "")
+            for index, weight in self._weights.pop(place, {}).items():
                 name = f"ortplugins.weight{next(self._numbers)}"
                 weights[name] = writer.append(weight()).map()
                 part.inputs.append(ir.Value(name=name))

@@ -29,7 +29,6 @@ from ortplugins.quantization.weights.uses import (
 )
 from ortplugins.quantization.weights.weight import Group, Weight
 from rewrite_rules.dq_matmulnbits_fusion.kernels import fitting_block_size
-from rewrite_rules.graph.initializers import name_apart
 from rewrite_rules.graph.nodes import inline_functions, label
 
 OTHER_OPERATOR = "no weights of"
@@ -76,7 +75,6 @@ def plan_weights(
     except ValueError as error:
         raise ModelFileError(str(error)) from None
     lift_constants(model)
-    name_apart(model)  # what stands for a weight goes by its name
     if checkpoint is not None:
         checkpoint.put_floats(model)
     reasons: dict[str, str] = {}
@@ -249,6 +247,7 @@ def reported(
         for weight in group.weights
         for use in weight.uses
     }
+    values = {weight.name: weight.uses[0].weight for _, weight in weights.values()}
     counted: set[tuple[object, ...]] = set()
 
     def once(size: int, *what: object) -> int:
@@ -260,11 +259,11 @@ def reported(
     rows = []
     for node in [*plan.nodes, *plan.others]:
         if isinstance(node, NodeReport):
-            before = once(node.bytes_before, "float", node.weight)
+            before = once(node.bytes_before, "float", values.get(node.weight, node.weight))
             after = once(node.bytes_after, "kept", node.weight)
         else:
             group, weight = weights[node]
-            before = once(node.tensor.nbytes, "float", node.weight.name)
+            before = once(node.tensor.nbytes, "float", node.weight)
             after = once(_stored_bytes(recipe, weight) + _offset_bytes(weight), weight)
             node = report_of(
                 node,

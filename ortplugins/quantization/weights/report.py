@@ -98,9 +98,11 @@ class QuantizeReport:
     @property
     def bits_per_weight(self) -> float:
         """Of weights of MatMul, Gemm and Gather: codes, scales, floats that stay; or NaN."""
-        sizes = {node.weight: node.K * node.N for node in self.nodes if node.K}
-        stored = sum(node.bytes_after for node in self.nodes if node.weight in sizes)
-        return 8 * stored / sum(sizes.values()) if sizes else math.nan
+        known = {node.weight for node in self.nodes if node.K}
+        rows = [node for node in self.nodes if node.weight in known]
+        elements = sum(node.K * node.N for node in rows if node.bytes_before)
+        stored = sum(node.bytes_after for node in rows)
+        return 8 * stored / elements if elements else math.nan
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON's types; NaN as None."""

@@ -382,7 +382,7 @@ def _replace_weights(models: PairedModels, group: Group) -> None:
     for weight in group.weights:
         for use in weight.uses:
             restored = functools.partial(_restored, use, weight, group.channel_scales)
-            models.replace(use.node.outputs[0].name or "", use.index, restored)
+            models.replace(use.node, use.index, restored)
 
 
 def _restored(
