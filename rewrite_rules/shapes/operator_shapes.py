@@ -359,6 +359,20 @@ def _product(site: Site, a: Dims, b: Dims) -> Sequence[Shape]:
     return [(*batch, *a[:-1][-1:], *(b[-1:] if len(b) > 1 else ()))]
 
 
+def _einsum(site: Site) -> Sequence[Shape]:
+    sides, arrow, result = site.text("equation", "").replace(" ", "").partition("->")
+    terms, sizes = sides.split(","), dict[str, list[Dims]]()
+    if not arrow or "." in sides or len(terms) != len(site.node.inputs):
+        return []
+    for index, term in enumerate(terms):
+        for axis, dim in zip(term, site.dims(index), strict=True):
+            sizes.setdefault(axis, []).append((dim,))
+    if not sizes.keys() >= {*result}:
+        return []
+    made = [site.unknowns.broadcast(sizes[axis]) for axis in result]
+    return [tuple(dim for shape in made if isinstance(shape, tuple) for dim in shape)]
+
+
 def _matmul(other: int = 1) -> _Rule:
     return lambda site: _product(site, site.dims(0), site.dims(other))
 
@@ -588,6 +602,7 @@ _STANDARD: dict[str, _Rule] = {
     "ConvInteger": _conv,
     "ConvTranspose": _conv_transpose,
     "DepthToSpace": _depth_to_space,
+    "Einsum": _einsum,
     "Expand": lambda site: [site.unknowns.broadcast((site.shape(0), _sizes(site, 1)))],
     "Flatten": _flatten,
     "Gather": _gather,

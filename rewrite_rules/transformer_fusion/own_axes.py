@@ -74,6 +74,9 @@ class _HeadsApart:
         made = self._computed(op, node)
         if made is not None:
             self._apart[out] = made
+            batch, heads, *rest = self._facts.dims(made, _RANK) or ((1, ()), (1, ()))
+            if node.op_type == "MatMul" and heads != (1, ()):
+                self._facts.note(out, (self._facts.unknowns.product((batch, heads)), *rest))
             for value in node.inputs:
                 if value in self._sizes:
                     self._sizes[out] = self._sizes[value]
@@ -323,9 +326,11 @@ def _perm(node: ir.Node) -> tuple[int, ...]:
 
 def _are_zeros(value: ir.Value | None) -> bool:
     """Whether a value is zeros of any shape, or a number times that: torch's baddbmm."""
-    node = made_by(value, "ConstantOfShape", "Mul")
+    node, tensor = made_by(value, "ConstantOfShape", "Expand", "Mul"), constant(value)
     if node is None:
-        return False
+        return tensor is not None and tensor.size == 1 and not tensor.numpy().any()
+    if node.op_type == "Expand":
+        return _are_zeros(node.inputs[0])
     if node.op_type == "Mul":
         factors = [constant(each) for each in node.inputs]
         finite = any(f is not None and np.isfinite(f.numpy()).all() for f in factors)
@@ -380,17 +385,28 @@ def _product_of(op: Any, node: ir.Node, facts: ProvedShapes) -> ir.Value | None:
     if len(own) != 2 or len(summed) != 1:
         return None
     made, sizes = list[Any](), list[set[Dim]]()
+    are_mixed = any(made_by(value, "Softmax") is not None for value in node.inputs)
     for (term, value), order in zip(terms, orders, strict=True):
         dims = facts.dims(value, len(term))
         if dims is None or sorted(term) != sorted(order) or len({*term}) < len(term):
             return None
         # A mask may be as long as the keys: if it is longer than one, the product fails.
         sizes.append({*facts.unknowns.broadcast_parts(dims[term.index(summed[0])])})
-        made.append(_transposed(op, value, term, order))
+        axes: Sequence[str] = term
+        if (
+            order[-1] in own and not are_mixed
+        ):  # keys, before they are laid out for the product
+            axes = [*batch, *own[1:], *summed]
+            value = _transposed(op, value, term, axes)
+        made.append(_transposed(op, value, axes, order))
     if not set.intersection(*sizes):
         return None
     product = op.MatMul(*made, _name=node.name)
-    found: ir.Value = _transposed(op, product, [*batch, *own], result)
+    axes = [*batch, *own]
+    if [*result] != axes and len(axes) == _RANK:  # tokens in front of heads first
+        before, axes = axes, [axes[at] for at in SPLIT_HEADS]
+        product = _transposed(op, product, before, axes)
+    found: ir.Value = _transposed(op, product, axes, result)
     return found
 
 

@@ -14,6 +14,7 @@ from .text_models import normal, proto_of
 
 _CONSTANTS = {
     **{name: normal(32, 32, seed=seed) / 6 for seed, name in enumerate(("wq", "wk", "wv"))},
+    **{f"w{name}3": normal(32, 4, 8, seed=seed) / 6 for seed, name in enumerate("qkv")},
     "split": np.array([0, 0, 4, 8]),
     "flat": np.array([0, 0, 32]),
     "columns_of_texts": np.array([-1, 1, 0]),

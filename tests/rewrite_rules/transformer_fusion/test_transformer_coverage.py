@@ -38,7 +38,7 @@ FORMS = {
     "heads merged, a mask of four axes": "the same, a mask of four axes in between",
     "heads merged, a bias of each head": "the same, a bias of each head (Bloom)",
     "one head, a mask": "one head (VAE)",
-    "Einsum": "Einsum (XLNet)",
+    "Einsum": "Einsum",
     "Einsum, heads behind tokens": "Einsum of `[B, S, H, D]` (Keras)",
     "a mask before the scale": "a mask before the scale",
     "a mask subtracted": "a mask subtracted",
