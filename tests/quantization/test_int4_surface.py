@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: MIT
 """ortplugins.quantization.int4 against ModelOpt's: values, signatures, what breaks there.
 
-The stored values are ModelOpt's own, see int4_golden.py.
+The stored values are ModelOpt's own, see make_int4_digests.py.
 """
 
 import inspect
 import re
 
-import int4_golden
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
 from builders.dequantized_models import run as run_model
 from builders.text_models import proto_of
-from int4_golden import numbers
+from data import make_int4_digests as golden
+from data.make_int4_digests import numbers
 from onnx import TensorProto, numpy_helper
 
 import ortplugins
@@ -56,15 +56,15 @@ def products(proto):
 # Values
 
 
-@pytest.mark.parametrize("make", int4_golden.MAKERS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", golden.MAKERS, ids=lambda make: make.__name__)
 def test_values_are_modelopts_bit_for_bit(make):
-    found = int4_golden.everything(int4, [make])
+    found = golden.everything(int4, [make])
     expected = {
         name: value
-        for name, value in int4_golden.load().items()
+        for name, value in golden.load().items()
         if name.startswith(f"{make.__name__}:")
     }
-    assert {name: int4_golden.digest(array) for name, array in found.items()} == expected
+    assert {name: golden.digest(array) for name, array in found.items()} == expected
 
 
 # Of nvidia-modelopt 0.47.0: inspect.signature, without annotations.
@@ -157,7 +157,7 @@ def test_bad_arguments_of_primitives_are_named(call, message):
     ids=lambda options: ",".join(options) or "defaults",
 )
 def test_every_method_makes_a_model_that_runs(method, options):
-    proto = int4_golden.model()
+    proto = golden.model()
     before = proto.SerializeToString()
     result = int4.quantize(proto, method, samples(), **options)
     assert isinstance(result, onnx.ModelProto)
@@ -176,19 +176,19 @@ def test_every_method_makes_a_model_that_runs(method, options):
 def test_a_path_gives_a_model_that_holds_its_tensors(tmp_path):
     path = tmp_path / "model.onnx"
     outside = {"save_as_external_data": True, "size_threshold": 0, "location": "data"}
-    onnx.save(int4_golden.model(), path, **outside)
+    onnx.save(golden.model(), path, **outside)
     result = int4.quantize(path, "rtn_dq", block_size=8, use_external_data_format=True)
     assert all(tensor.data_location == 0 for tensor in result.graph.initializer)
     for file in tmp_path.iterdir():
         file.unlink()
-    expected = int4.quantize_rtn(int4_golden.model(), 8, nodes_to_exclude=[r"/lm_head"])
+    expected = int4.quantize_rtn(golden.model(), 8, nodes_to_exclude=[r"/lm_head"])
     np.testing.assert_array_equal(run(result), run(expected))
 
 
 def test_quantize_rtn_excludes_nothing_by_default():
-    bits = products(int4.quantize_rtn(int4_golden.model(), 8, True))
+    bits = products(int4.quantize_rtn(golden.model(), 8, True))
     assert set(bits.values()) == {4}
-    bits = products(int4.quantize_rtn(int4_golden.model(), 8, layers_8bit=["lm_head"]))
+    bits = products(int4.quantize_rtn(golden.model(), 8, layers_8bit=["lm_head"]))
     assert bits["/lm_head/MatMul"] == 8
 
 
@@ -196,7 +196,7 @@ def test_float16_codes_are_the_nearest():
     w = numbers(3, 256, 64, dtype="float16")
     text = "g (float16[s, 256] x) => (float16[s, 64] y) { y = MatMul (x, w) }"
     result = int4.quantize(proto_of(text, {"w": w}), "rtn_dq", block_size=32)
-    found = int4_golden.quantized(result)
+    found = golden.quantized(result)
     scales = {t.name: numpy_helper.to_array(t) for t in result.graph.initializer}["w_scale"]
     theirs = int4.find_scales(w, 32)[0]
     np.testing.assert_array_equal(scales, theirs)
@@ -238,7 +238,7 @@ def test_keywords_reach_our_quantizer(monkeypatch):
 
     monkeypatch.setattr(int4, "quantize_weights", spy)
     result = int4.quantize(
-        int4_golden.model(),
+        golden.model(),
         "awq_full",
         samples(),
         ["cpu", "cuda:1", "trt"],
@@ -262,7 +262,7 @@ def test_keywords_reach_our_quantizer(monkeypatch):
 
 
 def test_nodes_are_excluded_by_the_start_of_their_names(monkeypatch):
-    proto = int4_golden.model()
+    proto = golden.model()
     for pattern, kept in {
         "/lm_head": {"/lm_head/MatMul"},
         "lm_head": set(),
@@ -302,7 +302,7 @@ def test_mixed_precision_picks_modelopts_nodes():
 
 
 def test_8_bits_where_nothing_is_named_so():
-    proto = int4_golden.model()
+    proto = golden.model()
     for node in proto.graph.node:
         node.name = node.name.replace("v_proj", "value")
     with pytest.warns(ortplugins.OrtpluginsWarning, match="enable_mixed_quant has no effect"):
@@ -337,7 +337,7 @@ def test_8_bits_where_nothing_is_named_so():
 def test_what_is_refused(kwargs, error, message):
     arguments = {"calibration_method": "awq_lite", "calibration_data_reader": samples()}
     with pytest.raises(error, match=re.escape(message)):
-        int4.quantize(int4_golden.model(), **(arguments | kwargs))
+        int4.quantize(golden.model(), **(arguments | kwargs))
 
 
 @pytest.mark.parametrize(
@@ -353,7 +353,7 @@ def test_what_is_refused(kwargs, error, message):
 def test_what_has_no_effect_says_so(kwargs):
     (name,) = kwargs
     with pytest.warns(ortplugins.OrtpluginsWarning, match=f"{name} has no effect") as seen:
-        int4.quantize(int4_golden.model(), "rtn", **kwargs)
+        int4.quantize(golden.model(), "rtn", **kwargs)
     assert seen[0].filename == __file__
 
 

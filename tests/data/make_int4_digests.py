@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """What ModelOpt's int4 functions give on arrays that anyone can make again.
 
-    PYTHONPATH=tests python tests/quantization/int4_golden.py
+    PYTHONPATH=tests python tests/data/make_int4_digests.py
 
 wrote tests/data/int4_digests.txt beside nvidia-modelopt[onnx] 0.47.0 (numpy 2.4.6, x86-64 with
 AVX512). Every function takes a module, ModelOpt's or ours, and returns named arrays: equal
@@ -16,7 +16,7 @@ import numpy as np
 from builders.text_models import proto_of
 from onnx import TensorProto, numpy_helper
 
-GOLDEN = Path(__file__).parents[1] / "data" / "int4_digests.txt"
+GOLDEN = Path(__file__).with_name("int4_digests.txt")
 
 # K, N, block: divisible, odd K with a short block, one block longer than K, one block exactly
 SHAPES = ((64, 6, 16), (33, 5, 8), (21, 4, 128), (48, 5, 48))
