@@ -21,6 +21,7 @@ from builders.text_cases import text_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ortplugins
 from ortplugins.reasons import code_of
 from rewrite_rules.graph.nodes import is_quantize_linear
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
@@ -28,6 +29,7 @@ from rewrite_rules.mixed_precision_boundaries.quantization_grid import Quantizat
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedGraph
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import OverrideError
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
+from session_options import MixedPrecisionBoundaries
 from session_options.override_json import read_overrides
 
 FIRED = Outcome.FIRED
@@ -307,6 +309,24 @@ def test_many_regions_in_5000_nodes():
     assert len(model.graph) > 5000
     remarks = place(model, promote=frozenset(f"t{i}" for i in range(0, 1700, 5)))
     assert {remark.outcome for remark in remarks} == {Outcome.FIRED}
+
+
+def test_a_region_beside_an_earlier_one_is_bridged_where_asked():
+    made = {}
+    for merge in (False, True):
+        model = quantized(CHAIN)
+        for name in "BC":
+            asked = MixedPrecisionBoundaries(promote=name, target="qnn", merge=merge)
+            model = ortplugins.optimize(model, passes=[asked]).model
+            if name == "B":
+                assert chains(model) == {"x>u8>A", "A>u8>u16>B", "B>u16>u8>C", "C>u8>y"}
+        made[merge] = model
+    assert chains(made[False]) == {"x>u8>A", "A>u8>u16>B", "B>u16>u8>u16>C", "C>u16>y"}
+    assert chains(made[True]) == {"x>u8>A", "A>u8>u16>B", "B>u16>C", "C>u16>y"}
+    feeds = {"x": np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3)}
+    exact = run(parse(CHAIN), feeds)[0]
+    errors = {merge: np.abs(run(made[merge], feeds)[0] - exact).max() for merge in made}
+    assert errors[True] <= errors[False] + 1e-4
 
 
 UNARY = ("Sigmoid", "Tanh", "Neg", "Relu")
