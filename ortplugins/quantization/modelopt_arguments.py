@@ -17,6 +17,9 @@ from ortplugins.quantization.weights.recipe import Rule
 from ortplugins.quantization.weights.uses import WeightUse
 from rewrite_rules.closest_name import did_you_mean
 
+ALPHA_STEP = 0.1  # of exponents
+RATIO_STEP, LEAST_RATIO = 0.05, 0.5  # of what blocks are clipped to
+
 _PROVIDERS = {
     "cpu": "CPUExecutionProvider",
     "cuda": "CUDAExecutionProvider",
@@ -69,22 +72,22 @@ def settings_of(kwargs: Mapping[str, Any]) -> dict[str, Any]:
         "quant_format": "QDQ_transposed" if kwargs.get("use_column_major") else "QDQ",
         "fold_scales": kwargs.get("awqlite_fuse_nodes", True),
     }
-    if (step := kwargs.get("awqlite_alpha_step")) is not None:
-        settings["alphas"] = _exponents(step)
+    if "awqlite_alpha_step" in kwargs:
+        settings["alphas"] = exponents(kwargs["awqlite_alpha_step"])
     if "awqclip_alpha_step" in kwargs or "awqclip_alpha_min" in kwargs:
-        least = kwargs.get("awqclip_alpha_min", 0.5)
-        settings["clip_ratios"] = _ratios(least, kwargs.get("awqclip_alpha_step", 0.05))
+        least = kwargs.get("awqclip_alpha_min", LEAST_RATIO)
+        settings["clip_ratios"] = ratios(least, kwargs.get("awqclip_alpha_step", RATIO_STEP))
     return settings
 
 
-def _exponents(step: float) -> list[float]:
+def exponents(step: float) -> list[float]:
     """Return 0, step, ... up to 1."""
     _check("awqlite_alpha_step", step)
     steps: list[float] = np.arange(0, 1.0 + step, step).tolist()
     return [min(alpha, 1.0) for alpha in steps if alpha <= 1 + 1e-9]
 
 
-def _ratios(least: float, step: float) -> list[float]:
+def ratios(least: float, step: float) -> list[float]:
     """Return 1, and then the greatest of least, least + step, ... first."""
     _check("awqclip_alpha_min", least)
     _check("awqclip_alpha_step", step)

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: MIT
 """ortplugins.quantization.int4 against ModelOpt's: values, signatures, what breaks there.
 
-The stored values are ModelOpt's own, see make_int4_digests.py.
+The stored values are ModelOpt's own, see int4_golden.py.
 """
 
 import inspect
 import re
 
+import int4_golden
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
 from builders.dequantized_models import run as run_model
 from builders.text_models import proto_of
-from data import make_int4_digests as golden
-from data.make_int4_digests import numbers
+from int4_golden import numbers, packed, weight
 from onnx import TensorProto, numpy_helper
 
 import ortplugins
@@ -56,43 +56,46 @@ def products(proto):
 # Values
 
 
-@pytest.mark.parametrize("make", golden.MAKERS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", int4_golden.DIGESTED, ids=lambda make: make.__name__)
 def test_values_are_modelopts_bit_for_bit(make):
-    found = golden.everything(int4, [make])
-    expected = {
-        name: value
-        for name, value in golden.load().items()
-        if name.startswith(f"{make.__name__}:")
-    }
-    assert {name: golden.digest(array) for name, array in found.items()} == expected
+    stored = int4_golden.load()[0]
+    found = int4_golden.everything(int4, [make])
+    expected = {name: stored[name] for name in stored if name.startswith(f"{make.__name__}:")}
+    assert {name: int4_golden.digest(array) for name, array in found.items()} == expected
+
+
+@pytest.mark.parametrize("make", int4_golden.KEPT, ids=lambda make: make.__name__)
+def test_statistics_and_searches_are_modelopts(make):
+    # Their last digit depends on the processor, hence the tolerance.
+    stored = int4_golden.load()[1]
+    found = int4_golden.everything(int4, [make])
+    assert found.keys() == {n for n in stored if n.startswith(f"{make.__name__}:")}
+    for name, array in found.items():
+        tolerance = 2e-3 if stored[name].dtype == np.float16 else 1e-5
+        np.testing.assert_allclose(array, stored[name], tolerance, 1e-7, err_msg=name)
+        assert array.dtype == stored[name].dtype
 
 
 # Of nvidia-modelopt 0.47.0: inspect.signature, without annotations.
-SIGNATURES = """
-quantize(onnx_path, calibration_method='awq_lite', calibration_data_reader=None, \
-calibration_eps=['cpu', 'cuda:0', 'trt'], use_external_data_format=True, \
-use_zero_point=False, block_size=None, nodes_to_exclude=['/lm_head'], \
-log_level='INFO', input_shapes_profile=None, **kwargs)
-quantize_rtn(onnx_model, block_size, dq_only=False, nodes_to_exclude=[], **kwargs)
-rtn(w, s, block_size, quantize_axis=0, zp=None, num_bits=4)
-dq_tensor(w, s, block_size, quantize_axis=0, zp=None)
-quant_tensor(w, block_size, quantize_axis=0, alpha=1.0, use_zero_point=False, num_bits=4)
-find_scales(w, block_size, quantize_axis=0, alpha=1.0, use_zero_point=False, num_bits=4)
-"""
+SIGNATURES = {
+    name: rest.removesuffix(")")
+    for line in int4_golden.SIGNATURES.read_text(encoding="utf-8").splitlines()
+    for name, _, rest in [line.partition("(")]
+}
 
 
-def test_arguments_and_defaults_are_modelopts():
-    found = []
-    for name in int4.__all__:
-        words = []
-        for parameter in inspect.signature(getattr(int4, name)).parameters.values():
-            default = parameter.default
-            if isinstance(default, tuple):
-                default = list(default)
-            word = "**" * (parameter.kind is parameter.VAR_KEYWORD) + parameter.name
-            words.append(word if default is parameter.empty else f"{word}={default!r}")
-        found.append(f"{name}({', '.join(words)})")
-    assert sorted(found) == sorted(SIGNATURES.strip().splitlines())
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_arguments_and_defaults_are_modelopts(name):
+    parameters = inspect.signature(getattr(int4, name)).parameters.values()
+    words = []
+    for parameter in parameters:
+        default = parameter.default
+        if isinstance(default, tuple):
+            default = list(default)
+        word = "**" * (parameter.kind is parameter.VAR_KEYWORD) + parameter.name
+        words.append(word if default is parameter.empty else f"{word}={default!r}")
+    assert ", ".join(words) == SIGNATURES[name]
+    assert name in int4.__all__
 
 
 # Where ModelOpt's primitives are wrong
@@ -109,6 +112,18 @@ def test_ranges_of_zero_points_include_0_and_do_not_wrap():
     assert codes.dtype == np.uint8
     error = int4.dq_tensor(codes, scales, 8, zp=zeros) - w
     assert abs(error).max() <= scales.max() * 0.51
+
+
+def test_weight_statistics_are_of_neighbours():
+    w = np.repeat(np.float32([1, 100]), 32)[:, None] * np.ones((1, 4), np.float32)
+    np.testing.assert_array_equal(int4.get_weight_scale(w, 32), np.ones(64))
+    # ModelOpt's, of rows K / block apart, on rows in such an order, are the same numbers.
+    w = weight(6, 64, 5)
+    stride = np.arange(64).reshape(4, 16).T.reshape(-1)
+    strided = np.abs(w[stride]).reshape(16, -1)
+    tiny = np.finfo(np.float32).tiny
+    relative = (strided / (strided.max(axis=0) + tiny)).reshape(64, 5)
+    np.testing.assert_array_equal(int4.get_weight_scale(w, 16)[stride], relative.mean(axis=1))
 
 
 @pytest.mark.parametrize("axis", [0, 1, -1])
@@ -131,11 +146,118 @@ def test_arrays_of_several_axes_have_blocks_along_one(axis):
         (lambda w: int4.find_scales(w, 8, num_bits=3), "bits is 3"),
         (lambda w: int4.find_scales(w, 0), "block_size is 0"),
         (lambda w: int4.rtn(w, w[:5], 8), "3 blocks of 8 along axis 0 are expected"),
+        (lambda w: int4.AWQLiteHelper(w, w, 8, awqlite_alpha_step=0), "awqlite_alpha_step"),
+        (lambda w: int4.AWQClipHelper(w, 8, awqclip_alpha_min=2), "awqclip_alpha_min"),
+        (lambda w: int4.AWQClipHelper(w, 8, awqclip_alpha_step=0), "awqclip_alpha_step"),
     ],
 )
 def test_bad_arguments_of_primitives_are_named(call, message):
     with pytest.raises(QuantizationError, match=re.escape(message)):
         call(numbers(1, 24, 6))
+
+
+# The searches
+
+
+def test_the_steps_of_searches_act():
+    x, w = numbers(1, 9, 16), numbers(2, 16, 4)
+    helper = int4.AWQLiteHelper(x, w, 8, awqlite_alpha_step=0.3)
+    assert list(helper.loss) == pytest.approx([0, 0.3, 0.6, 0.9])
+    assert list(int4.AWQLiteHelper(x, w, 8).loss) == [k.item() for k in np.arange(0, 1.1, 0.1)]
+    assert int4.AWQLiteHelper(None, None, -1).block_size == -1
+    helper = int4.AWQClipHelper(w, -1, awqclip_alpha_step=0.005, awqclip_alpha_min=0.9)
+    assert helper.block_size == 16
+    assert len(helper.alphas) == len(helper.loss) == 21
+    assert int4.AWQClipHelper(w, 8).alphas == [round(0.5 + 0.05 * i, 2) for i in range(11)]
+
+
+def search_per_node(pack, inputs, **kwargs):
+    arguments = {
+        "session": int4_golden.Session(),
+        "awq_lite": [None] * len(pack),
+        "inputs": inputs,
+        "tqdm_msg_append_str": "",
+        "enable_weight_clipping": False,
+        "enable_fast_path_using_high_sysram": False,
+        "output_data": [],
+        "clip_alphas": {},
+    }
+    return int4.run_awq_scale_search_per_node(
+        pack, "model.onnx", 16, False, **(arguments | kwargs)
+    )
+
+
+def test_clips_are_searched_with_the_activation_of_the_scaled_weight():
+    gains = np.linspace(0.01, 4, 48, dtype=np.float32)
+    x, w = numbers(1, 60, 48) * gains, numbers(2, 48, 6)
+    (helper,), clips = search_per_node(
+        [packed("a", w)], [{"x": x}], enable_weight_clipping=True, awqclip_bsz_col=4
+    )
+    expected = int4.AWQClipHelper(w * helper.best_scale[:, None], 16)
+    int4.clip_search(x / helper.best_scale, w * helper.best_scale[:, None], expected)
+    assert helper.best_alpha > 0
+    np.testing.assert_array_equal(clips["a"], expected.best_alpha)
+    assert len(set(expected.best_alpha)) > 1
+
+
+def test_the_fast_path_takes_activations_and_lets_them_go():
+    x, pack = numbers(1, 2, 9, 48), [packed("a", numbers(2, 48, 6))]
+    data = [[x[0]], [x[1]]]
+    fast, _ = search_per_node(
+        pack, [], enable_fast_path_using_high_sysram=True, output_data=data
+    )
+    slow, _ = search_per_node(pack, [{"x": x[:1]}, {"x": x[1:]}])
+    assert data == [[None], [None]]
+    np.testing.assert_array_equal(fast[0].best_scale, slow[0].best_scale)
+
+
+def test_layer_info_sets_bits_and_blocks():
+    w = numbers(2, 48, 6)
+    info = {"a": {"precision": 8, "block_size": -1, "axis": 0}}
+    inputs = [{"x": numbers(1, 9, 48)}]
+    (fine,), _ = search_per_node([packed("a", w)], inputs, layer_info=info)
+    (coarse,), _ = search_per_node([packed("a", w)], inputs)
+    assert fine.block_size == 48
+    assert min(fine.loss.values()) < min(coarse.loss.values()) / 50
+
+
+def test_samples_of_different_lengths_are_searched_per_node_and_per_subgraph():
+    pack = [packed("a", numbers(2, 48, 6)), packed("b", numbers(3, 48, 9), transposed=True)]
+    x = numbers(1, 1, 30, 48)
+    parts, whole = [{"x": x[:, :13]}, {"x": x[:, 13:]}], [{"x": x}]
+    for inputs in (parts, whole):
+        maps = int4.get_act_to_weight_map_and_act_to_wa_pack_map(pack)
+        assert maps[0] == {"x": [0, 1]}
+        assert [list(shape) for shape in maps[1]["x"]] == [[48, 6], [9, 48]]
+        found = int4.run_awq_scale_search_per_subgraph(
+            pack, *maps, "m.onnx", 16, False, int4_golden.Session(), [None, None], inputs, ""
+        )
+        assert found[0].best_scale is found[1].best_scale
+        if inputs is parts:
+            first = found[0].best_scale
+    np.testing.assert_array_equal(first, found[0].best_scale)
+    per_node = [search_per_node(pack, inputs)[0][1].best_alpha for inputs in (parts, whole)]
+    assert per_node[0] == per_node[1]
+
+
+def test_parents_and_their_products():
+    text = """g (float[4, 8] x, float[4, 4] other) => (float[4, 4] y) {
+        [s] a, b = Split <axis = 1, num_outputs = 2> (x)
+        [m1] p = MatMul (a, w1)
+        [m2] q = MatMul (b, w2)
+        [m3] r = MatMul (other, a)
+        [m4] t = MatMul (other, w2)
+        [m5] u = MatMul (a, w2)
+        y = Sum (p, q, r, t, u)
+    }"""
+    graph = proto_of(text, dict.fromkeys(("w1", "w2"), numbers(1, 4, 4))).graph
+    pack = int4.find_quantizable_weights(graph, ["m5"])
+    found = [(entry[0].name, entry[1].name, entry[4]) for entry in pack]
+    assert found == [("a", "w1", "m1"), ("b", "w2", "m2"), ("other", "w2", "m4")]
+    children, consumers = int4.get_parent_child_nodes_map(graph, pack, ["m5"])
+    names = {parent: [node.name for node in nodes] for parent, nodes in children.items()}
+    assert names == {"s": ["m1", "m2"], "root_0": ["m4"]}
+    assert [node.name for node in consumers["a"]] == ["m1", "m3", "m5"]
 
 
 # quantize
@@ -157,7 +279,7 @@ def test_bad_arguments_of_primitives_are_named(call, message):
     ids=lambda options: ",".join(options) or "defaults",
 )
 def test_every_method_makes_a_model_that_runs(method, options):
-    proto = golden.model()
+    proto = int4_golden.model()
     before = proto.SerializeToString()
     result = int4.quantize(proto, method, samples(), **options)
     assert isinstance(result, onnx.ModelProto)
@@ -176,19 +298,19 @@ def test_every_method_makes_a_model_that_runs(method, options):
 def test_a_path_gives_a_model_that_holds_its_tensors(tmp_path):
     path = tmp_path / "model.onnx"
     outside = {"save_as_external_data": True, "size_threshold": 0, "location": "data"}
-    onnx.save(golden.model(), path, **outside)
+    onnx.save(int4_golden.model(), path, **outside)
     result = int4.quantize(path, "rtn_dq", block_size=8, use_external_data_format=True)
     assert all(tensor.data_location == 0 for tensor in result.graph.initializer)
     for file in tmp_path.iterdir():
         file.unlink()
-    expected = int4.quantize_rtn(golden.model(), 8, nodes_to_exclude=[r"/lm_head"])
+    expected = int4.quantize_rtn(int4_golden.model(), 8, nodes_to_exclude=[r"/lm_head"])
     np.testing.assert_array_equal(run(result), run(expected))
 
 
 def test_quantize_rtn_excludes_nothing_by_default():
-    bits = products(int4.quantize_rtn(golden.model(), 8, True))
+    bits = products(int4.quantize_rtn(int4_golden.model(), 8, True))
     assert set(bits.values()) == {4}
-    bits = products(int4.quantize_rtn(golden.model(), 8, layers_8bit=["lm_head"]))
+    bits = products(int4.quantize_rtn(int4_golden.model(), 8, layers_8bit=["lm_head"]))
     assert bits["/lm_head/MatMul"] == 8
 
 
@@ -196,7 +318,7 @@ def test_float16_codes_are_the_nearest():
     w = numbers(3, 256, 64, dtype="float16")
     text = "g (float16[s, 256] x) => (float16[s, 64] y) { y = MatMul (x, w) }"
     result = int4.quantize(proto_of(text, {"w": w}), "rtn_dq", block_size=32)
-    found = golden.quantized(result)
+    found = int4_golden.quantized(result)
     scales = {t.name: numpy_helper.to_array(t) for t in result.graph.initializer}["w_scale"]
     theirs = int4.find_scales(w, 32)[0]
     np.testing.assert_array_equal(scales, theirs)
@@ -238,7 +360,7 @@ def test_keywords_reach_our_quantizer(monkeypatch):
 
     monkeypatch.setattr(int4, "quantize_weights", spy)
     result = int4.quantize(
-        golden.model(),
+        int4_golden.model(),
         "awq_full",
         samples(),
         ["cpu", "cuda:1", "trt"],
@@ -262,7 +384,7 @@ def test_keywords_reach_our_quantizer(monkeypatch):
 
 
 def test_nodes_are_excluded_by_the_start_of_their_names(monkeypatch):
-    proto = golden.model()
+    proto = int4_golden.model()
     for pattern, kept in {
         "/lm_head": {"/lm_head/MatMul"},
         "lm_head": set(),
@@ -282,13 +404,6 @@ def test_nodes_are_excluded_by_the_start_of_their_names(monkeypatch):
     assert (bits[names[0]], bits[names[1]]) == (32, 4)
 
 
-def test_steps_stop_at_1_and_are_not_rounded():
-    steps = {"awqlite_alpha_step": 0.3, "awqclip_alpha_step": 0.005, "awqclip_alpha_min": 0.9}
-    settings = modelopt_arguments.settings_of(steps)
-    assert settings["alphas"] == pytest.approx([0, 0.3, 0.6, 0.9])
-    assert settings["clip_ratios"] == pytest.approx(np.linspace(1, 0.9, 21))
-
-
 def test_mixed_precision_picks_modelopts_nodes():
     names = [f"/model/layers.{i}/mlp/down_proj/MatMul" for i in range(20)]
     names += [f"/model/layers.{i}/self_attn/qkv_proj/MatMul" for i in range(3)]
@@ -302,7 +417,7 @@ def test_mixed_precision_picks_modelopts_nodes():
 
 
 def test_8_bits_where_nothing_is_named_so():
-    proto = golden.model()
+    proto = int4_golden.model()
     for node in proto.graph.node:
         node.name = node.name.replace("v_proj", "value")
     with pytest.warns(ortplugins.OrtpluginsWarning, match="enable_mixed_quant has no effect"):
@@ -337,7 +452,7 @@ def test_8_bits_where_nothing_is_named_so():
 def test_what_is_refused(kwargs, error, message):
     arguments = {"calibration_method": "awq_lite", "calibration_data_reader": samples()}
     with pytest.raises(error, match=re.escape(message)):
-        int4.quantize(golden.model(), **(arguments | kwargs))
+        int4.quantize(int4_golden.model(), **(arguments | kwargs))
 
 
 @pytest.mark.parametrize(
@@ -353,7 +468,7 @@ def test_what_is_refused(kwargs, error, message):
 def test_what_has_no_effect_says_so(kwargs):
     (name,) = kwargs
     with pytest.warns(ortplugins.OrtpluginsWarning, match=f"{name} has no effect") as seen:
-        int4.quantize(golden.model(), "rtn", **kwargs)
+        int4.quantize(int4_golden.model(), "rtn", **kwargs)
     assert seen[0].filename == __file__
 
 

@@ -43,7 +43,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -85,11 +85,13 @@ class ScaleChoice:
         scales: float32 ``[K]``, what rows of weights are multiplied by.
         alpha: The exponent; None where the scales are 1, as none are better.
         loss: Square of the error of the outputs for each token, on the columns looked at.
+        losses: The same for each exponent that was tried.
     """
 
     scales: Floats
     alpha: float | None
     loss: float
+    losses: Mapping[float, float]
 
 
 def search_scales(
@@ -100,6 +102,7 @@ def search_scales(
     forms: Sequence[BlockFormat],
     *,
     alphas: Sequence[float] | None = None,
+    all_columns: bool = False,
 ) -> ScaleChoice:
     """Search the scales of one activation, for all weights ``[K, N_i]`` that read it.
 
@@ -109,20 +112,21 @@ def search_scales(
     default exponents are 0 to 1 in tenths, and then a twentieth to both sides of the best.
     """
     k = len(mean_abs)
-    sample = _sampled_columns(weights, forms)
+    sample = _sampled_columns(weights, forms, all_columns)
     one = np.ones(k, np.float32)
-    best = ScaleChoice(one, None, _loss(sample, one, tokens, gram))
+    losses: dict[float, float] = {}
+    best = ScaleChoice(one, None, _loss(sample, one, tokens, gram), losses)
     w_mean = _relative_magnitude(weights, [form.size_along(k) for form in forms])
 
     def attempt(alpha: float) -> None:
         nonlocal best
         scales = _scales(mean_abs, w_mean, alpha)
         try:
-            loss = _loss(sample, scales, tokens, gram)
+            loss = losses[float(alpha)] = _loss(sample, scales, tokens, gram)
         except QuantizationError:  # s W is too large for the type of its scales
             return
         if loss < best.loss:
-            best = ScaleChoice(scales, float(alpha), loss)
+            best = ScaleChoice(scales, float(alpha), loss, losses)
 
     for alpha in ALPHAS if alphas is None else alphas:
         attempt(alpha)
@@ -135,11 +139,13 @@ def search_scales(
 
 
 def _sampled_columns(
-    weights: Sequence[Floats], forms: Sequence[BlockFormat]
+    weights: Sequence[Floats], forms: Sequence[BlockFormat], all_columns: bool
 ) -> list[tuple[Floats, BlockFormat]]:
     """Return some columns of each weight, in strips ``[K, n]``, copied; with its form."""
     k, total = len(weights[0]), sum(weight.shape[1] for weight in weights)
     step = max(1, min(_COLUMN_STRIDE, total // _MIN_COLUMNS), -(-total // _MAX_COLUMNS))
+    if all_columns:
+        step = 1
     width = max(1, _STRIP // k)
     strips = []
     for weight, form in zip(weights, forms, strict=True):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """What ModelOpt's int4 functions give on arrays that anyone can make again.
 
-    PYTHONPATH=tests python tests/data/make_int4_digests.py
+    PYTHONPATH=tests python tests/quantization/int4_golden.py
 
-wrote tests/data/int4_digests.txt beside nvidia-modelopt[onnx] 0.47.0 (numpy 2.4.6, x86-64 with
+wrote tests/data/int4_golden.npz beside nvidia-modelopt[onnx] 0.47.0 (numpy 2.4.6, x86-64 with
 AVX512). Every function takes a module, ModelOpt's or ours, and returns named arrays: equal
 ones, bit for bit. No random numbers: numpy's streams may change.
 """
@@ -11,12 +11,14 @@ ones, bit for bit. No random numbers: numpy's streams may change.
 import hashlib
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 from builders.text_models import proto_of
 from onnx import TensorProto, numpy_helper
 
-GOLDEN = Path(__file__).with_name("int4_digests.txt")
+GOLDEN = Path(__file__).parents[1] / "data" / "int4_golden.npz"
+SIGNATURES = GOLDEN.with_name("int4_signatures.txt")
 
 # K, N, block: divisible, odd K with a short block, one block longer than K, one block exactly
 SHAPES = ((64, 6, 16), (33, 5, 8), (21, 4, 128), (48, 5, 48))
@@ -67,6 +69,60 @@ def primitives(int4):
     ratios = np.abs(numbers(3, 6 * 4))
     codes, scales, _ = int4.quant_tensor(weight(64, 64, 6), 16, alpha=ratios)
     found |= {"ratio per block codes": codes, "ratio per block scales": scales}
+    return found
+
+
+def statistics(int4):
+    """get_act_scale, get_weight_scale of single blocks, get_scale."""
+    found = {}
+    for dtype in DTYPES:
+        x, w = numbers(1, 40, 48, dtype=dtype), weight(2, 48, 5, dtype)
+        x_mean, w_mean = int4.get_act_scale(x), int4.get_weight_scale(w, 48)
+        found |= {f"{dtype} x": x_mean, f"{dtype} w": w_mean}
+        for alpha in (0.0, 0.3, 0.5, 1.0):
+            found[f"{dtype} scale {alpha}"] = int4.get_scale(x_mean, w_mean, alpha)
+    return found
+
+
+class Session:
+    """Answers with what it is fed."""
+
+    def run(self, names, feed):
+        return [feed[name] for name in names]
+
+
+def packed(name, array, *, transposed=False, activation="x"):
+    """One entry of a wa_pack."""
+    stored = np.ascontiguousarray(array.T) if transposed else array
+    tensor = numpy_helper.from_array(stored, name)
+    return (SimpleNamespace(name=activation), tensor, transposed, tensor.data_type, name)
+
+
+def searches(int4):
+    """The AWQ searches: exponents and scales per node and per activation, ratios per block."""
+    gains = np.linspace(0.02, 3, 48, dtype=np.float32) ** 2
+    inputs = [{"x": numbers(seed, 1, 12, 48) * gains} for seed in (1, 2, 3)]
+    pack = [packed("a", weight(4, 48, 20)), packed("b", weight(5, 48, 12), transposed=True)]
+    places = [None, None]
+    helpers, _ = int4.run_awq_scale_search_per_node(
+        pack, "model.onnx", 48, False, Session(), places, inputs, "", False, False, [], {}
+    )
+    found = {}
+    for name, helper in zip("ab", helpers, strict=True):
+        found[f"node {name} alpha"] = np.array(helper.best_alpha)
+        found[f"node {name} scale"] = helper.best_scale
+    pack[1] = packed("b", weight(5, 48, 12))
+    maps = int4.get_act_to_weight_map_and_act_to_wa_pack_map(pack)
+    helpers = int4.run_awq_scale_search_per_subgraph(
+        pack, *maps, "model.onnx", 48, False, Session(), [None, None], inputs, ""
+    )
+    found["subgraph alpha"] = np.array(helpers[1].best_alpha)
+    found["subgraph scale"] = helpers[1].best_scale
+    clip = int4.AWQClipHelper(weight(4, 48, 20), 16)
+    search = getattr(int4, "clip_search", None) or int4._clip_search
+    search(np.concatenate([feed["x"][0] for feed in inputs]), weight(4, 48, 20), clip)
+    found["clip amax"] = clip.w_amax
+    found["clip ratio"] = clip.best_alpha
     return found
 
 
@@ -127,10 +183,13 @@ def quantized(proto):
     }
 
 
-MAKERS = (primitives, rounded_models)
+# Sums and powers of floats depend on the processor in their last digit, so that these are kept
+# whole; the others by their digests.
+KEPT = (statistics, searches)
+DIGESTED = (primitives, rounded_models)
 
 
-def everything(int4, makers=MAKERS):
+def everything(int4, makers=(*KEPT, *DIGESTED)):
     """What some of the functions above give, by function and name."""
     return {
         f"{make.__name__}: {name}": np.asarray(array)
@@ -147,14 +206,24 @@ def digest(array):
 def main():
     from modelopt.onnx.quantization import int4
 
-    lines = (f"{digest(array)} {name}\n" for name, array in everything(int4).items())
-    GOLDEN.write_text("".join(lines), encoding="utf-8")
+    digests = {name: digest(array) for name, array in everything(int4, DIGESTED).items()}
+    lines = "\n".join(f"{value} {name}" for name, value in digests.items())
+    kept = everything(int4, KEPT)
+    np.savez_compressed(
+        GOLDEN,
+        digests=np.frombuffer(lines.encode(), np.uint8),
+        names=np.array(list(kept)),
+        **{f"kept{index}": array for index, array in enumerate(kept.values())},
+    )
+    print(f"{len(digests)} digests, {len(kept)} arrays, {GOLDEN.stat().st_size} bytes")
 
 
 def load():
-    """Return the digests by name."""
-    lines = GOLDEN.read_text(encoding="utf-8").splitlines()
-    return {name: value for value, _, name in (line.partition(" ") for line in lines)}
+    """Return the digests by name, and the arrays that were kept."""
+    with np.load(GOLDEN) as file:
+        lines = file["digests"].tobytes().decode().splitlines()
+        kept = {str(name): file[f"kept{index}"] for index, name in enumerate(file["names"])}
+    return {name: value for value, _, name in (line.partition(" ") for line in lines)}, kept
 
 
 if __name__ == "__main__":
