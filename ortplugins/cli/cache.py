@@ -45,7 +45,34 @@ def _store(cache_dir: str = "") -> Any:
     return ArtifactCache(cache_root(cache_dir))
 
 
+def _session_start(
+    context: typer.Context,
+    passes: opt.Passes = _WARM_PASSES,
+    settings: opt.Settings = None,
+    session_entries: Annotated[list[str] | None, typer.Option("--session-entry")] = None,
+    optimization_level: str = "all",
+    cache_dir: str = "",
+) -> Any:
+    """Return what a start depends on besides its model, as ``warm`` takes it.
+
+    Args:
+        session_entries (KEY=VALUE): An entry of the sessions' SessionOptions; repeatable.
+        optimization_level: Of the sessions: disable, basic, extended, layout or all.
+    """
+    entries = opt.parse_settings(session_entries, "--session-entry")
+    if entries.get(HINT_KEY) and not opt.is_given(context, "passes"):
+        passes = []
+    return {
+        "passes": passes,
+        "options": opt.parse_settings(settings),
+        "session_entries": entries,
+        "optimization_level": optimization_level,
+        "cache_dir": cache_dir or None,
+    }
+
+
 Store: TypeAlias = Annotated[Any, _store]
+SessionStart: TypeAlias = Annotated[dict[str, Any], _session_start]
 
 
 def _command(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -91,6 +118,32 @@ def show_entry(store: Store, key: Annotated[str, typer.Argument()]) -> None:
         number = f"{len(found)} entries" if found else "no entry"
         raise typer.BadParameter(f"{key!r}: {number} in {store.root}", param_hint="KEY")
     typer.echo(json.dumps({**_as_json(found[0]), "manifest": found[0].manifest}, indent=2))
+
+
+@_command("explain")
+def explain_miss(model: opt.Model, start: SessionStart) -> None:
+    """Show what a session on the CPU finds, or what of its key differs; exit with 1 then."""
+    from ortplugins.report import Report
+    from ortplugins.session.warming import explain_miss
+
+    found = explain_miss(model, **start)
+    if found.is_present and found.nearest is not None:
+        typer.echo(f"{model}: found as {found.key[:KEY_CHARACTERS]}")
+        report = Report.from_dict(found.nearest.manifest["report"])
+        for line in (report, *report.tried):
+            typer.echo(f"  {line}")
+        return
+    typer.echo(f"{model}: not found as {found.key[:KEY_CHARACTERS]}")
+    if found.nearest is None:
+        typer.echo("the cache is empty")
+    else:
+        name, source = found.nearest.folder.name, found.nearest.manifest["model"]
+        typer.echo(f"nearest: {name[:KEY_CHARACTERS]}, made from {source}")
+        for part, here, there in found.differences:
+            typer.echo(f"  {part}: {json.dumps(here)} here, {json.dumps(there)} there")
+        if not found.differences:
+            typer.echo("  its key is the same, but its files changed: see 'cache verify'")
+    raise typer.Exit(1)
 
 
 @_command("verify")
@@ -153,13 +206,8 @@ def _prune(store: ArtifactCache, **what: Any) -> None:
 
 @_command("warm")
 def warm(
-    context: typer.Context,
     models: Annotated[list[Path], typer.Argument()],
-    passes: opt.Passes = _WARM_PASSES,
-    settings: opt.Settings = None,
-    session_entries: Annotated[list[str] | None, typer.Option("--session-entry")] = None,
-    optimization_level: str = "all",
-    cache_dir: str = "",
+    start: SessionStart,
 ) -> None:
     """Build ahead what sessions on the CPU will look for; exit with 1 if a model fails.
 
@@ -168,23 +216,12 @@ def warm(
 
     Args:
         models (MODEL): An .onnx file.
-        session_entries (KEY=VALUE): An entry of the sessions' SessionOptions; repeatable.
-        optimization_level: Of the sessions: disable, basic, extended, layout or all.
     """
     from ortplugins.session.warming import warm as build
 
-    entries = opt.parse_settings(session_entries, "--session-entry")
-    if entries.get(HINT_KEY) and not opt.is_given(context, "passes"):
-        passes = []
-    start: dict[str, Any] = {
-        "options": opt.parse_settings(settings),
-        "session_entries": entries,
-        "optimization_level": optimization_level,
-        "cache_dir": cache_dir or None,
-    }
     failed = False
     for model in models:
-        (item,) = build([model], passes, **start)
+        (item,) = build([model], **start)
         if item.error:
             failed = True
             where = "" if item.error.startswith(item.model) else f"{item.model}: "

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""Builds cache entries ahead of the sessions that will look for them."""
+"""Builds cache entries ahead of the sessions that will look for them, or says what misses."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import os
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,17 @@ import onnxruntime
 
 from ortplugins.cache.get_or_build import get_or_build
 from ortplugins.cache.key import key_content, share_digests
-from ortplugins.cache.store import cache_of, disk_size, share
+from ortplugins.cache.store import ArtifactCache, Entry, cache_of, disk_size, share
 from ortplugins.errors import ModelFileError, OrtpluginsWarning, PassError
-from ortplugins.optimization.request import BuildRequest, read_request
+from ortplugins.optimization.request import read_request
 from ortplugins.report import Report
 from ortplugins.runtime.stock_session import optimization_level_of
 from ortplugins.session.opening import build_files
-from session_options import DqMatMulNBitsFusion, OptionError, Pass, PrepackedWeights
+from session_options import DqMatMulNBitsFusion, OptionError, Pass, Plan, PrepackedWeights
 from session_options.keys import PREFIX, stored
 from session_options.plan import entries_of, read_plan
 
+_PROVIDERS = ("CPUExecutionProvider",)
 DEFAULT_PASSES = (DqMatMulNBitsFusion.name, PrepackedWeights.name)
 
 
@@ -43,6 +45,17 @@ class WarmResult:
     report: Report | None = None
     size: int = 0
     error: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What the cache has for a session."""
+
+    key: str
+    is_present: bool
+    nearest: Entry | None  # the entry that differs least
+    # Part of the key, its value here and there; None where one has no such part.
+    differences: tuple[tuple[str, Any, Any], ...]
 
 
 def warm(
@@ -79,6 +92,81 @@ def warm(
         OptionError: If a pass, an option or an entry is unknown.
         UsageError: If the level is.
     """
+    prepared, plan = _prepare(passes, options, session_entries, optimization_level, cache_dir)
+    cache = cache_of(plan)
+    results = []
+    for model in models:
+        result = _warm_one(model, plan, prepared, disabled_optimizers, cache)
+        if cache_dir is not None and not result.error:
+            request = read_request(model, plan, prepared, _PROVIDERS, disabled_optimizers)
+            content = key_content(request, cache.root, cache.data_locations)
+            if content.is_known:
+                share_digests(content.states, cache.root)
+            share(cache)
+        results.append(result)
+    return results
+
+
+def explain_miss(
+    model: str | os.PathLike[str],
+    passes: Sequence[Pass | str] = DEFAULT_PASSES,
+    **start: Any,
+) -> Explanation:
+    """Find out what of a session's key differs from the nearest entry; arguments as `warm`."""
+    prepared, plan = _prepare(passes, **start)
+    cache = cache_of(plan)
+    request = read_request(model, plan, prepared, _PROVIDERS, ())
+    content = key_content(request, cache.root, cache.data_locations)
+    if not content.is_known:  # a new model
+        locations = list(request.load().data_files)
+        content = key_content(request, cache.root, lambda _: locations)
+    here = dict(_flatten(json.loads(json.dumps(content.parts))))
+    compared = [
+        (entry, _differences(here, dict(_flatten(entry.manifest["made_from"]))))
+        for entry in cache.entries()
+    ]
+    digest = content.parts["digest"]
+    nearest, differences = min(
+        compared,
+        # Those of the same model first.
+        key=lambda pair: (pair[0].manifest["made_from"]["digest"] != digest, len(pair[1])),
+        default=(None, ()),
+    )
+    # An entry with the key may be damaged.
+    is_present = cache.find(content.key) is not None
+    return Explanation(content.key, is_present, nearest, tuple(differences))
+
+
+def _differences(
+    here: Mapping[str, Any], there: Mapping[str, Any]
+) -> list[tuple[str, Any, Any]]:
+    return [
+        (name, here.get(name), there.get(name))
+        for name in sorted(here.keys() | there.keys())
+        if here.get(name) != there.get(name)
+    ]
+
+
+def _flatten(content: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested JSON; passes go by their names, not by their places."""
+    if isinstance(content, Mapping):
+        for key, value in content.items():
+            yield from _flatten(value, f"{name}.{key}" if name else key)
+    elif isinstance(content, list) and content and isinstance(content[0], Mapping):
+        for item in content:
+            yield from _flatten(item, f"{name}.{item['pass']}")
+    else:
+        yield name, content
+
+
+def _prepare(
+    passes: Sequence[Pass | str],
+    options: Mapping[str, Any] | None = None,
+    session_entries: Mapping[str, str] | None = None,
+    optimization_level: str = "all",
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> tuple[onnxruntime.SessionOptions, Plan]:
+    """Return the options of the sessions to come, and their plan."""
     prepared = onnxruntime.SessionOptions()
     for key, text in {**(session_entries or {}), **entries_of(passes, options or {})}.items():
         try:
@@ -91,27 +179,23 @@ def warm(
     plan = read_plan(functools.partial(stored, prepared))
     if not plan:
         raise OptionError("no pass is switched on, so there is nothing to build")
-    cpu = ("CPUExecutionProvider",)
-    requests = [read_request(x, plan, prepared, cpu, disabled_optimizers) for x in models]
-    results = []
-    for model, request in zip(models, requests, strict=True):
-        result = _warm_one(os.fspath(model), request)
-        if cache_dir is not None and not result.error:
-            cache = cache_of(plan)
-            content = key_content(request, cache.root, cache.data_locations)
-            if content.is_known:
-                share_digests(content.states, cache.root)
-            share(cache)
-        results.append(result)
-    return results
+    return prepared, plan
 
 
-def _warm_one(name: str, request: BuildRequest) -> WarmResult:
+def _warm_one(
+    model: str | os.PathLike[str],
+    plan: Plan,
+    options: onnxruntime.SessionOptions,
+    disabled_optimizers: Collection[str],
+    cache: ArtifactCache,
+) -> WarmResult:
+    name = os.fspath(model)
     try:
         with warnings.catch_warnings():
             # A session would build for itself alone then, which is of no use here.
             without_cache = "ortplugins works without its cache"
             warnings.filterwarnings("error", without_cache, OrtpluginsWarning)
+            request = read_request(model, plan, options, _PROVIDERS, disabled_optimizers)
             artifact = get_or_build(request, build_files)
     except (ModelFileError, PassError, OSError) as error:
         return WarmResult(name, error=str(error))
@@ -119,7 +203,6 @@ def _warm_one(name: str, request: BuildRequest) -> WarmResult:
         return WarmResult(name, error=f"not kept: {warning.__context__ or warning}")
     if artifact.temporary is not None:
         artifact.temporary.cleanup()
-        root = cache_of(request.plan).root
-        return WarmResult(name, error=f"not kept: {root} could not be written")
+        return WarmResult(name, error=f"not kept: {cache.root} could not be written")
     size = 0 if artifact.model is None else disk_size(Path(artifact.model).parent)
     return WarmResult(name, Report.from_dict(artifact.report), size)

@@ -153,6 +153,31 @@ def test_a_clock_that_was_set_back(aged, model_path):
     assert removed.endswith(", last used 0 s ago")
 
 
+def test_explain_says_which_part_of_the_key_differs(model_path, cache_dir):
+    level = "dq_matmulnbits_fusion.accuracy_level"
+    explain = ("explain", model_path, "--pass", "dq_matmulnbits_fusion")
+    exact = (*explain, "--set", f"{level}=0")
+    assert lines(*explain, code=1)[1:] == ["the cache is empty"]
+    start(model_path)
+    line, report = lines(*exact)
+    assert line.startswith(f"{model_path}: found as ")
+    assert report.startswith("  built: fired 1, refused 0")
+    _, nearest, *differences = lines(
+        *(*explain, "--set", f"{level}=4", "--optimization-level", "basic"), code=1
+    )
+    assert nearest.endswith(f", made from {model_path}")
+    assert sorted(differences) == [
+        "  native_accuracy_level: null here, 4 there",  # onnxruntime fuses from level extended
+        '  optimizers.level: "ORT_ENABLE_BASIC" here, "ORT_ENABLE_ALL" there',
+        '  passes.dq_matmulnbits_fusion.options.accuracy_level: "4" here, "0" there',
+    ]
+    # Another content of the data file.
+    data = model_path.with_name("model.onnx.data")
+    data.write_bytes(data.read_bytes()[:-1] + b"x")
+    _, _, difference = lines(*exact, code=1)
+    assert difference.startswith("  data.model.onnx.data: ")
+
+
 # prune
 
 
@@ -415,9 +440,10 @@ def test_warm_takes_what_else_the_key_depends_on(model_path, cache_dir):
 def test_warm_measures_for_a_hint(model_path):
     entry = "--session-entry", "ortplugins.hint=latency"
     entry += "--session-entry", "ortplugins.hint_seconds=1"
-    (line,) = lines("warm", model_path, *entry)
-    assert "hint latency: " in line
-    assert lines("warm", model_path, *entry) == [line.replace(": built: ", ": cache: ")]
+    lines("warm", model_path, *entry)
+    line, report, *_ = lines("explain", model_path, *entry)
+    assert ": found as " in line
+    assert "hint latency: " in report
 
 
 def test_warm_goes_on_after_a_model_that_fails(model_path, tmp_path, cache_dir):
