@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: MIT
 """ortplugins.quantization.int4 against ModelOpt's: values, signatures, what breaks there.
 
-The stored values are ModelOpt's own, see int4_golden.py.
+The stored values are ModelOpt's own, see make_int4_golden.py.
 """
 
 import inspect
 import re
 
-import int4_golden
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
 from builders.dequantized_models import run as run_model
 from builders.text_models import proto_of
-from int4_golden import numbers, packed, weight
+from data import make_int4_golden as golden
+from data.make_int4_golden import numbers, packed, weight
 from onnx import TensorProto, numpy_helper
 
 import ortplugins
@@ -56,19 +56,19 @@ def products(proto):
 # Values
 
 
-@pytest.mark.parametrize("make", int4_golden.DIGESTED, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", golden.DIGESTED, ids=lambda make: make.__name__)
 def test_values_are_modelopts_bit_for_bit(make):
-    stored = int4_golden.load()[0]
-    found = int4_golden.everything(int4, [make])
+    stored = golden.load()[0]
+    found = golden.everything(int4, [make])
     expected = {name: stored[name] for name in stored if name.startswith(f"{make.__name__}:")}
-    assert {name: int4_golden.digest(array) for name, array in found.items()} == expected
+    assert {name: golden.digest(array) for name, array in found.items()} == expected
 
 
-@pytest.mark.parametrize("make", int4_golden.KEPT, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", golden.KEPT, ids=lambda make: make.__name__)
 def test_statistics_and_searches_are_modelopts(make):
     # Their last digit depends on the processor, hence the tolerance.
-    stored = int4_golden.load()[1]
-    found = int4_golden.everything(int4, [make])
+    stored = golden.load()[1]
+    found = golden.everything(int4, [make])
     assert found.keys() == {n for n in stored if n.startswith(f"{make.__name__}:")}
     for name, array in found.items():
         tolerance = 2e-3 if stored[name].dtype == np.float16 else 1e-5
@@ -79,7 +79,7 @@ def test_statistics_and_searches_are_modelopts(make):
 # Of nvidia-modelopt 0.47.0: inspect.signature, without annotations.
 SIGNATURES = {
     name: rest.removesuffix(")")
-    for line in int4_golden.SIGNATURES.read_text(encoding="utf-8").splitlines()
+    for line in golden.SIGNATURES.read_text(encoding="utf-8").splitlines()
     for name, _, rest in [line.partition("(")]
 }
 
@@ -173,7 +173,7 @@ def test_the_steps_of_searches_act():
 
 def search_per_node(pack, inputs, **kwargs):
     arguments = {
-        "session": int4_golden.Session(),
+        "session": golden.Session(),
         "awq_lite": [None] * len(pack),
         "inputs": inputs,
         "tqdm_msg_append_str": "",
@@ -230,7 +230,7 @@ def test_samples_of_different_lengths_are_searched_per_node_and_per_subgraph():
         assert maps[0] == {"x": [0, 1]}
         assert [list(shape) for shape in maps[1]["x"]] == [[48, 6], [9, 48]]
         found = int4.run_awq_scale_search_per_subgraph(
-            pack, *maps, "m.onnx", 16, False, int4_golden.Session(), [None, None], inputs, ""
+            pack, *maps, "m.onnx", 16, False, golden.Session(), [None, None], inputs, ""
         )
         assert found[0].best_scale is found[1].best_scale
         if inputs is parts:
@@ -279,7 +279,7 @@ def test_parents_and_their_products():
     ids=lambda options: ",".join(options) or "defaults",
 )
 def test_every_method_makes_a_model_that_runs(method, options):
-    proto = int4_golden.model()
+    proto = golden.model()
     before = proto.SerializeToString()
     result = int4.quantize(proto, method, samples(), **options)
     assert isinstance(result, onnx.ModelProto)
@@ -298,19 +298,19 @@ def test_every_method_makes_a_model_that_runs(method, options):
 def test_a_path_gives_a_model_that_holds_its_tensors(tmp_path):
     path = tmp_path / "model.onnx"
     outside = {"save_as_external_data": True, "size_threshold": 0, "location": "data"}
-    onnx.save(int4_golden.model(), path, **outside)
+    onnx.save(golden.model(), path, **outside)
     result = int4.quantize(path, "rtn_dq", block_size=8, use_external_data_format=True)
     assert all(tensor.data_location == 0 for tensor in result.graph.initializer)
     for file in tmp_path.iterdir():
         file.unlink()
-    expected = int4.quantize_rtn(int4_golden.model(), 8, nodes_to_exclude=[r"/lm_head"])
+    expected = int4.quantize_rtn(golden.model(), 8, nodes_to_exclude=[r"/lm_head"])
     np.testing.assert_array_equal(run(result), run(expected))
 
 
 def test_quantize_rtn_excludes_nothing_by_default():
-    bits = products(int4.quantize_rtn(int4_golden.model(), 8, True))
+    bits = products(int4.quantize_rtn(golden.model(), 8, True))
     assert set(bits.values()) == {4}
-    bits = products(int4.quantize_rtn(int4_golden.model(), 8, layers_8bit=["lm_head"]))
+    bits = products(int4.quantize_rtn(golden.model(), 8, layers_8bit=["lm_head"]))
     assert bits["/lm_head/MatMul"] == 8
 
 
@@ -318,7 +318,7 @@ def test_float16_codes_are_the_nearest():
     w = numbers(3, 256, 64, dtype="float16")
     text = "g (float16[s, 256] x) => (float16[s, 64] y) { y = MatMul (x, w) }"
     result = int4.quantize(proto_of(text, {"w": w}), "rtn_dq", block_size=32)
-    found = int4_golden.quantized(result)
+    found = golden.quantized(result)
     scales = {t.name: numpy_helper.to_array(t) for t in result.graph.initializer}["w_scale"]
     theirs = int4.find_scales(w, 32)[0]
     np.testing.assert_array_equal(scales, theirs)
@@ -360,7 +360,7 @@ def test_keywords_reach_our_quantizer(monkeypatch):
 
     monkeypatch.setattr(int4, "quantize_weights", spy)
     result = int4.quantize(
-        int4_golden.model(),
+        golden.model(),
         "awq_full",
         samples(),
         ["cpu", "cuda:1", "trt"],
@@ -384,7 +384,7 @@ def test_keywords_reach_our_quantizer(monkeypatch):
 
 
 def test_nodes_are_excluded_by_the_start_of_their_names(monkeypatch):
-    proto = int4_golden.model()
+    proto = golden.model()
     for pattern, kept in {
         "/lm_head": {"/lm_head/MatMul"},
         "lm_head": set(),
@@ -417,7 +417,7 @@ def test_mixed_precision_picks_modelopts_nodes():
 
 
 def test_8_bits_where_nothing_is_named_so():
-    proto = int4_golden.model()
+    proto = golden.model()
     for node in proto.graph.node:
         node.name = node.name.replace("v_proj", "value")
     with pytest.warns(ortplugins.OrtpluginsWarning, match="enable_mixed_quant has no effect"):
@@ -452,7 +452,7 @@ def test_8_bits_where_nothing_is_named_so():
 def test_what_is_refused(kwargs, error, message):
     arguments = {"calibration_method": "awq_lite", "calibration_data_reader": samples()}
     with pytest.raises(error, match=re.escape(message)):
-        int4.quantize(int4_golden.model(), **(arguments | kwargs))
+        int4.quantize(golden.model(), **(arguments | kwargs))
 
 
 @pytest.mark.parametrize(
@@ -468,7 +468,7 @@ def test_what_is_refused(kwargs, error, message):
 def test_what_has_no_effect_says_so(kwargs):
     (name,) = kwargs
     with pytest.warns(ortplugins.OrtpluginsWarning, match=f"{name} has no effect") as seen:
-        int4.quantize(int4_golden.model(), "rtn", **kwargs)
+        int4.quantize(golden.model(), "rtn", **kwargs)
     assert seen[0].filename == __file__
 
 

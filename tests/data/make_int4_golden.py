@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """What ModelOpt's int4 functions give on arrays that anyone can make again.
 
-    PYTHONPATH=tests python tests/quantization/int4_golden.py
+    PYTHONPATH=tests python tests/data/make_int4_golden.py
 
 wrote tests/data/int4_golden.npz beside nvidia-modelopt[onnx] 0.47.0 (numpy 2.4.6, x86-64 with
 AVX512). Every function takes a module, ModelOpt's or ours, and returns named arrays: equal
@@ -17,7 +17,7 @@ import numpy as np
 from builders.text_models import proto_of
 from onnx import TensorProto, numpy_helper
 
-GOLDEN = Path(__file__).parents[1] / "data" / "int4_golden.npz"
+GOLDEN = Path(__file__).with_name("int4_golden.npz")
 SIGNATURES = GOLDEN.with_name("int4_signatures.txt")
 
 # K, N, block: divisible, odd K with a short block, one block longer than K, one block exactly
