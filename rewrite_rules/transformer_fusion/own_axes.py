@@ -141,20 +141,20 @@ class _HeadsApart:
         """Return ``[B, H, S, T]`` of what a Reshape merges, and what it asks for.
 
         What a mask was added to has the sizes of the scores in each run that gets past it: no
-        fewer elements would do.
+        fewer elements would do. Where -1 takes what is left, that says nothing: but for the
+        last axis, where a product with as many values fails then.
         """
         if len(before) != _RANK:
             return None
         facts, (batch, heads, *_) = self._facts, map(self._parts, before)
-        found = None
-        for pair in itertools.product(batch, heads):
+        for pair in [] if _infers_in_front(node, facts) else itertools.product(batch, heads):
             asked = _asked_sizes(node, (*pair, *before[2:]), facts) or ()
             pairs = zip(asked[1:], before[2:], strict=False)
-            if len(asked) == _RANK - 1 and all(dim in self._parts(d) for dim, d in pairs):
-                found = found or ((*pair, *asked[1:]), asked)
-                if facts.unknowns.product(pair) == asked[0]:
-                    return (*pair, *asked[1:]), asked
-        return found
+            fits = len(asked) == _RANK - 1 and all(dim in self._parts(d) for dim, d in pairs)
+            if fits and facts.unknowns.product(pair) == asked[0]:
+                return (*pair, *asked[1:]), asked
+        asked = _asked_sizes(node, before, facts) or ()
+        return (before, asked) if asked[1:] == before[2:] else None
 
     def _settle(self, made: ir.Value) -> None:
         """Let those that read a value with heads merged into the batch read the new one."""
@@ -299,6 +299,12 @@ def _split(
     asked = ints(op, op.ReduceProd(first, keepdims=1), op.Shape(whole, start=2))
     made: ir.Value = op.Reshape(whole, asked, allowzero=1)
     return made
+
+
+def _infers_in_front(node: ir.Node, facts: ProvedShapes) -> bool:
+    """Whether a Reshape infers a size that is not the last, or may."""
+    target = None if node.inputs[1] is None else facts.integers(node.inputs[1])
+    return target is None or target.known is None or (-1, ()) in target.known[:-1]
 
 
 def _asked_sizes(node: ir.Node, sizes: Dims, facts: ProvedShapes) -> Dims | None:

@@ -14,7 +14,7 @@ from builders.attention_forms import FORMS, form, form_feeds
 from builders.decoders import ADDED, small_decoder
 from builders.exports import fused
 from builders.same_numbers import session as opened
-from builders.text_models import normal
+from builders.text_models import normal, proto_of
 from numpy.typing import NDArray
 from test_attention_lookalikes import feeds_of
 
@@ -175,3 +175,39 @@ def test_a_form_with_a_cache_is_fused_or_left_and_right(name: str):
         if "n" in {value.name for value in model.graph.input}:
             feed["n"] = normal(1, (1, 4)[seed % 2], 1, 1)
     assert CACHED[name][2] in " ".join(compared(model, runs))
+
+
+# A Reshape takes what the mask has too many of as more texts: its softmax counts one key.
+INFERRED = """
+inferred (
+    float[2, 2, 1, 4] q, float[2, 2, keys, 4] k, float[2, 2, values, 4] v,
+    float[1, 1, 1, columns] m
+) => (float[2, 1, 8] y)
+<int64[1] first = {-1}, int64[1] one = {1}, int64[4] apart = {2, 2, 1, -1},
+ int64[3] flat = {0, 0, 8}>
+{
+    kt = Transpose<perm = [0, 1, 3, 2]>(k)
+    product = MatMul(q, kt)
+    scores = Add(product, m)
+    count = Shape<start = 2, end = 3>(k)
+    sizes = Concat<axis = 0>(first, one, count)
+    merged = Reshape(scores, sizes)
+    weights = Softmax<axis = -1>(merged)
+    weights4 = Reshape(weights, apart)
+    mixed = MatMul(weights4, v)
+    turned = Transpose<perm = [0, 2, 1, 3]>(mixed)
+    y = Reshape(turned, flat)
+}"""
+
+
+def test_an_inferred_size_takes_what_a_mask_adds():
+    runs = [
+        {
+            "q": normal(2, 2, 1, 4),
+            "k": normal(2, 2, keys, 4),
+            "v": normal(2, 2, columns, 4),
+            "m": normal(1, 1, 1, columns),
+        }
+        for keys, columns in ((1, 1), (1, 2), (3, 3))
+    ]
+    compared(proto_of(INFERRED), runs)
