@@ -168,7 +168,7 @@ def _decoder_figures(decoder: _Decoder, cache: Path, rounds: int) -> list[Figure
         "profile_file_prefix": str(cache.with_name("profile")),
     }
     with SessionProcess("profile") as process:
-        process.open(dataclasses.replace(ours, settings={**_SETTINGS, **profile}))
+        process.open(dataclasses.replace(ours, settings={**ours.settings, **profile}))
         count = process.call(f"{_STEPS}:executed_nodes", context=16)
     actual, expected = map(np.array, logits)
     error = float(np.abs(actual - expected).max() / np.abs(expected).max())
