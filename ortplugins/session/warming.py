@@ -18,7 +18,7 @@ from ortplugins.cache.get_or_build import get_or_build
 from ortplugins.cache.key import key_content, share_digests
 from ortplugins.cache.store import ArtifactCache, Entry, cache_of, disk_size, share
 from ortplugins.errors import ModelFileError, OrtpluginsWarning, PassError
-from ortplugins.optimization.request import read_request
+from ortplugins.optimization.request import BuildRequest, read_request
 from ortplugins.report import Report
 from ortplugins.runtime.stock_session import optimization_level_of
 from ortplugins.session.opening import build_files
@@ -96,9 +96,9 @@ def warm(
     cache = cache_of(plan)
     results = []
     for model in models:
-        result = _warm_one(model, plan, prepared, disabled_optimizers, cache)
+        request = read_request(model, plan, prepared, _PROVIDERS, disabled_optimizers)
+        result = _warm_one(os.fspath(model), request, cache)
         if cache_dir is not None and not result.error:
-            request = read_request(model, plan, prepared, _PROVIDERS, disabled_optimizers)
             content = key_content(request, cache.root, cache.data_locations)
             if content.is_known:
                 share_digests(content.states, cache.root)
@@ -182,20 +182,12 @@ def _prepare(
     return prepared, plan
 
 
-def _warm_one(
-    model: str | os.PathLike[str],
-    plan: Plan,
-    options: onnxruntime.SessionOptions,
-    disabled_optimizers: Collection[str],
-    cache: ArtifactCache,
-) -> WarmResult:
-    name = os.fspath(model)
+def _warm_one(name: str, request: BuildRequest, cache: ArtifactCache) -> WarmResult:
     try:
         with warnings.catch_warnings():
             # A session would build for itself alone then, which is of no use here.
             without_cache = "ortplugins works without its cache"
             warnings.filterwarnings("error", without_cache, OrtpluginsWarning)
-            request = read_request(model, plan, options, _PROVIDERS, disabled_optimizers)
             artifact = get_or_build(request, build_files)
     except (ModelFileError, PassError, OSError) as error:
         return WarmResult(name, error=str(error))
