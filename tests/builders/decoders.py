@@ -239,6 +239,14 @@ SIGNED = """cos_half = Gather(cos_table, positions)
 )
 
 
+# Of a small decoder: what its cache becomes where there is none.
+UNCACHED = (
+    ("past = Shape<start = 2, end = 3>(past_key)", "past = Sub(one_axis, one_axis)"),
+    ("Concat<axis = 2>(past_key, k_turned)", "Identity(k_turned)"),
+    ("Concat<axis = 2>(past_value, v)", "Identity(v)"),
+)
+
+
 def small_decoder(
     *changes: tuple[str, str],
     mask: str = ADDED,

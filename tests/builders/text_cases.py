@@ -12,7 +12,7 @@ you to read in the diff.
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,3 +63,15 @@ def text_cases(path: Path) -> dict[str, TextCase]:
 def codes_of(report: ortplugins.Report) -> list[str]:
     """Return the codes of a report's refusals, sorted, each once."""
     return sorted({code_of(remark.reason) for remark in report.refused})
+
+
+def markdown(rows: Iterable[Sequence[str]]) -> str:
+    """Return rows as a table of a page; an empty one ends a table."""
+    return "\n".join("| " + " | ".join(row) + " |" if row else "" for row in rows)
+
+
+def assert_page_has(page: Path, table: str) -> None:
+    """Compare a page with the tables of what tests find; its other lines don't count."""
+    text = page.read_text(encoding="utf-8")
+    lines = [line for line in table.splitlines() if line and line not in text]
+    assert not lines, "\n".join(lines)

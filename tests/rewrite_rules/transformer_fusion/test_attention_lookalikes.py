@@ -6,10 +6,11 @@ It may be fused, refused, or fused in part; the numbers are those of the model.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from builders.decoders import ADDED, HALVES, SIGNED, small_decoder
 from builders.exports import decoder_feeds, fused
@@ -24,18 +25,28 @@ SIZES = (Run(1, 6, 0), Run(3, 6, 0), Run(2, 6, 5), Run(1, 1, 5), Run(3, 1, 6), R
          Run(2, 33, 0), Run(1, 2, 31))  # fmt: skip
 
 
-def agrees(model: onnx.ModelProto, feeds: list[Mapping[str, NDArray]]) -> int:
-    """Compare the model with its fusion; return how many runs the model itself takes."""
-    result, *_ = fused(model)
-    before, after, taken = opened(model), opened(result), 0
+def runs_taken(
+    model: onnx.ModelProto, result: ir.Model, feeds: Iterable[Mapping[str, NDArray]]
+) -> Iterator[list[tuple[NDArray, NDArray]]]:
+    """Yield what a result and its model compute, output by output, in runs the model takes."""
+    before, after = opened(model), opened(result)
     for feed in feeds:
         try:
             expected = before.run(None, feed)
         except Exception:  # onnxruntime's own classes
             continue
+        pairs = list(zip(after.run(None, feed), expected, strict=True))
+        assert all(actual.shape == other.shape for actual, other in pairs)
+        yield pairs
+
+
+def agrees(model: onnx.ModelProto, feeds: list[Mapping[str, NDArray]]) -> int:
+    """Compare the model with its fusion; return how many runs the model itself takes."""
+    result, *_ = fused(model)
+    taken = 0
+    for pairs in runs_taken(model, result, feeds):
         taken += 1
-        for a, b in zip(after.run(None, feed), expected, strict=True):
-            assert a.shape == b.shape
+        for a, b in pairs:
             greatest = np.abs(b[np.isfinite(b)]).max(initial=1)
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * greatest)
     return taken

@@ -11,6 +11,7 @@ import onnx
 from builders.attention_forms import form
 from builders.decoders import decoder
 from builders.exports import DECODERS, ENCODERS, exported, fused
+from builders.text_cases import assert_page_has, markdown
 from test_forms import cached
 
 from ortplugins.reasons import code_of
@@ -84,15 +85,9 @@ def rows() -> Iterator[list[str]]:
         yield from ([text, outcome(build(name))] for name, text in table.items())
 
 
-def table() -> str:
-    return "\n".join("| " + " | ".join(row) + " |" if row else "" for row in rows())
-
-
 def test_the_page_has_the_tables():
-    page = PAGE.read_text(encoding="utf-8")
-    lines = [line for line in table().splitlines() if line and line not in page]
-    assert not lines, "\n".join(lines)
+    assert_page_has(PAGE, markdown(rows()))
 
 
 if __name__ == "__main__":
-    print(table())
+    print(markdown(rows()))

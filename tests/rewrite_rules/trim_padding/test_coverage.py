@@ -14,6 +14,7 @@ import onnx
 import onnx_ir as ir
 from builders.encoders import batch
 from builders.exports import ENCODERS, exported, fused, optimized
+from builders.text_cases import assert_page_has, markdown
 from onnxruntime.quantization import quantize_dynamic
 from test_trim_padding_attacks import ATTACKS, attacked, proved
 
@@ -118,15 +119,9 @@ def rows() -> Iterator[list[str]]:
         yield [text, outcome(attacked(*ATTACKS[attack][:2]))]
 
 
-def table() -> str:
-    return "\n".join("| " + " | ".join(row) + " |" if row else "" for row in rows())
-
-
 def test_the_page_has_the_tables():
-    page = PAGE.read_text(encoding="utf-8")
-    lines = [line for line in table().splitlines() if line and line not in page]
-    assert not lines, "\n".join(lines)
+    assert_page_has(PAGE, markdown(rows()))
 
 
 if __name__ == "__main__":
-    print(table())
+    print(markdown(rows()))
