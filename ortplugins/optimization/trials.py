@@ -26,7 +26,7 @@ from rewrite_rules.remarks import Trial
 _SECONDS = 0.5
 _MIN_ROUNDS = 5
 # Of the time before: what costs nothing in short texts may save a lot in long ones.
-_MOST_TIME = 1.01
+_MAX_TIME = 1.01
 
 
 def find_failure(
@@ -124,7 +124,7 @@ class OriginalOnTrials:
     def _slower(self, result: Any, timed: Sequence[Trial]) -> str | None:
         shares = [_share(self._session, result, trial) for trial in timed]
         share = statistics.geometric_mean(shares)
-        if share < _MOST_TIME:
+        if share < _MAX_TIME:
             return None
         names = ", ".join(trial.name for trial in timed)
         return _withdrawn(names, f"it takes {share:.2f} times as long")

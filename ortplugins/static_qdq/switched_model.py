@@ -43,7 +43,7 @@ from ortplugins.samples.sources import Feed
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedTensor
 
-_MOST_FOLDED = 1 << 28  # bytes of float weights
+_MAX_FOLDED = 1 << 28  # bytes of float weights
 _COMPARED = frozenset({"tensor(float)", "tensor(float16)", "tensor(double)"})
 
 
@@ -86,7 +86,7 @@ class SwitchedModel:
         model.graph.sort()
         # Constants are folded at the first level, dequantised weights only where no later
         # level waits for their DQ: MiniLM-L6, 8 samples, runs in 0.1 s instead of 0.3.
-        folds = _folded_bytes(model) <= _MOST_FOLDED
+        folds = _folded_bytes(model) <= _MAX_FOLDED
         options = stock_options("basic" if folds else "disable")
         # Samples run beside each other.
         options.intra_op_num_threads = max(1, cores // self._workers)

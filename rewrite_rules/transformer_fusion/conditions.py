@@ -123,8 +123,8 @@ def check_shared(op: Any, found: Attention, name: str) -> ir.Value:
     """Emit an int32 0, by a node that fails where the mask shows what the kernel hides.
 
     It fails as well where heads are split otherwise: a cache in buffers leaves no other form.
-    Rows of a mask may be those of several query heads
-    in turn, which the kernel takes for alike.
+    Rows of a mask may be those of several query heads in turn, which the kernel takes for
+    alike.
     """
     mask, repeated, repeats = found.mask, found.repeated_mask, found.layout.repeats
     assert mask is not None

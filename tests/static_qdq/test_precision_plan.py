@@ -136,7 +136,7 @@ def test_what_the_rewrite_refuses_stays():
 
 def test_weights_that_are_not_folded_change_no_number(monkeypatch):
     folded = plan_precision(chain(), feeds(), max_16bit=2)
-    monkeypatch.setattr(switched_model, "_MOST_FOLDED", 0)
+    monkeypatch.setattr(switched_model, "_MAX_FOLDED", 0)
     assert plan_precision(chain(), feeds(), max_16bit=2) == folded
 
 
