@@ -61,11 +61,12 @@ class Entry(NamedTuple):
     last_used: float
 
     @classmethod
-    def at(cls, folder: Path, manifest: dict[str, Any] | None) -> Entry:
-        """Look at a folder whose manifest was read."""
+    def at(cls, folder: Path) -> Entry:
+        """Look at a folder."""
+        manifest = read_manifest(folder) or {}
         used = os.stat(folder / MANIFEST if manifest else folder).st_mtime
-        used = max(used, manifest["created"] if manifest else 0)
-        return cls(folder, manifest or {}, disk_size(folder), used)
+        used = max(used, manifest.get("created", 0))
+        return cls(folder, manifest, disk_size(folder), used)
 
     def __str__(self) -> str:
         """Return the beginning of the key, and the model, where the manifest has it."""
@@ -179,11 +180,11 @@ class ArtifactCache:
         folder = self.root / "entries" / key
         if not (self.is_trusted() and known_starts.is_private(folder)):
             return None
-        manifest = read_manifest(folder)
         try:
-            changed = None if manifest is None else self._changed(folder, manifest)
+            entry = Entry.at(folder)
+            changed = self._changed(entry) if entry.manifest else None
             if changed == [] and known_starts.note_use(folder):
-                return Entry.at(folder, manifest)
+                return entry
         except OSError:
             return None
         if changed:
@@ -203,11 +204,12 @@ class ArtifactCache:
         keys = (key for key, others in made if compared(others) == wanted)
         return next(filter(None, map(self.find, keys)), None)
 
-    def _changed(self, folder: Path, manifest: Mapping[str, Any]) -> list[str] | None:
+    def _changed(self, entry: Entry) -> list[str] | None:
         """Return which files are not as published; None where a size says so already.
 
         By their content where only times differ: copies keep these, or are read once.
         """
+        folder, manifest = entry.folder, entry.manifest
         found = {name: os.stat(folder / name) for name in manifest["files"]}
         if any(found[name].st_size != size for name, size in manifest["files"].items()):
             return None
@@ -239,7 +241,7 @@ class ArtifactCache:
         """Yield what is in the place of entries, usable or not."""
         for path in self.own("entries"):
             with contextlib.suppress(OSError):  # removed just now
-                yield Entry.at(path, read_manifest(path))
+                yield Entry.at(path)
 
     @contextlib.contextmanager
     def build(self, model: str) -> Iterator[Path]:
@@ -265,14 +267,21 @@ class ArtifactCache:
 
     def publish(self, key: str, folder: Path, manifest: dict[str, Any]) -> Entry:
         """Make a built folder the entry of its key."""
-        # As who reads it has it: JSON knows no tuples.
-        complete = json.loads(json.dumps(_completed(folder, manifest)))
+        files = sorted(folder.iterdir())
+        complete = {
+            "data": {},
+            **manifest,
+            "files": {file.name: file.stat().st_size for file in files},
+            "times": {file.name: file.stat().st_mtime_ns for file in files},
+            "digests": {file.name: _sha256(file) for file in files},
+            "created": time.time(),
+        }
         write_manifest(folder, complete)
         final = self.make("entries") / key
         if final.exists():  # damaged
             self.remove(key)
         os.replace(folder, final)
-        return Entry.at(final, complete)
+        return Entry.at(final)
 
     def discard(self, key: str, seen: dict[str, Any] | None) -> None:
         """Take an entry out, unless it was built again since its manifest was ``seen``."""
@@ -370,8 +379,7 @@ def _remove(cache: ArtifactCache, item: Entry) -> str:
     """
     try:
         with cache.lock(item.key, timeout=0):
-            manifest = read_manifest(item.folder)
-            if Entry.at(item.folder, manifest).last_used != item.last_used:
+            if Entry.at(item.folder).last_used != item.last_used:
                 return "used, or built, just now"
             cache.remove(item.key)
     except TimeoutError:
@@ -465,12 +473,7 @@ def cache_of(plan: Plan) -> ArtifactCache:
         limit = parse_size(f"{PREFIX}.cache_limit", plan.cache_limit)
     elif text := os.environ.get(variable, ""):
         limit = parse_size(f"environment variable {variable}", text)
-    return ArtifactCache(cache_root(plan.cache_dir), limit)
-
-
-def cache_root(chosen: str = "") -> Path:
-    """Return the directory of :func:`.cache_folder` as a Path."""
-    return Path(known_starts.cache_folder(chosen))
+    return ArtifactCache(Path(known_starts.cache_folder(plan.cache_dir)), limit)
 
 
 def warn_rebuilt(folder: Path, damaged: Iterable[str]) -> None:
@@ -517,19 +520,6 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 def _checksum(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
-
-
-def _completed(folder: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a manifest with the sizes and digests of the files in a folder, and the time."""
-    files = sorted(folder.iterdir())
-    return {
-        "data": {},
-        **manifest,
-        "files": {file.name: file.stat().st_size for file in files},
-        "times": {file.name: file.stat().st_mtime_ns for file in files},
-        "digests": {file.name: _sha256(file) for file in files},
-        "created": time.time(),
-    }
 
 
 def _sha256(path: Path) -> str:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 from rich.filesize import decimal
 
-from ortplugins.cache.store import KEY_CHARACTERS, ArtifactCache, cache_root
+from ortplugins.cache.store import KEY_CHARACTERS, ArtifactCache
 from ortplugins.cli import options as opt
 from ortplugins.cli.terminal import print_table
+from ortplugins.known_starts import cache_folder
 from session_options import PrepackedWeights
 from session_options.plan import HINT_KEY
 
@@ -42,7 +43,7 @@ def parse_age(text: str) -> float:
 
 
 def _store(cache_dir: str = "") -> Any:
-    return ArtifactCache(cache_root(cache_dir))
+    return ArtifactCache(Path(cache_folder(cache_dir)))
 
 
 def _session_start(

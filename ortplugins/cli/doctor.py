@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import typer
 from rich.filesize import decimal
@@ -83,9 +84,10 @@ def _memory_limit() -> int | None:
 
 
 def _cache(cache_dir: str) -> _Rows:
-    from ortplugins.cache.store import ArtifactCache, cache_root
+    from ortplugins.cache.store import ArtifactCache
+    from ortplugins.known_starts import cache_folder
 
-    root = cache_root(cache_dir)
+    root = Path(cache_folder(cache_dir))
     exists = root.exists()
     yield "cache directory", str(root), ""
     try:

@@ -27,8 +27,8 @@ from ortplugins.optimization.build import build
 from ortplugins.optimization.request import BuildRequest
 from ortplugins.report import Report
 from rewrite_rules.onnxruntime_version import OLDEST, parse_version
-from session_options import DqMatMulNBitsFusion, OptionError, Pass, Plan
-from session_options.plan import plan_from_settings, read_option_files
+from session_options import DqMatMulNBitsFusion, OptionError, Pass
+from session_options.plan import plan_from_settings
 
 _SCRATCH = "ortplugins.optimize.scratch"
 
@@ -101,7 +101,7 @@ def optimize(
         raise OptionError(f"bake is for the CPU, not for {', '.join(sorted(foreign))}")
     request = BuildRequest(
         model,
-        plan_of(passes, options or {}),
+        plan_from_settings(passes, options or {}),
         tuple(providers),
         bakes=bake,
         onnxruntime_version=checked_version(onnxruntime_version),
@@ -182,11 +182,6 @@ def _data_beside(output: Path, model: ir.Model) -> list[Path]:
         if isinstance(tensor, ir.ExternalTensor)
     }
     return [output.parent / name for name in sorted(found)]
-
-
-def plan_of(passes: Sequence[Pass | str], options: Mapping[str, Any]) -> Plan:
-    """Return the plan of passes, objects or names, and options of those given by name."""
-    return read_option_files(plan_from_settings(passes, options))
 
 
 def checked_version(text: str | None) -> str:

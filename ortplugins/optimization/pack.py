@@ -17,13 +17,14 @@ from ortplugins.model_io.loading import load_model
 from ortplugins.model_io.model_folder import OutputFolder, model_in
 from ortplugins.model_io.saving import Progress
 from ortplugins.optimization.genai import genai_layout
-from ortplugins.optimization.optimize import checked_version, optimize_for, plan_of
+from ortplugins.optimization.optimize import checked_version, optimize_for
 from ortplugins.optimization.request import BuildRequest
 from ortplugins.report import Report
 from ortplugins.runtime.session_settings import ALL_OPTIMIZERS, OptimizerSettings
 from ortplugins.runtime.stock_session import open_model
 from rewrite_rules.onnxruntime_version import newest_format, parse_version
 from session_options import DqMatMulNBitsFusion, Pass
+from session_options.plan import plan_from_settings
 
 Server = Literal["genai", "plain"]
 
@@ -60,7 +61,7 @@ def pack(
     folder.check()
     request = BuildRequest(
         folder.model,
-        plan_of(passes, options or {}),
+        plan_from_settings(passes, options or {}),
         optimizers=optimizers,
         onnxruntime_version=checked_version(onnxruntime_version),
     )

@@ -29,8 +29,8 @@ from builders.sessions import CPU, EXACT, backdate, check, options, save, source
 import ortplugins
 from ortplugins import known_starts
 from ortplugins.cache import key
-from ortplugins.cache.store import ArtifactCache, Entry, cache_root, prune
-from ortplugins.known_starts import text_of_start
+from ortplugins.cache.store import ArtifactCache, Entry, prune
+from ortplugins.known_starts import cache_folder, text_of_start
 from ortplugins.optimization import build, request
 from ortplugins.optimization.request import read_request
 from session_options import registry
@@ -290,12 +290,12 @@ def test_pruning_forgets_what_belongs_to_no_entry(model_path, cache_dir, monkeyp
 
 
 def test_where_the_cache_is(monkeypatch, tmp_path):
-    assert cache_root(str(tmp_path / "chosen")) == tmp_path / "chosen"
+    assert cache_folder(str(tmp_path / "chosen")) == str(tmp_path / "chosen")
     monkeypatch.setenv("ORTPLUGINS_CACHE_DIR", str(tmp_path / "env"))
-    assert cache_root() == tmp_path / "env"
+    assert cache_folder() == str(tmp_path / "env")
     monkeypatch.delenv("ORTPLUGINS_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_root().name == "ortplugins"
+    assert Path(cache_folder()).name == "ortplugins"
 
 
 def test_clean_leaves_what_is_not_the_caches(model_path, cache_dir):
@@ -475,11 +475,11 @@ def test_a_user_without_a_home_gets_a_folder_for_temporary_files(tmp_path, monke
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", lambda _: {}["no such user"])
     monkeypatch.chdir(tmp_path)
-    folder = cache_root()
-    assert folder == Path(tempfile.gettempdir(), f"ortplugins-{os.geteuid()}")
-    assert cache_root("~/cache") == folder
+    folder = cache_folder()
+    assert folder == os.path.join(tempfile.gettempdir(), f"ortplugins-{os.geteuid()}")
+    assert cache_folder("~/cache") == folder
     monkeypatch.delattr(os, "geteuid")  # as on Windows
-    assert cache_root("~/cache") == Path(tempfile.gettempdir(), "ortplugins-user")
+    assert cache_folder("~/cache") == os.path.join(tempfile.gettempdir(), "ortplugins-user")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -509,7 +509,7 @@ def with_optimizers(**fields: Any) -> Any:
 
 
 def with_plan(**fields: Any) -> Any:
-    return lambda r: r._replace(plan=r.plan._replace(**fields))
+    return lambda r: r._replace(plan=dataclasses.replace(r.plan, **fields))
 
 
 ORDER = ortplugins.ShapeSizeReorder()
