@@ -25,18 +25,17 @@ class PassWarning(UserWarning):
     """A pass of another package cannot be used."""
 
 
+_CLASSES = (
+    builtin_passes.TrimPadding,
+    builtin_passes.MixedPrecisionBoundaries,
+    builtin_passes.DqMatMulNBitsFusion,
+    builtin_passes.TransformerFusion,
+    builtin_passes.ConvFusion,
+    builtin_passes.ShapeSizeReorder,
+    builtin_passes.PrepackedWeights,
+)
 BUILTIN_PASSES: dict[str, str | type[Pass]] = {
-    cls.name: cls
-    for cls in (
-        builtin_passes.TrimPadding,
-        builtin_passes.MixedPrecisionBoundaries,
-        builtin_passes.DqMatMulNBitsFusion,
-        builtin_passes.TransformerFusion,
-        builtin_passes.ConvFusion,
-        builtin_passes.ShapeSizeReorder,
-        builtin_passes.PrepackedWeights,
-    )
-} | {
+    **{cls.name: cls for cls in _CLASSES},
     # Quantisers work on files, which rules must not; so this one is in the package above.
     "weight_only_quantization": "ortplugins.weight_only_quantization:WeightOnlyQuantization",
 }
