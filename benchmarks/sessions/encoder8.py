@@ -6,16 +6,27 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx
+import onnx_ir as ir
+import onnxruntime as ort
 from onnxruntime.quantization import QuantType, quantize_dynamic
+from onnxscript import TapeBuilder
 from tokenizers import Tokenizer
 
 import ortplugins
 from benchmarks.figures.bounds import Figure
 from benchmarks.models.corpus import CACHE, read_text
-from benchmarks.models.minilm import feeds, float_minilm, padded_batch, sentences
+from benchmarks.models.minilm import (
+    embeddings,
+    feeds,
+    float_minilm,
+    padded_batch,
+    sentences,
+)
 from benchmarks.models.openvino_runs import beside_openvino
 from benchmarks.models.real_nets import real_nets
 from ortplugins.evaluation import Evaluation, evaluate
@@ -25,6 +36,8 @@ from session_options.plan import entries_of
 
 _L3 = "paraphrase-MiniLM-L3-v2"
 _CALIBRATED, _PAIRS = 64, 250
+# Of the classifier: eighths of a text, paragraphs of each that it learns and that it is asked.
+_CLASSES, _LEARNT, _ASKED, _RIDGE = 8, 80, 40, 0.1
 # Of float's time; of 1 - cosine and 1 - agreement; of float's time where padding is cut, too.
 _TIME, _LOST, _RAGGED = 0.42, 0.002, 0.1
 _SETTINGS = {"intra_op_num_threads": 2}
@@ -37,11 +50,12 @@ def measure_encoder8(folder: Path, rounds: int) -> list[Figure]:
     whole = folder / "tokenizer.json"
     tokenizer.save(str(whole))
     net = next(net for net in real_nets() if net.name == _L3)
-    return [
+    found = [
         figure
         for name, model in (("MiniLM-L6", path), ("MiniLM-L3", net.path))
         for figure in _encoder(name, model, tokenizer, whole, folder, rounds)
     ]
+    return [*found, *_classifier(path, tokenizer, folder)]
 
 
 def _encoder(
@@ -84,6 +98,68 @@ def _encoder(
     if importlib.util.find_spec("openvino") is not None:
         pair = beside_openvino(eight, path, full, folder, rounds, precision="")
         yield Figure(f"{name}, encoder8, 8 x 128 tokens: run beside OpenVINO", *pair, "ms")
+
+
+def _classifier(path: Path, tokenizer: Tokenizer, folder: Path) -> Iterator[Figure]:
+    """Yield what 8 bits change of a classifier on MiniLM-L6: which eighth of a text is this?
+
+    Its head is a ridge regression on the means of tokens; paragraphs that it has not seen are
+    classified by the whole model, the head included, in float and in 8 bits.
+    """
+    paragraphs = [text for text in read_text("wiki_eval").split("\n\n") if len(text) > 200]
+    size = len(paragraphs) // _CLASSES
+    each = np.linspace(0, size - 1, _LEARNT + _ASKED).astype(int)
+    places = each + size * np.arange(_CLASSES)[:, None]
+    held_out = np.arange(len(each)) % ((_LEARNT + _ASKED) // _ASKED) == 1
+    learnt, asked = (
+        feeds(tokenizer, [paragraphs[place] for place in some.reshape(-1)])
+        for some in (places[:, ~held_out], places[:, held_out])
+    )
+    means = embeddings(path, learnt).astype(np.float64)
+    wanted = np.eye(_CLASSES).repeat(_LEARNT, axis=0)
+    squares = means.T @ means + _RIDGE * np.eye(means.shape[1])
+    head = np.linalg.solve(squares, means.T @ (wanted - wanted.mean()))
+    model, ours, dynamic = (folder / f"classifier{i}.onnx" for i in range(3))
+    _with_head(path, head.astype(np.float32), model)
+    samples = feeds(tokenizer, sentences("wiki_calib", _CALIBRATED))
+    quantize(model, ours, recipe="encoder8", calibration_data_reader=samples, overwrite=True)
+    quantize_dynamic(model, dynamic, per_channel=True, weight_type=QuantType.QInt8)
+    labels = np.arange(_CLASSES).repeat(_ASKED)
+    exact = _logits(model, asked)
+    right = float((exact.argmax(axis=1) == labels).mean())
+    for what, file in (("encoder8", ours), ("quantize_dynamic", dynamic)):
+        name, found = f"classifier on MiniLM-L6, {what}", _logits(file, asked)
+        other = float((found.argmax(axis=1) != exact.argmax(axis=1)).mean())
+        yield Figure(f"{name}: labels that differ from float's", other)
+        error = float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
+        yield Figure(f"{name}: relative error of logits", error)
+        share = float((found.argmax(axis=1) == labels).mean())
+        yield Figure(f"{name}: right labels", share, right)
+
+
+def _with_head(path: Path, head: npt.NDArray[np.float32], output: Path) -> None:
+    """Write an encoder with the mean of tokens, of length 1, and a product behind it."""
+    model, op = ir.load(path), TapeBuilder()
+    (hidden,) = model.graph.outputs
+    mask = next(value for value in model.graph.inputs if value.name == "attention_mask")
+
+    def constant(numbers: npt.ArrayLike) -> ir.Value:
+        made: ir.Value = op.Constant(value=ir.tensor(np.asarray(numbers)))
+        return made
+
+    real = op.Unsqueeze(op.Cast(mask, to=ir.DataType.FLOAT), constant([-1]))
+    total = op.ReduceSum(op.Mul(hidden, real), constant([1]), keepdims=0)
+    logits = op.MatMul(op.LpNormalization(total, axis=-1, p=2), constant(head))
+    logits.name, logits.dtype = "logits", ir.DataType.FLOAT
+    logits.shape = ir.Shape(["batch", head.shape[1]])
+    model.graph.extend(op.nodes)
+    model.graph.outputs[:] = [logits]
+    ir.save(model, output, external_data=f"{output.name}.data")
+
+
+def _logits(path: Path, asked: list[dict[str, npt.NDArray[np.int64]]]) -> npt.NDArray[Any]:
+    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return np.concatenate([session.run(None, feed)[0] for feed in asked])
 
 
 def _judged(model: Path, floats: Path, tokenizer: Path) -> Evaluation:

@@ -7,6 +7,7 @@ longer than floats: only integers on both sides are faster.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterator
 
 import onnx_ir as ir
@@ -15,8 +16,6 @@ from rewrite_rules.facts.input_roles import Kind, role_of, rows_below
 from rewrite_rules.graph.nodes import all_nodes, dequantizer
 from rewrite_rules.graph.parameters import constant
 
-_COMMAND = "ortplugins quantize FLOAT_MODEL --recipe encoder8, of the float model"
-_OURS = "the recipe encoder8 has .999 and .41"
 # Operators that multiply codes.
 INTEGER_PRODUCTS = frozenset({
     "DynamicQuantizeMatMul", "MatMulInteger", "MatMulIntegerToFloat", "QAttention", "QGemm",
@@ -24,15 +23,34 @@ INTEGER_PRODUCTS = frozenset({
 })  # fmt: skip
 _ATTENTION = frozenset({"Attention", "MultiHeadAttention", "PackedAttention", "QAttention"})
 _PRODUCTS = frozenset({"Gemm", "MatMul"})
-# Between a softmax and rows, or codes and a product, with the same numbers but for rounding.
+# Between a constant and a product, with the same numbers but for rounding.
 _SAME = frozenset({"Cast", "DequantizeLinear", "QuantizeLinear", "Transpose"})
-
 
 SLOWER = (
     "an encoder reads all tokens of a text or an image at once: with weights of few bits that "
     "takes longer than in float, short texts apart; the recipe encoder8 is faster"
 )
 """Of a model that is one, and whose weights alone are quantised."""
+
+_FORMS = {
+    "dynamic": (
+        "take the ranges of activations from each batch: the numbers of a text depend on "
+        "those beside it and on padding. MiniLM-L6 has a cosine of .994 to float like this, "
+        "in .42 of its time"
+    ),
+    "static": (
+        "read activations of 8 bits with one scale each. MiniLM-L6 has a cosine of .93 to "
+        "float like this"
+    ),
+    "weights": (
+        "have weights of few bits and activations in float. MiniLM-L6 takes 1.13 of float's "
+        "time like this"
+    ),
+}
+_OURS = (
+    "the recipe encoder8 has .999 and .41 of float's time: ortplugins quantize FLOAT_MODEL "
+    "--recipe encoder8, of the float model"
+)
 
 
 def is_encoder(model: ir.Model) -> bool:
@@ -49,22 +67,12 @@ def is_encoder(model: ir.Model) -> bool:
 
 
 def _attends(model: ir.Model) -> bool:
-    """Whether a softmax weighs rows."""
-    waiting = []
-    for node in all_nodes(model):
-        if node.op_type in _ATTENTION:
-            return True
-        if node.op_type == "Softmax":
-            waiting.append(node.outputs[0])
-    while waiting:
-        for reader, index in waiting.pop().uses():
-            if reader.op_type in _SAME:
-                waiting.append(reader.outputs[0])
-            elif (
-                reader.op_type == "MatMul" and index == 0 and not _is_weight(reader.inputs[1])
-            ):
-                return True
-    return False
+    """Whether rows are mixed by numbers that are computed of them."""
+    return any(
+        node.op_type in _ATTENTION
+        or (node.op_type == "MatMul" and not any(map(_is_weight, node.inputs)))
+        for node in all_nodes(model)
+    )
 
 
 def _is_weight(value: ir.Value | None) -> bool:
@@ -77,36 +85,20 @@ def _is_weight(value: ir.Value | None) -> bool:
 
 def notes_on_codes(model: ir.Model) -> Iterator[str]:
     """Yield what the recipe encoder8 would gain for an encoder that is quantised already."""
-    if not is_encoder(model):
-        return
-    found = [form for node in all_nodes(model) if (form := _form(node))]
-    if count := found.count("dynamic"):
-        yield (
-            f"{count} products take the ranges of activations from each batch: the numbers of "
-            "a text depend on those beside it and on padding. MiniLM-L6 has a cosine of .994 "
-            f"to float like this, in .42 of its time; {_OURS}: {_COMMAND}"
-        )
-    if count := found.count("static"):
-        yield (
-            f"{count} products read activations of 8 bits with one scale each. MiniLM-L6 has "
-            f"a cosine of .93 to float like this; {_OURS} of float's time: {_COMMAND}"
-        )
-    if count := found.count("weights"):
-        yield (
-            f"{count} products have weights of few bits and activations in float. MiniLM-L6 "
-            f"takes 1.13 of float's time like this; {_OURS}: {_COMMAND}"
-        )
+    if is_encoder(model):
+        counts = collections.Counter(map(_form, all_nodes(model)))
+        for form, text in _FORMS.items():
+            if counts[form]:
+                yield f"{counts[form]} products {text}; {_OURS}"
 
 
 def _form(node: ir.Node) -> str:
     """Return how a product is quantised; nothing if it is not, or as by encoder8."""
     sources = [None if value is None else value.producer() for value in node.inputs]
     makers = {maker.op_type for maker in sources if maker is not None}
-    if node.op_type == "DynamicQuantizeMatMul" or (
-        node.op_type in INTEGER_PRODUCTS and "DynamicQuantizeLinear" in makers
-    ):
-        return "dynamic"
     if node.op_type in INTEGER_PRODUCTS:
+        if node.op_type == "DynamicQuantizeMatMul" or "DynamicQuantizeLinear" in makers:
+            return "dynamic"
         return "" if node.op_type == "MatMulIntegerToFloat" else "static"
     if node.op_type == "MatMulNBits":
         return "weights"

@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
+from onnxscript import TapeBuilder
 
 from ortplugins.errors import CalibrationError, ModelFileError
 from ortplugins.quantization.methods.nearest import Floats
@@ -88,8 +89,8 @@ class QuantizedProducts:
 
 def quantize_products(
     plan: WeightPlan, recipe: Recipe, calibration: Calibration | None
-) -> WeightPlan:
-    """Quantise the products that a plan names, in place; return what is to be reported.
+) -> None:
+    """Quantise the products that a plan names, in place, and note in it what became of each.
 
     A layer whose output's cosine with that of the float layer is below ``least_cosine`` of the
     recipe, on sampled tokens, stays in float.
@@ -133,7 +134,7 @@ def quantize_products(
         if left := [use for use in uses if use not in floats]:
             writer.write(found[name], left)
     remove_unused(plan.model)
-    return _less(plan, floats, errors)
+    _note(plan, floats, errors)
 
 
 def _nothing(floats: Mapping[WeightUse, str]) -> str:
@@ -166,33 +167,23 @@ def _tokens(
             yield name, None if found is None else found.tokens * np.float32(found.unit)
 
 
-def _less(
+def _note(
     plan: WeightPlan, floats: Mapping[WeightUse, str], errors: Mapping[WeightUse, float]
-) -> WeightPlan:
-    """Return a plan of what was quantised."""
-    nodes = [
+) -> None:
+    """Leave in a plan what was quantised, and say why the rest was not."""
+    plan.nodes[:] = [
         report_of(node, reason=floats[node])
         if isinstance(node, WeightUse) and node in floats
         else node
         for node in plan.nodes
     ]
     for group in plan.groups:
-        kept = [
-            (weight, [use for use in weight.uses if use not in floats])
-            for weight in group.weights
-        ]
         group.reason = ""  # which holds for all uses of a weight, and here some are left out
-        group.weights = [
-            dataclasses.replace(
-                weight,
-                method="w8a8",
-                uses=uses,
-                errors=Errors(output=max(errors[use] for use in uses)),
-            )
-            for weight, uses in kept
-            if uses
-        ]
-    return dataclasses.replace(plan, nodes=nodes)
+        for weight in group.weights:
+            weight.uses = [use for use in weight.uses if use not in floats]
+            found = [errors[use] for use in weight.uses]
+            weight.method, weight.errors = "w8a8", Errors(output=max(found, default=math.nan))
+        group.weights = [weight for weight in group.weights if weight.uses]
 
 
 @np.errstate(over="ignore", invalid="ignore")  # errors are NaN then, and nothing is taken
@@ -305,27 +296,25 @@ class _Writer:
         # The activation, or what took its place where that is such a product as well.
         x = uses[0].node.inputs[0]
         assert x is not None
-        name, node = x.name or "", _first_reader(x)
+        name, first, op = x.name or "", _first_reader(x), TapeBuilder()
         half = uses[0].tensor.dtype is ir.DataType.FLOAT16
         if how.channel_scales is not None:
             x = self._divided(x, uses, how.channel_scales)
         if half:
-            x = self._ahead(node, "Cast", [x], f"{name}.float", to=ir.DataType.FLOAT)
+            x = op.Cast(x, to=ir.DataType.FLOAT)
         scale = self._constant(np.array(how.scale), f"{name}.scale")
         zero_point = self._constant(np.array(how.zero_point), f"{name}.zero_point")
-        inputs = [x, scale, zero_point]
-        codes = self._ahead(node, "QuantizeLinear", inputs, f"{name}.uint8")
-        picked = None
+        codes, picked = op.QuantizeLinear(x, scale, zero_point), None
         if how.outliers.size:
             index = self._constant(how.outliers, f"{name}.outlier_channels")
-            picked = self._ahead(node, "Gather", [x, index], f"{name}.outliers", axis=-1)
+            picked = op.Gather(x, index, axis=-1)
+        self._put_before(first, op, name)
         for use in uses:
-            node, weight = use.node, float_matrix(use)
+            node, weight, op = use.node, float_matrix(use), TapeBuilder()
             matrix, steps = how.codes(weight)
             last, bias = _bias_behind(node, use.N)
             base = use.weight.name or ""
-            inputs = [
-                codes,
+            factors = [
                 self._constant(matrix, f"{base}.int8"),
                 scale,
                 self._constant(steps, f"{base}.scales"),
@@ -333,19 +322,17 @@ class _Writer:
             ]
             if bias is not None:
                 zeros = np.zeros(use.N, np.int8)
-                inputs += [
-                    self._constant(zeros, f"{base}.zero_points"),
-                    self._constant(bias, f"{base}.bias"),
-                ]
-            y = self._ahead(node, "MatMulIntegerToFloat", inputs, f"{base}.product")
+                factors.append(self._constant(zeros, f"{base}.zero_points"))
+                factors.append(self._constant(bias, f"{base}.bias"))
+            y = op.MatMulIntegerToFloat(codes, *factors, _domain="com.microsoft")
             if picked is not None:
                 rows = self._constant(weight[how.outliers], f"{base}.outlier_rows")
-                beside = self._ahead(node, "MatMul", [picked, rows], f"{base}.outliers")
-                y = self._ahead(node, "Add", [y, beside], f"{base}.sum")
+                y = op.Add(y, op.MatMul(picked, rows))
             if half:
-                y = self._ahead(node, "Cast", [y], f"{base}.half", to=ir.DataType.FLOAT16)
+                y = op.Cast(y, to=ir.DataType.FLOAT16)
             if node.op_type == "Gemm" and bias is None and len(node.inputs) > 2:
-                y = self._ahead(node, "Add", [y, node.inputs[2]], f"{base}.gemm")
+                y = op.Add(y, node.inputs[2])
+            self._put_before(node, op, base)
             replaced = last.outputs[0]
             if replaced.is_graph_output():
                 y.name, replaced.name = replaced.name, y.name
@@ -368,22 +355,11 @@ class _Writer:
         tensor = ir.tensor(array.copy(), name=self._names.take(name))
         return new_initializer(self._model.graph, tensor)
 
-    def _ahead(
-        self,
-        node: ir.Node,
-        op_type: str,
-        inputs: Sequence[ir.Value | None],
-        name: str,
-        **attributes: int,
-    ) -> ir.Value:
-        """Put a node in front of another; return its output."""
-        domain = "com.microsoft" if op_type == "MatMulIntegerToFloat" else ""
-        made = ir.node(op_type, inputs, attributes, domain=domain, name=self._names.take(name))
-        (output,) = made.outputs
-        output.name = made.name
+    def _put_before(self, node: ir.Node, op: TapeBuilder, name: str) -> None:
+        for made in op.nodes:
+            made.name = made.outputs[0].name = self._names.take(f"{name}.{made.op_type}")
         assert isinstance(node.graph, ir.Graph)
-        node.graph.insert_before(node, made)
-        return output
+        node.graph.insert_before(node, op.nodes)
 
 
 def _first_reader(value: ir.Value) -> ir.Node:

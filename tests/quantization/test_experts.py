@@ -3,6 +3,7 @@
 
 import re
 
+import gguf_files
 import numpy as np
 import onnx
 import onnx.numpy_helper
@@ -10,6 +11,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from builders.text_models import model_of, normal, proto_of
+from checkpoint_files import near, renamed
 
 from ortplugins.errors import ModelFileError
 from ortplugins.quantization import Rule, quantize
@@ -175,29 +177,29 @@ def edited(edits: str, text: str = BATCHED) -> str:
     return text
 
 
-def constants(dtype=np.float32):
-    w1, w2 = normal(E, 2 * D, H) / 6, normal(E, H, D, seed=1) / 7
+def constants(dtype=np.float32, d=D):
+    w1, w2 = normal(E, 2 * d, H) / 6, normal(E, H, d, seed=1) / 7
     floats = {
-        "R": normal(H, E), "W1": w1, "W0": w1[:, :D], "W3": w1[:, D:], "W2": w2,
+        "R": normal(H, E), "W1": w1, "W0": w1[:, :d], "W3": w1[:, d:], "W2": w2,
         "W1T": w1.swapaxes(1, 2), "W2T": w2.swapaxes(1, 2),
-        "B1": normal(E, 2 * D), "B2": normal(E, H), "some": normal(E),
+        "B1": normal(E, 2 * d), "B2": normal(E, H), "some": normal(E),
         "alpha": np.array(1.7), "unit": np.array(1.0), "limit": np.array(0.8),
         "lower": np.array(-0.8),
     }  # fmt: skip
     integers = {
         "to_rows": [-1, H], "to_parts": [-1, K, H], "to_parts_first": [K, -1, H],
-        "to_half": [-1, D], "flat": [-1], "times": [1, K, 1], "times_first": [K, 1, 1],
+        "to_half": [-1, d], "flat": [-1], "times": [1, K, 1], "times_first": [K, 1, 1],
         "k": [K], "one": [1], "two": [2], "three": 3, "last": [-1], "nought": [0],
-        "half": [D], "far": [1 << 62],
+        "half": [d], "far": [1 << 62],
     }  # fmt: skip
     found = {name: np.ascontiguousarray(a, dtype) for name, a in floats.items()}
     return found | {name: np.array(numbers) for name, numbers in integers.items()}
 
 
-def batched(edits: str = "") -> onnx.ModelProto:
+def batched(edits: str = "", d: int = D) -> onnx.ModelProto:
     """The model of the text, edited, with the constants that it reads."""
     text = edited(edits)
-    used = {name: a for name, a in constants().items() if re.search(rf"\b{name}\b", text)}
+    used = {name: a for name, a in constants(d=d).items() if re.search(rf"\b{name}\b", text)}
     graph = (
         f"g (float[batch, sequence, {H}] x) => (float[batch, sequence, {H}] y) {{ {text} }}"
     )
@@ -514,3 +516,53 @@ def test_stacks_in_files_are_not_copied_and_older_opsets_converted(tmp_path):
     x = normal(20, H)
     assert far(run(loaded, x), run(quantize(model, block_size=16).model, x)) < 1e-6
     assert result.report.coverage.quantized_elements == E * (2 * D * H + H * D)
+
+
+STACKS = {"gate": (E, 64, H), "up": (E, 64, H), "down": (E, H, 64)}
+MODULE = "model.layers.0.mlp.experts"
+
+
+@pytest.mark.parametrize(
+    ("types", "quant_format", "kernels"),
+    [
+        (("Q4_0", "Q4_0", "Q4_0"), "MatMulNBits", {"QMoE"}),
+        (("Q8_0", "Q4_0", "Q8_0"), "MatMulNBits", {"QMoE"}),
+        (("Q4_1", "Q4_1", "Q4_1"), "MatMulNBits", {"MatMulNBits"}),
+        (("Q4_0", "Q4_0", "Q8_0"), "MatMulNBits", {"MatMulNBits"}),
+        (("Q4_0", "Q4_0", "F16"), "MatMulNBits", {"MatMulNBits"}),
+        (("Q4_0", "Q8_0", "Q5_1"), "QDQ", {"DequantizeLinear"}),
+    ],
+    ids=str,
+)
+def test_experts_of_llama_cpp_keep_their_numbers(tmp_path, types, quant_format, kernels):
+    pytest.importorskip("gguf")
+    path, tensors, weights = tmp_path / "m.gguf", {}, {}
+    for seed, (name, kind) in enumerate(zip(STACKS, types, strict=True)):
+        e, n, k = STACKS[name]
+        stored, weight = gguf_files.blocks(kind, e * n, k, seed)
+        tensors[f"blk.0.ffn_{name}_exps.weight"] = stored.reshape(e, n, -1), kind
+        weights[name] = weight.reshape(e, n, k)
+    gguf_files.save_gguf(path, tensors)
+    first = np.concatenate([weights["gate"], weights["up"]], axis=1)
+    rounded = with_weights(batched(d=64), {"W1": first, "W2": weights["down"]})
+    given = {"W1": near(first), "W2": near(weights["down"])}
+    model = ir.from_proto(with_weights(rounded, given))
+    model = renamed(model, {"W1": f"{MODULE}.gate_up_proj", "W2": f"{MODULE}.down_proj"})
+    result = quantize(model, checkpoint=path, quant_format=quant_format)
+    written = set(operators(result.model))
+    assert kernels == written & {"QMoE", "MatMulNBits", "DequantizeLinear"}
+    x = normal(2, 9, H)
+    bound = 3e-2 if types[0] == "Q8_0" else 1e-5  # QMoE rounds activations to 8 bits
+    assert far(run(result.model, x), run(rounded, x)) < bound
+    assert not any("of the checkpoint" in note for note in result.report.notes)
+
+
+def test_a_loop_that_torchscript_traced_is_refused_by_name():
+    text = f"""g (float[T, {H}] x, int64[n] hit) => (float[T, N] y) {{
+        i = Gather <axis = 0> (hit, first) [pick] w = Gather(W1, i)
+        t = Transpose <perm = [1, 0]> (w) y = MatMul(x, t) }}"""
+    model = model_of(text, {"W1": constants()["W1"], "first": np.array(0)})
+    ((node, found),) = find_mixtures(model)
+    assert node.name == "pick" and "batched_mm" in found
+    with pytest.raises(ModelFileError, match="pick: experts: a loop that TorchScript traced"):
+        quantize(model)

@@ -25,6 +25,7 @@ from ortplugins.quantization.w8a8 import QuantizedProducts, choose
 
 K, N = 64, 48
 PRODUCT = "y = MatMul(x, W)"
+W, X = normal(K, N), normal(8, K)
 ENCODER8 = {"method": "w8a8", "bits": 8, "block_size": -1}
 
 
@@ -37,7 +38,9 @@ def with_outliers(rows: int, seed: int = 0) -> np.ndarray:
 
 def quantized(nodes: str, constants: dict, x: np.ndarray | None = None, **more):
     """Return the float model, and what quantize() makes of it."""
-    options = {name: more.pop(name) for name in ("inputs", "output_type") if name in more}
+    options = {
+        name: more.pop(name) for name in ("inputs", "output_type", "opset") if name in more
+    }
     model = text_model(nodes, constants, **options)
     x = with_outliers(256) if x is None else x
     return model, quantize(
@@ -200,47 +203,48 @@ def test_padding_does_not_stretch_ranges():
         np.testing.assert_allclose(scale, scales[1][name], rtol=1e-5)
 
 
-REFUSED = {
-    "the weight on the left": ("y = MatMul(W, x)", {"W": normal(N, 8)}, "last axis"),
-    "a factor": ("y = Gemm<alpha = 2.0>(x, W)", {"W": normal(K, N)}, "alpha and a beta of 1"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_has_no_such_product_stays_in_float(case: str):
-    nodes, constants, reason = REFUSED[case]
-    inputs = {"x": (T.FLOAT, (8, K))}
-    with pytest.raises(ModelFileError, match=reason):
-        quantized(nodes, constants, normal(8, K), inputs=inputs)
-
-
-def test_a_layer_that_8_bits_do_not_suit_stays_in_float():
+def uneven() -> np.ndarray:
     """Tokens of which most are 1,000 times smaller than the largest, in every channel."""
     x = normal(512, K)
     x[1:] *= 1e-3
+    return x
+
+
+def test_a_layer_that_8_bits_do_not_suit_stays_in_float():
+    x = uneven()
     nodes = "p = MatMul(x, W) n = LayerNormalization(p, g) y = MatMul(n, V)"
     constants = {"W": normal(K, N), "g": np.ones(N, np.float32), "V": normal(N, 8)}
     model, result = quantized(nodes, constants, x, least_cosine=0.9999)
     (kept,) = result.report.refused
     assert kept.weight == "W" and "least_cosine" in kept.reason
     assert error(model, read(result.model), x) < 0.03
-    with pytest.raises(ModelFileError, match="least_cosine"):
-        quantized(PRODUCT, {"W": normal(K, N)}, x, least_cosine=0.99999)
 
 
-@pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_a_weight_that_is_no_number_is_an_error(number: float):
+def weight_with(number: float) -> np.ndarray:
     weight = normal(K, N)
     weight[3, 4] = number
-    with pytest.raises(QuantizationError, match=r"weight 'W' .* NaN or infinite"):
-        quantized(PRODUCT, {"W": weight})
+    return weight
 
 
-def test_activations_whose_products_overflow_stay_in_float():
-    """What is not known to be near is not taken."""
-    x = normal(64, K) * np.float32(3e37)
-    with pytest.raises(ModelFileError, match=r"nothing to quantise: .*least_cosine"):
-        quantized(PRODUCT, {"W": normal(K, N) * 100}, x)
+@pytest.mark.parametrize(
+    ("nodes", "weight", "x", "options", "error", "match"),
+    [
+        ("y = MatMul(W, x)", normal(N, 8), X, {}, ModelFileError, "last axis"),
+        ("y = Gemm<alpha = 2.0>(x, W)", W, X, {}, ModelFileError, "alpha and a beta of 1"),
+        (PRODUCT, weight_with(np.nan), X, {}, QuantizationError, "'W' .* NaN or infinite"),
+        (PRODUCT, weight_with(np.inf), X, {}, QuantizationError, "'W' .* NaN or infinite"),
+        # What is not known to be near, since the products overflow.
+        (PRODUCT, 100 * W, X * 3e37, {}, ModelFileError, "nothing to.*least_cosine"),
+        (PRODUCT, W, uneven(), {"least_cosine": 0.99999}, ModelFileError, "least_cosine"),
+        (PRODUCT, W, X * np.nan, {}, CalibrationError, "NaN"),
+        (PRODUCT, W, X, {"opset": 9}, ModelFileError, "opset 9: export it with 10"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_is_an_error(nodes, weight, x, options, error, match):
+    inputs = {"x": (T.FLOAT, (len(x), K))}
+    with pytest.raises(error, match=match):
+        quantized(nodes, {"W": weight}, x.astype(np.float32), inputs=inputs, **options)
 
 
 @pytest.mark.filterwarnings("error")
@@ -270,14 +274,6 @@ def test_channels_are_kept_in_float_only_where_they_pay():
 def test_bad_recipes(fields: dict, message: str):
     with pytest.raises(QuantizationError, match=message):
         Recipe(**ENCODER8 | fields)
-
-
-def test_samples_and_a_recent_opset_are_needed():
-    model = text_model(PRODUCT, {"W": normal(K, N)}, opset=9)
-    with pytest.raises(ModelFileError, match="opset 9: export it with 10"):
-        quantize(model, recipe="encoder8", calibration_data_reader=[{"x": normal(8, K)}])
-    with pytest.raises(CalibrationError, match="NaN"):
-        quantized(PRODUCT, {"W": normal(K, N)}, np.full((8, K), np.nan, np.float32))
 
 
 def test_a_weight_that_multiplies_a_constant_too_is_quantised_where_it_can_be():

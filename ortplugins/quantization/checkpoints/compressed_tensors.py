@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ortplugins.errors import ModelFileError
-from ortplugins.quantization.checkpoints.layers import Layer, Unreadable
+from ortplugins.quantization.checkpoints.layers import Layer, UnreadableError
 from ortplugins.quantization.checkpoints.safetensors_folder import (
     BITS,
     FLOATS,
@@ -45,20 +45,20 @@ class CompressedTensors(SafetensorsCheckpoint):
         self._rounded = list(_rounded(groups)) if isinstance(groups, dict) else []
         super().__init__(folder)
 
-    def read_layer(self, name: str) -> Layer | Unreadable:
+    def read_layer(self, name: str) -> Layer:
         """Return the layer of a module, if weights alone are rounded to integers."""
         packed = f"{name}.weight_packed" in self.tensors
         codes = self.tensors.get(f"{name}.weight_packed" if packed else f"{name}.weight")
         stored_as = "nothing" if codes is None else codes.dtype
         other = f"{name}.weight_global_scale" in self.tensors
         if codes is None or stored_as != ("I32" if packed else "I8") or other:
-            return Unreadable(
+            raise UnreadableError(
                 f"{name}.weight",
                 f"stored as {stored_as}, of which MatMulNBits has no form: quantise it again "
                 "with the scheme W4A16 or W8A16",
             )
         if any(pattern.match(name) for pattern in self._rounded):
-            return Unreadable(
+            raise UnreadableError(
                 f"{name}.weight",
                 "for activations that are rounded, too, which no weight-only form does: "
                 "quantise it again with the scheme W8A16, or with --recipe encoder8",

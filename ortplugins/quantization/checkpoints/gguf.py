@@ -3,7 +3,8 @@
 
 For architectures whose rotary embedding llama.cpp computes on neighbours, its converter put
 the rows of queries and keys into that order: rows 0, d/2, 1, d/2 + 1, ... of each head. Both
-are compared with the float weight, and the one that it has is taken.
+are compared with the float weight, and the one that it has is taken. Experts are stacks
+``[E, N, K]``.
 """
 
 from __future__ import annotations
@@ -18,17 +19,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ortplugins.errors import MissingFileError, ModelFileError
+from ortplugins.quantization.checkpoints.checkpoint import Checkpoint
 from ortplugins.quantization.checkpoints.gguf_file import GgufTensor, read_gguf
 from ortplugins.quantization.checkpoints.gguf_names import architectures, llama_names
 from ortplugins.quantization.checkpoints.gguf_types import TYPES
 from ortplugins.quantization.checkpoints.layers import (
-    Checkpoint,
     FloatMatrix,
     Found,
     Layer,
     LayerCodes,
-    Unreadable,
-    Vector,
+    UnreadableError,
 )
 from ortplugins.quantization.methods.nearest import BlockFormat
 
@@ -43,9 +43,9 @@ class GgufCheckpoint(Checkpoint):
         fields: dict[str, Any] = {}
         self._tensors: dict[str, GgufTensor] = {}
         for part in self.files:
-            file = read_gguf(part)
-            fields = file.fields | fields
-            self._tensors |= file.tensors
+            known, tensors = read_gguf(part)
+            fields = known | fields
+            self._tensors |= tensors
         self._architecture = str(fields.get("general.architecture"))
         if self._architecture not in architectures():
             raise ModelFileError(
@@ -66,35 +66,39 @@ class GgufCheckpoint(Checkpoint):
 
     def candidates(self, name: str) -> Sequence[Found]:
         """Return the tensor of a module in each order of rows that it may have."""
-        tensor = self._tensor(name, "weight")
+        expert = re.search(r"\.experts\.(\d+)(?=\.)", name)
+        if expert is None:
+            tensor = self._tensor(name, "weight")
+        else:
+            stack = self._tensor(name.replace(expert[0], ".experts"), "weight")
+            tensor = None if stack is None else stack.part(int(expert[1]))
         if tensor is None or len(tensor.shape) != 2:
             return []
-        orders = self._orders(tensor)
+        (n, k), orders = tensor.shape, self._orders(tensor)
         if tensor.is_float:
             return [
-                FloatMatrix(tensor.name, functools.partial(_rows, tensor, heads))
+                FloatMatrix(tensor.name, (k, n), functools.partial(_columns, tensor, heads))
                 for heads in orders
             ]
         if (known := TYPES.get(tensor.type)) is None:
-            reason = (
+            raise UnreadableError(
+                tensor.name,
                 f"{tensor.type}, which has no form of 2, 4 or 8 bits with scales: quantise it "
-                f"again, with llama-quantize, to one of {', '.join(TYPES)}"
+                f"again, with llama-quantize, to one of {', '.join(TYPES)}",
             )
-            return [Unreadable(tensor.name, reason)]
-        form, shape = BlockFormat(known.bits, known.part), (tensor.shape[1], tensor.shape[0])
         return [
             Layer(
                 tensor.name,
                 tensor.type,
-                shape,
-                form,
+                (k, n),
+                BlockFormat(known.bits, known.part),
                 functools.partial(_codes, tensor, heads),
                 has_offsets=known.has_minimum,
             )
             for heads in orders
         ]
 
-    def vector(self, name: str) -> Vector | None:
+    def vector(self, name: str) -> tuple[str, Sequence[npt.NDArray[Any]]] | None:
         """Return a norm or bias, in each order of rows that it may have."""
         module, _, suffix = name.rpartition(".")
         tensor = self._tensor(module, suffix)
@@ -103,7 +107,7 @@ class GgufCheckpoint(Checkpoint):
         read = [np.asarray(_rows(tensor, each), np.float32) for each in self._orders(tensor)]
         if self._norms_plus_1 and "norm" in tensor.name:
             read.append(read[0] - 1)
-        return Vector(tensor.name, read)
+        return tensor.name, read
 
     def _tensor(self, module: str, suffix: str) -> GgufTensor | None:
         names = llama_names(module, self._architecture)
@@ -132,8 +136,13 @@ def _rows(tensor: GgufTensor, heads: int, rows: slice = slice(None)) -> npt.NDAr
     return stored[order[rows]]
 
 
+def _columns(tensor: GgufTensor, heads: int, columns: slice) -> npt.NDArray[Any]:
+    """Read some columns of floats, which are rows in the file."""
+    return _rows(tensor, heads, columns).T
+
+
 def _codes(tensor: GgufTensor, heads: int, columns: slice) -> LayerCodes:
-    """Read some columns, which are rows in the file."""
+    """Read some columns of codes."""
     codes, scales, offsets = TYPES[tensor.type].read(_rows(tensor, heads, columns))
     return LayerCodes(codes.T, scales.T, offsets=None if offsets is None else offsets.T)
 

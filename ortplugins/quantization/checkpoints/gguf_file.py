@@ -12,7 +12,6 @@ import dataclasses
 import itertools
 import math
 import mmap
-import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -48,6 +47,14 @@ class GgufTensor:
         """Whether it has no codes."""
         return self.type in _FLOATS
 
+    def part(self, number: int) -> GgufTensor | None:
+        """Return one of a stack; None where there are not so many."""
+        count, *shape = self.shape
+        nbytes = self.nbytes // max(1, count)
+        offset = self.offset + number * nbytes
+        stacked = dataclasses.replace(self, shape=(*shape,), offset=offset, nbytes=nbytes)
+        return stacked if number < count else None
+
     def map(self) -> npt.NDArray[Any]:
         """Return its floats, or rows of bytes ``[..., bytes]``, mapped."""
         shape, dtype = self.shape, _FLOATS.get(self.type, "uint8")
@@ -56,29 +63,23 @@ class GgufTensor:
         return TensorReference(self.path, self.offset, shape, dtype).map()
 
 
-@dataclasses.dataclass(frozen=True)
-class GgufFile:
-    """What a file holds."""
-
-    fields: dict[str, Any]  # numbers, texts and arrays of numbers by key
-    tensors: dict[str, GgufTensor]
-
-
-def read_gguf(path: Path) -> GgufFile:
-    """Read a header.
+def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+    """Return the numbers, texts and arrays of numbers in a header, by key; the tensors.
 
     Raises:
         MissingFileError, ModelFileError: If there is no such file, or it is damaged.
     """
     try:
-        with open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_size < len(MAGIC):
-                raise ModelFileError(f"{path} is no GGUF file: it is empty")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Header(path, data).read()
+        with (
+            open(path, "rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+        ):
+            return _Header(path, data).read()
     except FileNotFoundError as error:
         raise MissingFileError(f"{path}: no such file") from error
-    except (struct.error, UnicodeDecodeError) as error:
+    except ModelFileError:
+        raise
+    except (struct.error, ValueError) as error:  # of text and of empty files, too
         raise ModelFileError(f"{path} is damaged: its header ends early ({error})") from error
 
 
@@ -86,7 +87,7 @@ class _Header:
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path, self._data, self._at = path, data, 0
 
-    def read(self) -> GgufFile:
+    def read(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         if self._bytes(4) != MAGIC:
             raise ModelFileError(f"{self._path} is no GGUF file")
         if (version := self._number("I")) not in _VERSIONS:
@@ -96,42 +97,44 @@ class _Header:
             )
         tensors, fields = self._number("Q"), self._number("Q")
         # Counts that lie end where the file does.
-        known = {}
-        for _ in range(fields):
-            key = self._text()
-            known[key] = self._value(self._number("I"))
+        known = {self._text(): self._value(self._number("I")) for _ in range(fields)}
         described = [self._tensor() for _ in range(tensors)]
         alignment = known.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
-            raise ModelFileError(f"{self._path} is damaged: an alignment of {alignment}")
+            raise self._damaged(f"an alignment of {alignment}")
         start = -(-self._at // alignment) * alignment
-        found = {}
-        for name, shape, kind, offset in described:
-            if name in found:
-                raise ModelFileError(f"{self._path}: tensor {name!r} comes twice")
-            found[name] = self._placed(name, shape, kind, start + offset)
-        in_order = sorted(found.values(), key=lambda tensor: tensor.offset)
+        placed = [self._placed(*tensor, start) for tensor in described]
+        in_order = sorted(placed, key=lambda tensor: tensor.offset)
         for before, after in itertools.pairwise(in_order):
             if before.offset + before.nbytes > after.offset:
-                raise ModelFileError(
-                    f"{self._path} is damaged: tensors {before.name!r} and {after.name!r} "
-                    "overlap"
-                )
-        return GgufFile(known, found)
+                raise self._damaged(f"tensors {before.name!r} and {after.name!r} overlap")
+        found = {tensor.name: tensor for tensor in placed}
+        if len(found) < len(placed):
+            raise self._damaged("a tensor comes twice")
+        return known, found
 
-    def _placed(self, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GgufTensor:
-        gguf = package("gguf")
+    def _damaged(self, what: str) -> ModelFileError:
+        return ModelFileError(f"{self._path} is damaged: {what}")
 
+    def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._text()
+        rank = self._number("I")
+        if not 1 <= rank <= 4:
+            raise self._damaged(f"tensor {name!r} of rank {rank}")
+        shape = tuple(self._number("Q") for _ in range(rank))[::-1]
+        return name, shape, self._number("I"), self._number("Q")
+
+    def _placed(
+        self, name: str, shape: tuple[int, ...], kind: int, offset: int, start: int
+    ) -> GgufTensor:
+        gguf, offset = package("gguf"), start + offset
         try:
             known = gguf.GGMLQuantizationType(kind)
         except ValueError:  # of a newer llama.cpp; an error where it is asked for
             return GgufTensor(name, f"type {kind}", shape, str(self._path), offset, 0)
         size, nbytes = gguf.GGML_QUANT_SIZES[known]
         if shape[-1] % size:
-            raise ModelFileError(
-                f"{self._path} is damaged: tensor {name!r} has rows of {shape[-1]} in blocks "
-                f"of {size}"
-            )
+            raise self._damaged(f"tensor {name!r} has rows of {shape[-1]} in blocks of {size}")
         nbytes = math.prod(shape) // size * nbytes
         if offset + nbytes > len(self._data):
             raise ModelFileError(
@@ -139,14 +142,6 @@ class _Header:
                 f"of {len(self._data)}"
             )
         return GgufTensor(name, known.name, shape, str(self._path), offset, nbytes)
-
-    def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        name = self._text()
-        rank = self._number("I")
-        if not 1 <= rank <= 4:
-            raise ModelFileError(f"{self._path} is damaged: tensor {name!r} of rank {rank}")
-        shape = tuple(self._number("Q") for _ in range(rank))[::-1]
-        return name, shape, self._number("I"), self._number("Q")
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -164,7 +159,7 @@ class _Header:
 
     def _scalar(self, kind: int) -> str:
         if kind not in _SCALARS:
-            raise ModelFileError(f"{self._path} is damaged: metadata of type {kind}")
+            raise self._damaged(f"metadata of type {kind}")
         return _SCALARS[kind]
 
     def _number(self, letter: str) -> Any:

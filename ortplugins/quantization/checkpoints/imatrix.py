@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 
 from ortplugins.errors import MissingFileError, ModelFileError, QuantizationError
-from ortplugins.quantization.checkpoints.gguf_file import MAGIC, GgufTensor, read_gguf
+from ortplugins.quantization.checkpoints.checkpoint import module_names
+from ortplugins.quantization.checkpoints.gguf_file import MAGIC, read_gguf
 from ortplugins.quantization.checkpoints.gguf_names import llama_names
-from ortplugins.quantization.checkpoints.layers import module_names
 from ortplugins.quantization.methods.nearest import Floats
 from ortplugins.quantization.weights.recipe import METHODS, Recipe
 from ortplugins.quantization.weights.uses import WeightUse
@@ -99,21 +99,19 @@ class Imatrix:
 
 
 def _of_gguf(path: Path) -> Mapping[str, Floats]:
-    tensors, found = read_gguf(path).tensors, {}
-    for name, tensor in tensors.items():
-        module = name.removesuffix(_SUMS)
-        counts = tensors.get(module + _COUNTS)
-        if module == name or counts is None:
-            continue
-        sums, count = _vector(tensor), _vector(counts)
-        if len(count) == 1 and count[0] > 0:  # stacked experts have one each
-            found[module] = sums / count
-    return found
-
-
-def _vector(tensor: GgufTensor) -> Floats:
-    numbers = tensor.map() if tensor.is_float else np.zeros(0)
-    return np.asarray(numbers, np.float32).reshape(-1)
+    floats = {
+        name: np.asarray(tensor.map(), np.float32).reshape(-1)
+        for name, tensor in read_gguf(path)[1].items()
+        if tensor.is_float
+    }
+    sums = {name.removesuffix(_SUMS): floats[name] for name in floats if name.endswith(_SUMS)}
+    counts = {name: floats.get(f"{name}{_COUNTS}", np.zeros(0, np.float32)) for name in sums}
+    # Stacked experts have a count each.
+    return {
+        name: found / counts[name]
+        for name, found in sums.items()
+        if len(counts[name]) == 1 and counts[name][0] > 0
+    }
 
 
 def _of_legacy(path: Path) -> Mapping[str, Floats]:

@@ -1,22 +1,17 @@
 # SPDX-License-Identifier: MIT
-"""What a checkpoint has for the weights of a graph, whatever its format.
+"""What a checkpoint has of a weight, whatever its format.
 
-    Checkpoint    finds by name what it has of a weight, and compares it with the float weight
-    Layer         codes in their file; small enough to send to another process
-    FloatMatrix   a matrix that the checkpoint has in float
-    Unreadable    one whose format ONNX cannot hold as it is
-
-A checkpoint of another model, or one whose rows are in another order, has weights that do not
-resemble the graph's: that is an error before anything is written.
+Layer             codes in their file; small enough to send to another process
+FloatMatrix       a matrix that the checkpoint has in float
+UnreadableError   raised where ONNX cannot hold the format as it is
 """
 
 from __future__ import annotations
 
-import abc
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,18 +26,19 @@ from ortplugins.quantization.methods.nearest import (
     ZeroPoints,
     dequantize_blocks,
 )
-from ortplugins.quantization.weights.uses import OP_TYPES, WeightUse, find_uses
+from ortplugins.quantization.weights.uses import WeightUse
 
-_OPERATORS = (".MatMul", ".FusedMatMul", ".Gemm", ".Gather")
-# Columns of a weight that are compared, and the least mean cosine of their rows to the float
-# ones: codes of 2 bits have .8 and more, other weights 0.
-_COMPARED, _LEAST_COSINE = 64, 0.5
-# Modules that onnxruntime-genai's builder makes one of, and what stands between their names.
-PARTS = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
-BETWEEN = " + "
+# Codes of 2 bits have .8 and more, other weights 0. Columns that are this much smaller than
+# the mean may be rounded to 0, where a tensor has one scale.
+_LEAST_COSINE, _SMALL = 0.25, 0.25
+BETWEEN = " + "  # the names of parts
+
+
+class UnreadableError(ModelFileError):
+    """A layer has no codes as ONNX has them; the reason says what to do."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"tensor {name!r} of the checkpoint is {reason}")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -112,232 +108,130 @@ class FloatMatrix:
     """A float matrix, in its file."""
 
     name: str
-    read: Callable[[], npt.NDArray[Any]]  # of any float type, mapped at best
-    k_last: bool = True  # it is [N, K]
-
-    def matrix(self) -> npt.NDArray[Any]:
-        """Return it as ``[K, N]``."""
-        return self.read().T if self.k_last else self.read()
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """K and N."""
-        k, n = self.matrix().shape
-        return k, n
+    shape: tuple[int, ...]  # K and N
+    read: Callable[[slice], npt.NDArray[Any]]  # some columns, of any float type
 
     def columns(self, columns: slice) -> Floats:
         """Return some columns, float32 ``[K, n]``."""
-        return np.asarray(self.matrix()[:, columns], np.float32)
+        return np.asarray(self.read(columns), np.float32)
 
     def put(self, use: WeightUse) -> None:
         """Give a weight of the graph these numbers; they are read when the model is saved."""
         old, value = use.tensor, use.weight
 
         def stored() -> ir.TensorProtocol:
-            matrix = self.matrix()
-            numbers = matrix.T if use.stored_k_last else matrix
-            return as_tensor(self.name, numbers, old)
+            numbers, own = self.columns(slice(0, self.shape[1])), old.numpy()
+            check_columns(self.name, numbers, own.T if use.stored_k_last else own)
+            return as_tensor(self.name, numbers.T if use.stored_k_last else numbers, old)
 
         value.const_value = ir.LazyTensor(
             stored, old.dtype, ir.Shape(old.shape.numpy()), name=value.name
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Unreadable:
-    """A layer that has no codes as ONNX has them."""
-
-    name: str
-    reason: str  # why, and what to do
+Found = Layer | FloatMatrix
 
 
-Found = Layer | FloatMatrix | Unreadable
+def check_columns(name: str, found: Floats, floats: npt.NDArray[Any], first: int = 0) -> None:
+    """Refuse columns ``[K, n]`` of a layer of which one is not that of the float weight.
+
+    AWQ's have rows that are scaled, which leaves most of a cosine.
+    """
+    own = np.asarray(floats, np.float32)
+    sizes, of_own = (np.linalg.norm(each, axis=0) for each in (found, own))
+    near = np.einsum("kn,kn->n", found, own) >= _LEAST_COSINE * sizes * of_own
+    wrong = ~near & (sizes > 0) & (of_own > _SMALL * of_own.mean())
+    if wrong.any():
+        raise ModelFileError(
+            f"layer {name!r} of the checkpoint is not the weight of the model: column "
+            f"{first + int(wrong.argmax())} of its transpose is another; give a checkpoint of "
+            "this model, its rows in this order"
+        )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Vector:
-    """A norm or a bias, in each way that it may have to be read."""
+def joined(parts: Sequence[Found]) -> Found:
+    """Return what parts of one K are side by side, as in onnxruntime-genai's models.
 
-    name: str
-    readings: Sequence[npt.NDArray[Any]]
+    They may have other bits and blocks: a code of 4 bits is one of 8, and a block of 32 is two
+    of 16 with the same scale.
 
-
-class Checkpoint(abc.ABC):
-    """Layers of a file or a folder."""
-
-    # Of a vector, the greatest difference from the float model's, of its norm; and vectors
-    # without which its matrices are wrong.
-    greatest_change = math.inf
-    required: Collection[str] = ()
-
-    def __init__(self, files: Sequence[Path]) -> None:
-        self.files = tuple(files)
-        self.taken: set[str] = set()  # names of layers and vectors
-
-    @abc.abstractmethod
-    def candidates(self, name: str) -> Sequence[Found]:
-        """Return what there is for a module of the graph, as often as it can be read."""
-
-    @abc.abstractmethod
-    def vector(self, name: str) -> Vector | None:
-        """Return what there is for a vector of the graph."""
-
-    @abc.abstractmethod
-    def matrices(self) -> Sequence[str]:
-        """Return the names of all that may be taken."""
-
-    def put_floats(self, model: ir.Model) -> None:
-        """Give a model what the checkpoint has in float."""
-        for name, value in model.graph.initializers.items():
-            old = value.const_value
-            found = next(filter(None, map(self.vector, spellings(name))), None)
-            if found is not None and old is not None and len(old.shape) == 1:
-                self._put_vector(found, value, old)
-        for name in self.required:
-            if name not in self.taken:
-                raise ModelFileError(
-                    f"tensor {name!r} of the AWQ checkpoint: the model has no initializer of "
-                    "this name and shape: export the float model with its names"
-                )
-        for _, use in find_uses(model, OP_TYPES):
-            if isinstance(use, WeightUse) and use.weight.is_initializer():
-                matrix = self._found(use)
-                if isinstance(matrix, FloatMatrix):
-                    self.taken.update(matrix.name.split(BETWEEN))
-                    matrix.put(use)
-
-    def _put_vector(self, found: Vector, value: ir.Value, old: ir.TensorProtocol) -> None:
-        """Give a vector of the model the numbers of the reading that is nearest to it."""
-        floats = old.numpy()
-        read = [each for each in found.readings if each.shape == floats.shape]
-        if not read:
-            return
-        size = float(np.linalg.norm(floats)) or 1.0
-        changes = [float(np.linalg.norm(each - floats)) / size for each in read]
-        least = int(np.argmin(changes))
-        if not changes[least] <= self.greatest_change:
-            raise ModelFileError(
-                f"tensor {found.name!r} of the checkpoint is not {value.name!r} of the model: "
-                f"they differ by {changes[least]:.0%}; give a checkpoint of this model"
-            )
-        self.taken.add(found.name)
-        value.const_value = as_tensor(found.name, read[least], old)
-
-    def layer_of(self, use: WeightUse) -> Layer | str:
-        """Return the layer of a node, by the name of its weight, its own or its module's.
-
-        Or why it has none.
-
-        Raises:
-            ModelFileError: If it has one that can't be taken, or that is another weight.
-        """
-        found = self._found(use)
-        if isinstance(found, Unreadable):
-            raise ModelFileError(
-                f"tensor {found.name!r} of the checkpoint is {found.reason}; or leave node "
-                f"{use.label!r} in float: --rule '{use.label}=float'"
-            )
-        if isinstance(found, FloatMatrix):
-            return "float in the checkpoint, too"
-        if found is None:
-            return "not in the checkpoint"
-        self.taken.update(found.name.split(BETWEEN))
-        return found
-
-    def notes(self) -> list[str]:
-        """Say what was left out."""
-        left = [name for name in self.matrices() if name not in self.taken]
-        if not left:
-            return []
-        return [
-            f"{len(left)} matrices of the checkpoint are not in the result, as {left[0]!r}"
-        ]
-
-    def _found(self, use: WeightUse) -> Found | None:
-        for name in module_names(use):
-            if found := self.candidates(name):
-                return _most_alike(found, use, slice(0, use.N))
-            parent, _, last = name.rpartition(".")
-            parts = [self.candidates(f"{parent}.{part}") for part in PARTS.get(last, ())]
-            if parts and all(parts):
-                return _side_by_side(parts, use)
-        return None
-
-
-def _side_by_side(parts: Sequence[Sequence[Found]], use: WeightUse) -> Found:
-    """Return parts of a weight, each as it is most alike to its columns, as one."""
-    from ortplugins.quantization.checkpoints.joined import joined
-
-    found, start = [], 0
-    for part in parts:
-        if isinstance(part[0], Unreadable):
-            return part[0]
-        stop = start + part[0].shape[1]
-        found.append(_most_alike(part, use, slice(start, stop)))
-        start = stop
-    whole = joined(found)
-    return (
-        whole if isinstance(whole, Unreadable) else _most_alike([whole], use, slice(0, use.N))
+    Raises:
+        UnreadableError: If they make no weight together.
+    """
+    name = BETWEEN.join(part.name for part in parts)
+    layers = [part for part in parts if isinstance(part, Layer)]
+    (k, _), shapes = parts[0].shape, [part.shape for part in parts]
+    shape = k, sum(n for _, n in shapes)
+    if not layers:
+        return FloatMatrix(name, shape, functools.partial(_floats, tuple(parts)))
+    if reason := "one is in float" if len(layers) < len(parts) else _apart(layers):
+        raise UnreadableError(name, f"in parts that make no weight together ({reason})")
+    first, sizes = layers[0], [layer.form.size_along(k) for layer in layers]
+    form = dataclasses.replace(
+        first.form,
+        bits=max(layer.form.bits for layer in layers),
+        block_size=first.form.block_size if len(set(sizes)) == 1 else math.gcd(*sizes),
+    )
+    return dataclasses.replace(
+        first,
+        name=name,
+        shape=shape,
+        form=form,
+        read=functools.partial(_codes, tuple(layers), form.size_along(k)),
+        has_offsets=any(layer.has_offsets for layer in layers),
     )
 
 
-def _most_alike(found: Sequence[Found], use: WeightUse, place: slice) -> Found:
-    """Return the one of several readings of a tensor that is some columns of a weight."""
-    readable = [one for one in found if not isinstance(one, Unreadable)]
-    if not readable:
-        return found[0]
-    wanted = (use.K, place.stop - place.start)
-    known = [
-        (_cosine(one.columns(slice(0, _COMPARED)), use, place.start), one)
-        for one in readable
-        if one.shape == wanted and place.stop <= use.N
-    ]
-    name = found[0].name
-    if not known:
-        raise ModelFileError(
-            f"layer {name!r} of the checkpoint is {list(readable[0].shape)}, node "
-            f"{use.label!r} multiplies by [{use.K}, {use.N}]: give a checkpoint of this model"
+def _apart(layers: Sequence[Layer]) -> str:
+    """Say why layers cannot be one weight; nothing if they can."""
+    (k, _), forms = layers[0].shape, [layer.form for layer in layers]
+    sizes = [form.size_along(k) for form in forms]
+    kinds = {(form.is_symmetric, form.bits) for form in forms}
+    if len(kinds) > 1 and not all(form.is_symmetric for form in forms):
+        return "some have zero points"
+    if any(size % math.gcd(*sizes) or k % size for size in sizes):
+        return f"blocks of {sizes}"
+    if any(layer.shape[1] % 8 for layer in layers[:-1]):
+        return "columns that fill no words"
+    orders = {None if layer.order is None else layer.order.tobytes() for layer in layers}
+    return "rows in different orders" if len(orders) > 1 else ""
+
+
+def _places(parts: Sequence[Found], columns: slice) -> Iterator[tuple[int, slice]]:
+    """Yield the parts that some columns are in, by number, and which of theirs these are."""
+    left = 0
+    for number, part in enumerate(parts):
+        width = part.shape[1]
+        start, stop = max(columns.start - left, 0), min(columns.stop - left, width)
+        left += width
+        if start < stop:
+            yield number, slice(start, stop)
+
+
+def _floats(parts: Sequence[Found], columns: slice) -> Floats:
+    found = [parts[number].columns(own) for number, own in _places(parts, columns)]
+    return np.concatenate(found, axis=1)
+
+
+def _codes(parts: Sequence[Layer], size: int, columns: slice) -> LayerCodes:
+    """Read some columns of layers side by side, in blocks of one size."""
+    grids: dict[str, list[npt.NDArray[Any]]] = {}
+    codes = []
+    for number, own in _places(parts, columns):
+        found, times = (
+            (part := parts[number]).load(own),
+            part.form.size_along(part.shape[0]) // size,
         )
-    cosine, best = max(known, key=lambda one: np.nan_to_num(one[0], nan=-1))
-    if not cosine >= _LEAST_COSINE:
-        raise ModelFileError(
-            f"layer {name!r} of the checkpoint is not the weight of node {use.label!r}: their "
-            f"cosine is {cosine:.2f}; give a checkpoint of this model, its rows in this order"
-        )
-    return best
-
-
-def _cosine(columns: Floats, use: WeightUse, start: int) -> float:
-    """Return the mean cosine of rows: AWQ's are scaled, each by another number."""
-    floats = use.tensor.numpy().T if use.stored_k_last else use.tensor.numpy()
-    own = np.asarray(floats[:, start : start + columns.shape[1]], np.float32)
-    norms = np.linalg.norm(own, axis=1) * np.linalg.norm(columns, axis=1)
-    some = norms > 0
-    if not norms.any():
-        return float(not (own.any() or columns.any()))
-    products = np.einsum("kn,kn->k", own[some], columns[some])
-    return float(np.mean(products / norms[some])) if some.any() else math.nan
-
-
-def module_names(use: WeightUse) -> Iterator[str]:
-    """Yield what checkpoints may call the module of a node."""
-    seen = set()
-    for name in ((use.weight.name or "").removesuffix(".weight"), *use.names):
-        name = name.replace("/", ".").removeprefix(".")
-        for operator in _OPERATORS:
-            name = name.removesuffix(operator)
-        for spelled in spellings(name):
-            if spelled and spelled not in seen:
-                seen.add(spelled)
-                yield spelled
-
-
-def spellings(name: str) -> tuple[str, ...]:
-    """Return what transformers may call what the graph calls so."""
-    # Exports often have a wrapper around the model. onnxruntime-genai's builder says attn
-    # where transformers says self_attn.
-    inner = name.removeprefix("model.") if name.startswith("model.model.") else name
-    return (name, inner, inner.replace(".attn.", ".self_attn."))
+        codes.append(found.codes)
+        given = {"scales": found.scales, "zero_points": found.zero_points}
+        if any(each.has_offsets for each in parts):
+            none = np.zeros_like(found.scales)
+            given["offsets"] = none if found.offsets is None else found.offsets
+        for name, grid in given.items():
+            if grid is not None:
+                grids.setdefault(name, []).append(grid.repeat(times, axis=0))
+    whole = {name: np.concatenate(found, axis=1) for name, found in grids.items()}
+    return LayerCodes(np.concatenate(codes, axis=1), **whole)
 
 
 def as_tensor(

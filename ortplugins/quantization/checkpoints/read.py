@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ortplugins.errors import MissingFileError, ModelFileError
+from ortplugins.quantization.checkpoints.checkpoint import Checkpoint
 from ortplugins.quantization.checkpoints.compressed_tensors import CompressedTensors
 from ortplugins.quantization.checkpoints.gguf import GgufCheckpoint
 from ortplugins.quantization.checkpoints.gptq import GptqCheckpoint
-from ortplugins.quantization.checkpoints.layers import Checkpoint
 from ortplugins.quantization.checkpoints.safetensors_folder import read_json
 
 _CONFIG_FILES = ("config.json", "quantize_config.json", "quant_config.json")

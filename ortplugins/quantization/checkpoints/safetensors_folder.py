@@ -15,14 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ortplugins.errors import MissingFileError, ModelFileError
+from ortplugins.quantization.checkpoints.checkpoint import Checkpoint
 from ortplugins.quantization.checkpoints.layers import (
-    Checkpoint,
     FloatMatrix,
     Found,
     Layer,
     LayerCodes,
-    Unreadable,
-    Vector,
+    UnreadableError,
 )
 from ortplugins.quantization.checkpoints.packages import package
 from ortplugins.quantization.methods.nearest import BlockFormat, ZeroPoints
@@ -258,7 +257,7 @@ class SafetensorsCheckpoint(Checkpoint):
             )
 
     @abc.abstractmethod
-    def read_layer(self, name: str) -> Layer | Unreadable:
+    def read_layer(self, name: str) -> Layer:
         """Return the layer of a module with codes."""
 
     def part(self, name: str, dtypes: Sequence[str], *ranks: int) -> StoredTensor:
@@ -290,9 +289,9 @@ class SafetensorsCheckpoint(Checkpoint):
             return []
         if tensor.dtype not in FLOATS:
             reason = f"stored as {tensor.dtype} without scales: give a whole checkpoint"
-            return [Unreadable(tensor.name, reason)]
+            raise UnreadableError(tensor.name, reason)
         # transformers' Conv1D has [K, N].
-        return [FloatMatrix(name, tensor.read, k_last) for k_last in (True, False)]
+        return [FloatMatrix(name, each.shape, each.read) for each in (tensor.T, tensor)]
 
     @functools.cached_property
     def vectors(self) -> dict[str, StoredTensor]:
@@ -305,7 +304,7 @@ class SafetensorsCheckpoint(Checkpoint):
             and tensor.dtype in FLOATS
         }
 
-    def vector(self, name: str) -> Vector | None:
+    def vector(self, name: str) -> tuple[str, Sequence[npt.NDArray[Any]]] | None:
         """Return a norm or bias."""
         tensor = self.vectors.get(name)
-        return None if tensor is None else Vector(name, [tensor.read()])
+        return None if tensor is None else (name, [tensor.read()])

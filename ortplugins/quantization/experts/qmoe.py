@@ -13,15 +13,14 @@ bits, whatever the accuracy_level.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from ortplugins.quantization.experts.unroll import Experts, UnrolledLayer
+from ortplugins.quantization.experts.unroll import Experts
 from ortplugins.quantization.tensor_reference import ScratchWriter
 from ortplugins.quantization.weights.graph import in_file
 from ortplugins.quantization.weights.weight import Weight
@@ -47,24 +46,29 @@ def write_experts(
     written: set[Weight] = set()
     notes = []
     for each in experts:
-        own = [weights[name] for name in each.products & weights.keys()]
-        if reason := _refusal(each, own):
+        layers = [
+            [weights[name] for name in names if name in weights] for names in each.products
+        ]
+        if reason := _refusal(layers, len(each.products[-1])):
             notes.append(f"the experts of {each.name!r} are no QMoE: {reason}")
             continue
-        _write(model, each, weights, accuracy_level, writer)
-        written.update(own)
+        _write(model, each, layers, accuracy_level, writer)
+        written.update(*layers)
     if written:
         remove_unused(model)
     return written, notes
 
 
-def _refusal(experts: Experts, weights: Collection[Weight]) -> str:
+def _refusal(layers: Sequence[Sequence[Weight]], experts: int) -> str:
     """Say why weights don't fit into one operator; nothing if they do."""
-    if len(weights) < len(experts.products):
+    weights = [weight for layer in layers for weight in layer]
+    if len(weights) < experts * len(layers):
         return "some of them stay in float"
     if len({weight.form for weight in weights}) > 1:
         return "they differ in bits or block_size"
-    form = next(iter(weights)).form
+    if any(weight.offsets is not None for weight in weights):
+        return "their blocks have offsets"
+    form = weights[0].form
     if form.bits not in (4, 8):
         return f"it takes 4 or 8 bits, not {form.bits}"
     sizes = {weight.K for weight in weights}
@@ -78,36 +82,52 @@ def _refusal(experts: Experts, weights: Collection[Weight]) -> str:
 def _write(
     model: ir.Model,
     experts: Experts,
-    weights: Mapping[str, Weight],
+    layers: Sequence[Sequence[Weight]],
     accuracy_level: int,
     writer: ScratchWriter,
 ) -> None:
     values = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
-    output, names = values[experts.output], FreshNames(model)
-    last = weights[experts.last.products[0]]
-    inputs: list[ir.Value | None] = [values[name] for name in experts.inputs[:2]]
-    zero_points: list[ir.Value | None] = []
-    both = (experts.first, experts.order), ((experts.last,), range(last.N))
-    for index, (layers, order) in enumerate(both, 1):
-        for kind, of in _TENSORS.items():
-            if kind == "zero_points" and last.form.is_symmetric:
-                continue
-            rows = functools.partial(_rows, layers, list(order), weights, of)
-            base = names.take(f"{experts.name}.fc{index}.{kind}")
-            tensor = _stacked(rows, len(experts.last.products), writer, base)
-            value = new_initializer(model.graph, tensor)
-            (zero_points if kind == "zero_points" else inputs).append(value)
-        inputs.append(None)
-        if (bias := _bias(layers, list(order), weights)) is not None:
-            base = names.take(f"{experts.name}.fc{index}.bias")
-            inputs[-1] = new_initializer(model.graph, ir.tensor(bias, name=base))
-    third: list[ir.Value | None] = [None] * 3
-    inputs += [*third, *(zero_points or third[:2]), None]
-    inputs += [values[name] for name in experts.inputs[2:]]
+    output, names, form = values[experts.output], FreshNames(model), layers[-1][0].form
+    x, router, *shares = (values[name] for name in experts.inputs)
+
+    def stacked(part: slice, order: Sequence[int], kind: str) -> ir.Value:
+        """Write a tensor of each expert, the rows of its layers in an order."""
+        tensor = _in_file(
+            lambda expert: np.concatenate(
+                [_TENSORS[kind](layer[expert]) for layer in layers[part]]
+            )[order],
+            len(layers[-1]),
+            writer,
+            names.take(f"{experts.name}.{kind}"),
+        )
+        return new_initializer(model.graph, tensor)
+
+    def bias(part: slice, order: Sequence[int]) -> ir.Value | None:
+        """Write what is added to the rows, ``[E, N]``, if anything is."""
+        found = [None if b is None else b.numpy() for b in experts.biases[part]]
+        if not any(array is not None for array in found):
+            return None
+        dtype = layers[-1][0].uses[0].tensor.dtype.numpy()
+        none = (np.zeros((len(layer), layer[0].N), dtype) for layer in layers[part])
+        rows = [n if b is None else b for b, n in zip(found, none, strict=True)]
+        name = names.take(f"{experts.name}.bias")
+        whole = np.concatenate(rows, axis=1)[:, order]
+        return new_initializer(model.graph, ir.tensor(whole, name=name))
+
+    inputs: list[ir.Value | None] = [x, router]
+    zero_points: list[ir.Value | None] = [None, None]
+    both = (slice(0, -1), experts.order), (slice(-1, None), range(layers[-1][0].N))
+    for index, (part, places) in enumerate(both):
+        order = list(places)
+        inputs += [stacked(part, order, "weight"), stacked(part, order, "scales")]
+        inputs.append(bias(part, order))
+        if not form.is_symmetric:
+            zero_points[index] = stacked(part, order, "zero_points")
+    inputs += [None, None, None, *zero_points, None, *shares]
     while inputs[-1] is None:
         inputs.pop()
     attributes = dict(experts.attributes)
-    attributes |= {"expert_weight_bits": last.form.bits, "block_size": last.form.block_size}
+    attributes |= {"expert_weight_bits": form.bits, "block_size": form.block_size}
     if accuracy_level:
         attributes["accuracy_level"] = accuracy_level
     name = names.take(f"{experts.name}.QMoE")
@@ -146,34 +166,7 @@ def _zero_points(weight: Weight) -> Array:
 _TENSORS = {"weight": _codes, "scales": _scales, "zero_points": _zero_points}
 
 
-def _rows(
-    layers: Sequence[UnrolledLayer],
-    order: list[int],
-    weights: Mapping[str, Weight],
-    of: Callable[[Weight], Array],
-    expert: int,
-) -> Array:
-    """Return an expert's part of a tensor: the rows of its layers, in an order."""
-    rows: Array = np.concatenate([of(weights[layer.products[expert]]) for layer in layers])
-    return rows[order]
-
-
-def _bias(
-    layers: Sequence[UnrolledLayer], order: list[int], weights: Mapping[str, Weight]
-) -> Array | None:
-    """Return what is added to the rows, ``[E, N]``; None where nothing is."""
-    if not any(layer.bias for layer in layers):
-        return None
-    parts = []
-    for layer in layers:
-        first = weights[layer.products[0]]
-        none = np.zeros((len(layer.products), first.N), first.uses[0].tensor.dtype.numpy())
-        parts.append(none if layer.bias is None else layer.bias.numpy())
-    rows: Array = np.concatenate(parts, axis=1)[:, order]
-    return rows
-
-
-def _stacked(
+def _in_file(
     rows: Callable[[int], Array], count: int, writer: ScratchWriter, name: str
 ) -> ir.ExternalTensor:
     """Write arrays of one shape behind each other; return the tensor [count, ...] of them."""

@@ -55,6 +55,10 @@ _FIRST = frozenset({
 })  # fmt: skip
 _ALL = frozenset({"Add", "Div", "Mul"})
 
+_TRACED = (
+    "experts: a loop that TorchScript traced has as many turns as its sample reached experts, "
+    "and is wrong for other tokens; export them with experts_implementation='batched_mm'"
+)
 _HALVES = "experts: the halves of a gated layer are not proved"
 _ACTIVATION = "experts: QMoE does not compute their activation"
 
@@ -68,6 +72,8 @@ def find_mixtures(model: ir.Model) -> Iterator[tuple[ir.Node, Mixture | str]]:
     for node in list(model.graph.all_nodes()):
         gather = None if node.domain or node.op_type != "ReduceSum" else _last_gather(node)
         if gather is None and (node.domain, node.op_type) != ("com.microsoft", "MoE"):
+            if _is_picked_alone(node, facts):
+                yield node, _TRACED
             continue
         try:
             if node.graph is not model.graph:
@@ -102,21 +108,18 @@ def _read_operator(node: ir.Node) -> Mixture:
     gate, other = Columns(up, range(up.N)), None
     if kind == "swiglu":
         gate, other = (Columns(up, range(half, up.N, 2)) for half in range(2))
+    given = "swiglu_limit" in node.attributes
+    limit = float_attribute(node, "swiglu_limit", 0.0) if given else math.inf
     activation = Activation(
         kind,
         gate,
         other,
         alpha=float_attribute(node, "activation_alpha", 1.0),
         beta=float_attribute(node, "activation_beta", 0.0),
-        limit=_limit(node),
+        limit=limit,
     )
     router = Operator(logits, bool(int_attribute(node, "normalize_routing_weights", 0)))
     return _checked(Mixture(node, x, router, int_attribute(node, "k", 1), activation, down))
-
-
-def _limit(node: ir.Node) -> float:
-    given = "swiglu_limit" in node.attributes
-    return float_attribute(node, "swiglu_limit", 0.0) if given else math.inf
 
 
 def _checked(mixture: Mixture) -> Mixture:
@@ -277,12 +280,14 @@ class _Batches:
         """Read what lies between the layers."""
         self._layers: list[Layer] = []
         value = _flat(value)
-        if (relu := made_by(value, "Relu")) is not None and relu.inputs[0] is not None:
-            return Activation("relu", self._columns(relu.inputs[0]))
-        gelu = made_by(value, "Gelu")
-        if gelu is not None and gelu.attributes.get_string("approximate", "none") == "tanh":
-            assert gelu.inputs[0] is not None
-            return Activation("gelu", self._columns(gelu.inputs[0]))
+        bent = made_by(value, "Relu", "Gelu")
+        if bent is not None and bent.inputs[0] is not None:
+            kind, form = (
+                bent.op_type.lower(),
+                bent.attributes.get_string("approximate", "none"),
+            )
+            if kind == "relu" or form == "tanh":
+                return Activation(kind, self._columns(bent.inputs[0]))
         factors = self._factors(value)
         squashed = next((f for f in factors if made_by(f, "Sigmoid")), None)
         if squashed is None:
@@ -397,6 +402,20 @@ def _last_gather(node: ir.Node) -> ir.Node | None:
             inputs = maker.inputs[:1] if maker.op_type in _RESHAPES else maker.inputs
             waiting += [value for value in inputs if value is not None]
     return None
+
+
+def _is_picked_alone(node: ir.Node, facts: ProvedShapes) -> bool:
+    """Whether a node picks one matrix of a stack at run time, for a product."""
+    stack = constant(input_of(node, 0)) if node.op_type == "Gather" else None
+    if stack is None or len(stack.shape) != 3 or stack.dtype not in _FLOATS:
+        return False
+    turned = (reader.outputs[0] for reader in node.outputs[0].consumers())
+    readers = {
+        *node.outputs[0].consumers(),
+        *(r for value in turned for r in value.consumers()),
+    }
+    is_one = constant(node.inputs[1]) is None and facts.dims(node.inputs[1]) == ()
+    return is_one and any(reader.op_type == "MatMul" for reader in readers)
 
 
 def _picked_by(gather: ir.Node) -> ir.Value | None:

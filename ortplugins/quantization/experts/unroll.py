@@ -20,7 +20,7 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript import TapeBuilder
 
-from ortplugins.errors import ModelFileError
+from ortplugins.quantization.checkpoints.checkpoint import Checkpoint
 from ortplugins.quantization.experts.mixture import Choice, Columns, Layer, Mixture, Operator
 from ortplugins.quantization.experts.read import find_mixtures
 from ortplugins.quantization.weights.recipe import Recipe
@@ -31,14 +31,6 @@ from rewrite_rules.graph.parameters import constant
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class UnrolledLayer:
-    """The products of one layer, by expert, and what is added to them."""
-
-    products: tuple[str, ...]  # names of the outputs
-    bias: ir.TensorProtocol | None  # [E, N]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class Experts:
     """An unrolled mixture, by names: converters of opsets make new nodes."""
 
@@ -46,27 +38,21 @@ class Experts:
     output: str
     inputs: tuple[str, ...]  # x, what experts are chosen by, and their shares if not these
     attributes: dict[str, float | int | str]  # of QMoE
-    first: tuple[UnrolledLayer, ...]
     order: tuple[int, ...]  # of the rows of all first layers
-    last: UnrolledLayer
-
-    @property
-    def products(self) -> set[str]:
-        """The names of all products."""
-        return {name for layer in (*self.first, self.last) for name in layer.products}
+    # Of each layer, the last one last: names of the products by expert; what is added, [E, N].
+    products: tuple[tuple[str, ...], ...]
+    biases: tuple[ir.TensorProtocol | None, ...]
 
 
 def unroll_mixtures(
-    model: ir.Model, recipe: Recipe, *, from_floats: bool = True
+    model: ir.Model, recipe: Recipe, checkpoint: Checkpoint | None = None
 ) -> tuple[list[Experts], dict[str, str]]:
     """Unroll the mixtures that a recipe quantises.
 
     Return those that are to be QMoE, and why others stay as they are, by the names of nodes.
     MoE is onnxruntime's own operator; stacks of matrices become QMoE where the recipe writes
-    such operators, and else products of standard ONNX.
-
-    Raises:
-        ModelFileError: If their codes are to come from elsewhere, not ``from_floats``.
+    such operators, and else products of standard ONNX. Those that a checkpoint has no codes of
+    stay.
     """
     experts: list[Experts] = []
     reasons: dict[str, str] = {}
@@ -78,12 +64,10 @@ def unroll_mixtures(
             reasons[label(node)] = mixture
         elif reason := next(filter(None, _reasons(mixture, recipe)), ""):
             reasons[label(node)] = reason
-        elif not from_floats:
-            raise ModelFileError(
-                f"weight {mixture.last.matrices.name!r} holds experts of node "
-                f"{label(node)!r}, which are not taken from checkpoints: leave them in float, "
-                f"by --rule '{label(node)}=float', or quantise without the checkpoint"
-            )
+        elif checkpoint is not None and not any(
+            checkpoint.has_codes(f"{layer.matrices.name}.0") for layer in mixture.layers
+        ):
+            reasons[label(node)] = "no codes of its experts are in the checkpoint"
         else:
             written = unroller.unroll(mixture)
             if recipe.for_kernels or isinstance(mixture.router, Operator):
@@ -112,10 +96,10 @@ class _Unroller:
         op, graph, node = TapeBuilder(), self._model.graph, mixture.node
         name, dtype = label(node), mixture.last.tensor.dtype
         count = mixture.last.experts
-        flat, one = _ints(op, -1), _ints(op, 1)
-        x = op.Reshape(mixture.x, _ints(op, -1, mixture.last.N))
+        flat, one = _constant(op, [-1]), _constant(op, [1])
+        x = op.Reshape(mixture.x, _constant(op, [-1, mixture.last.N]))
         inputs, routes = self._routes(op, mixture)
-        total = op.ConstantOfShape(op.Shape(x), value=_zero(dtype))
+        total = op.ConstantOfShape(op.Shape(x), value=ir.tensor(np.zeros(1, dtype.numpy())))
         weights = {
             layer: [self._part(layer.matrices, count, expert) for expert in range(count)]
             for layer in mixture.layers
@@ -137,7 +121,7 @@ class _Unroller:
             return op.Add(product, self._part(layer.bias, layer.experts, expert))
 
         for expert in range(count):
-            share = op.Gather(routes, _int(op, expert), axis=1)
+            share = op.Gather(routes, _constant(op, expert), axis=1)
             rows = op.Reshape(op.NonZero(share), flat)
             tokens = op.Gather(x, rows, axis=0)
             outputs = {
@@ -164,9 +148,9 @@ class _Unroller:
             output.name,
             tuple(value.name or "" for value in inputs),
             {"k": mixture.k, **mixture.activation.attributes()},
-            tuple(_unrolled(layer, products) for layer in mixture.activation.layers),
             tuple(_order(mixture.activation.parts, mixture.activation.layers)),
-            _unrolled(mixture.last, products),
+            tuple(tuple(products[layer]) for layer in mixture.layers),
+            tuple(constant(layer.bias) for layer in mixture.layers),
         )
 
     def _routes(self, op: Any, mixture: Mixture) -> tuple[list[Any], Any]:
@@ -180,11 +164,11 @@ class _Unroller:
             return [mixture.x, routes, routes], routes
         probabilities = op.Softmax(router.logits, axis=-1)
         # Of equal ones the operators take the last, and TopK the first.
-        flipped = op.Gather(probabilities, _ints(op, *reversed(range(count))), axis=1)
-        shares, places = op.TopK(flipped, _ints(op, mixture.k), _outputs=2)
+        flipped = op.Gather(probabilities, _constant(op, [*reversed(range(count))]), axis=1)
+        shares, places = op.TopK(flipped, _constant(op, [mixture.k]), _outputs=2)
         if router.normalize:
-            shares = op.Div(shares, op.ReduceSum(shares, _ints(op, -1), keepdims=1))
-        chosen = op.Sub(_int(op, count - 1), places)
+            shares = op.Div(shares, op.ReduceSum(shares, _constant(op, [-1]), keepdims=1))
+        chosen = op.Sub(_constant(op, count - 1), places)
         inputs = [mixture.x, router.logits]
         if not router.normalize:  # QMoE's own softmax is over the chosen
             inputs = [mixture.x, probabilities, probabilities]
@@ -204,10 +188,6 @@ class _Unroller:
         else:
             tensor = ir.Tensor(whole.numpy()[expert], dtype=whole.dtype, name=name)
         return new_initializer(self._model.graph, tensor)
-
-
-def _unrolled(layer: Layer, products: dict[Layer, list[str]]) -> UnrolledLayer:
-    return UnrolledLayer(tuple(products[layer]), constant(layer.bias))
 
 
 def _order(parts: Sequence[Columns], layers: Sequence[Layer]) -> Iterator[int]:
@@ -230,22 +210,22 @@ def _activation(op: Any, mixture: Mixture, outputs: dict[Layer, Any]) -> Any:
     if how.kind == "identity":
         return gate
     if how.kind == "gelu":
-        root = op.Mul(gate, _number(op, math.sqrt(2 / math.pi), dtype))
-        cube = op.Mul(op.Mul(gate, gate), _number(op, 0.044715, dtype))
-        bent = op.Tanh(op.Mul(root, op.Add(cube, _number(op, 1, dtype))))
-        half = op.Mul(gate, _number(op, 0.5, dtype))
-        return op.Mul(half, op.Add(bent, _number(op, 1, dtype)))
+        root = op.Mul(gate, _constant(op, math.sqrt(2 / math.pi), dtype))
+        cube = op.Mul(op.Mul(gate, gate), _constant(op, 0.044715, dtype))
+        bent = op.Tanh(op.Mul(root, op.Add(cube, _constant(op, 1, dtype))))
+        half = op.Mul(gate, _constant(op, 0.5, dtype))
+        return op.Mul(half, op.Add(bent, _constant(op, 1, dtype)))
     limit = how.limit < math.inf
     if limit:
-        gate = op.Clip(gate, None, _number(op, how.limit, dtype))
-    scaled = gate if how.alpha == 1 else op.Mul(gate, _number(op, how.alpha, dtype))
+        gate = op.Clip(gate, None, _constant(op, how.limit, dtype))
+    scaled = gate if how.alpha == 1 else op.Mul(gate, _constant(op, how.alpha, dtype))
     gate = op.Mul(gate, op.Sigmoid(scaled))
     for other in others:
         if limit:
-            bounds = (_number(op, bound, dtype) for bound in (-how.limit, how.limit))
+            bounds = (_constant(op, bound, dtype) for bound in (-how.limit, how.limit))
             other = op.Clip(other, *bounds)
         if how.beta:
-            other = op.Add(other, _number(op, how.beta, dtype))
+            other = op.Add(other, _constant(op, how.beta, dtype))
         gate = op.Mul(gate, other)
     return gate
 
@@ -255,28 +235,16 @@ def _taken(op: Any, whole: Any, part: Columns) -> Any:
     if len(places) == part.layer.N and places.step == 1:
         return whole
     bounds = (places.start, places.stop, 1, places.step)
-    return op.Slice(whole, *(_ints(op, bound) for bound in bounds))
+    return op.Slice(whole, *(_constant(op, [bound]) for bound in bounds))
 
 
 def _scattered(op: Any, chosen: Any, shares: Any, count: int, dtype: ir.DataType) -> Any:
     """Emit [T, E], the shares of the chosen and 0 for the others."""
-    rows = op.Gather(op.Shape(chosen), _ints(op, 0))
-    shape = op.Concat(rows, _ints(op, count), axis=0)
-    zeros = op.ConstantOfShape(shape, value=_zero(dtype))
+    rows = op.Gather(op.Shape(chosen), _constant(op, [0]))
+    shape = op.Concat(rows, _constant(op, [count]), axis=0)
+    zeros = op.ConstantOfShape(shape, value=ir.tensor(np.zeros(1, dtype.numpy())))
     return op.ScatterElements(zeros, chosen, shares, axis=1)
 
 
-def _zero(dtype: ir.DataType) -> ir.TensorProtocol:
-    return ir.tensor(np.zeros(1, dtype.numpy()))
-
-
-def _ints(op: Any, *numbers: int) -> Any:
-    return op.Constant(value=ir.tensor(np.array(numbers, np.int64)))
-
-
-def _int(op: Any, number: int) -> Any:
-    return op.Constant(value=ir.tensor(np.array(number, np.int64)))
-
-
-def _number(op: Any, number: float, dtype: ir.DataType) -> Any:
-    return op.Constant(value=ir.tensor(np.array(number, dtype.numpy())))
+def _constant(op: Any, numbers: Any, dtype: ir.DataType = ir.DataType.INT64) -> Any:
+    return op.Constant(value=ir.tensor(np.array(numbers, dtype.numpy())))

@@ -12,8 +12,9 @@ import onnx_ir as ir
 
 from ortplugins.errors import ModelFileError, QuantizationError
 from ortplugins.model_io.loading import lift_constants
+from ortplugins.quantization.checkpoints.checkpoint import Checkpoint
 from ortplugins.quantization.checkpoints.imatrix import Imatrix
-from ortplugins.quantization.checkpoints.layers import Checkpoint, Layer
+from ortplugins.quantization.checkpoints.layers import Layer
 from ortplugins.quantization.coverage import Coverage, coverage, float_weights
 from ortplugins.quantization.encoders import INTEGER_PRODUCTS
 from ortplugins.quantization.experts.unroll import Experts, unroll_mixtures
@@ -75,12 +76,12 @@ def plan_weights(
     except ValueError as error:
         raise ModelFileError(str(error)) from None
     lift_constants(model)
-    if checkpoint is not None:
-        checkpoint.put_floats(model)
     reasons: dict[str, str] = {}
     if experts is None:
-        experts, reasons = unroll_mixtures(model, recipe, from_floats=checkpoint is None)
-    members = {name for each in experts for name in each.products}
+        experts, reasons = unroll_mixtures(model, recipe, checkpoint)
+        if checkpoint is not None:
+            checkpoint.put_floats(model)
+    members = {name for each in experts for names in each.products for name in names}
     found = list(find_uses(model, recipe.op_types))
     uses = [use for _, use in found if isinstance(use, WeightUse)]
     labels = [label(node) for node, _ in found]

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import threadpoolctl
 
 from ortplugins.errors import QuantizationError
-from ortplugins.quantization.checkpoints.layers import Layer, LayerCodes
+from ortplugins.quantization.checkpoints.layers import Layer, LayerCodes, check_columns
 from ortplugins.quantization.methods.awq import search_clip, search_scales
 from ortplugins.quantization.methods.gptq import Gptq
 from ortplugins.quantization.methods.nearest import Floats, quantize_blocks, search_blocks
@@ -172,6 +172,8 @@ def _quantize(weight: Weight, group: Group, inputs: _Inputs, recipe: Recipe) -> 
             found = _codes(floats, scaled, weight, group, inputs, recipe)
         writer.write(columns, found)
         difference = found.dequantized(weight.form)
+        if weight.layer is not None:
+            check_columns(weight.layer.name, difference, floats, columns.start)
         difference -= scaled
         # A choice between forms rests on the error, so on all tokens.
         return _squares(floats, scaled, difference, inputs, group.undecided)

@@ -79,7 +79,7 @@ def quantize_graph(
     weights are rounded to nearest.
     """
     if recipe.for_integers:
-        plan = quantize_products(plan, recipe, calibration)
+        quantize_products(plan, recipe, calibration)
         return _with_caches(plan, recipe, calibration)
     run = _Run(plan, recipe, scratch, calibration, folder, executor, max_memory)
     at_once, in_order = _schedule(plan, recipe, calibration)
