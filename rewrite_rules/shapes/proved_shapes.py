@@ -113,6 +113,11 @@ class ProvedShapes(Facts):
             return None
         return tuple(size for size, _ in shape)
 
+    def is_given(self, dim: Dim) -> bool:
+        """Whether a size is a number, or that of inputs, also by broadcasting."""
+        parts = self.unknowns.broadcast_parts(dim)
+        return all(unknown <= self._given for part in parts for unknown in part[1])
+
     def count(self, value: ir.Value) -> Dim:
         shape = self.shape(value)
         if shape not in self._counts:
@@ -139,6 +144,8 @@ class ProvedShapes(Facts):
         self._opsets[graph] = opsets
         for value in graph.inputs:
             self._define(value, self._declared(value, main), self.unknowns.count)
+        if main:
+            self._given = self.unknowns.count
 
     def _reach(self, value: ir.Value) -> bool:
         """Visit what a value is computed from; return whether its shape is noted then."""

@@ -322,6 +322,11 @@ _REFUSALS: tuple[tuple[Callable[[FuseAttention, Attention], bool], str], ...] = 
         lambda rule, found: not (found.cached or found.is_plain),
         "its scores are capped, or have sinks, without a cache",
     ),
+    (lambda rule, found: found.never_fits, "its sizes are known not to fit each other"),
+    (
+        lambda rule, found: found.stretches,
+        "a value may stand for several keys, of any number",
+    ),
     (
         lambda rule, found: not found.cached and found.read_keys.merge is not None,
         "the batch of its heads is not known to be their own",

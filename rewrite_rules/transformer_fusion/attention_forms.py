@@ -19,6 +19,7 @@ from rewrite_rules.transformer_fusion.head_layout import (
     is_transposed_heads,
     read_split,
     rows,
+    rows_are,
     same_tokens,
     token_dims,
     unproved_splits,
@@ -89,9 +90,35 @@ class Attention:
     @property
     def key_count(self) -> Dim:
         """T."""
-        dims = self.facts.dims(self.keys)
+        return self._length(self.read_keys)
+
+    def _length(self, heads: RepeatedHeads) -> Dim:
+        dims = self.facts.dims(heads.source)
         assert dims is not None
-        return dims[self.read_keys.length_axis]
+        return dims[heads.length_axis]
+
+    @property
+    def stretches(self) -> bool:
+        """Whether a value may stand for several keys that kernels want a value each for."""
+        differ = self.cached or self._length(self.read_values) != self.key_count
+        return self.read_values.stretched and differ
+
+    @property
+    def never_fits(self) -> bool:
+        """Whether sizes that kernels want to be the same are known to differ."""
+        both = (self.same_tokens(heads)[: 1 + self.cached] for heads in self.both)
+        if any(False in same for same in both):
+            return True
+        wanted, one = (*self.tokens, self.key_count), (1, ())
+        for mask in () if self.cached else self.masks:
+            dims = self.layout.dims(self.facts.dims(mask.value) or (), mask.value.name)
+            pairs = zip((dims[0], *dims[2:]), wanted, strict=True)
+            if any(
+                None not in map(number, pair) and pair[0] not in (one, pair[1])
+                for pair in pairs
+            ):
+                return True
+        return False
 
     @property
     def one_batch(self) -> bool:
@@ -100,8 +127,11 @@ class Attention:
 
     @property
     def keeps_tokens(self) -> bool:
-        """Whether the result has a row for each query; a mask that has more is an error."""
-        return self.one_batch and (self.mask is None or number(self.tokens[1]) != 1)
+        """Whether the result has B and S of the queries; a mask that has more is an error."""
+        dims = self.facts.dims(self.mask, 4)
+        pairs = [] if dims is None else zip((dims[0], dims[2]), self.tokens, strict=True)
+        stay = all(rows_are(size, own, self.facts) for size, own in pairs)
+        return self.one_batch and stay and (self.mask is None or dims is not None)
 
     @property
     def appends_tokens(self) -> bool:
@@ -151,8 +181,8 @@ class Attention:
         assert source is not None
         return source
 
-    def same_tokens(self, heads: RepeatedHeads) -> tuple[bool, bool]:
-        """Whether keys or values are proved to have B and S of the queries."""
+    def same_tokens(self, heads: RepeatedHeads) -> tuple[bool | None, bool | None]:
+        """Whether keys or values have B and S of the queries; None for what a run says."""
         return same_tokens(self.query, self.new(heads), self.facts)
 
     @property
@@ -206,7 +236,7 @@ class Attention:
         held, values = (self._cache(op, each) for each in self.both)
         if heads == groups:
             weights = self._weights(op, self._scores(op, query, held), self.mask, self.sinks)
-            mixed = op.MatMul(weights, values)
+            mixed = op.MatMul(weights, self._stretched(op, values, weights))
             return self._results(self._merged(op, mixed, query), held, values)
         repeats = ints(op, heads // groups)
 
@@ -222,7 +252,8 @@ class Attention:
         # A mask may have more rows or columns, where there is one token or key.
         tokens, keys = (op.Shape(weights, start=axis, end=axis + 1) for axis in (2, 3))
         grouped = reshape(weights, groups, op.Mul(tokens, repeats), keys)
-        mixed = reshape(op.MatMul(grouped, values), heads, tokens, self.size)
+        mixed = op.MatMul(grouped, self._stretched(op, values, weights))
+        mixed = reshape(mixed, heads, tokens, self.size)
         return self._results(self._merged(op, mixed, query), held, values)
 
     def by_kernel(
@@ -301,6 +332,12 @@ class Attention:
 
     def _results(self, mixed: Any, keys: Any, values: Any) -> list[Any]:
         return [mixed, keys, values] if self.joins else [mixed]
+
+    def _stretched(self, op: Any, values: Any, weights: Any) -> Any:
+        """Emit a value for each weight, where one may stand for all of them."""
+        if not self.read_values.stretched:
+            return values
+        return op.Expand(values, ints(op, op.Shape(weights, start=-1), 1))
 
     def _stored(self, op: Any, heads: RepeatedHeads) -> Any:
         """Emit ``[B, G, T, D]`` of keys or values, or take them as they are."""

@@ -6,12 +6,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import onnx_ir as ir
 
 from rewrite_rules.graph.nodes import made_by
+from rewrite_rules.graph.parameters import constant
 from rewrite_rules.shapes.dimensions import Dim, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
@@ -63,8 +64,10 @@ def token_dims(heads: ir.Value, facts: ProvedShapes) -> tuple[Dim, Dim] | None:
     return None if dims is None else (dims[0], dims[length])
 
 
-def same_tokens(one: ir.Value, other: ir.Value, facts: ProvedShapes) -> tuple[bool, bool]:
-    """Whether B and S of two ``[B, H, S, D]`` are proved to be the same.
+def same_tokens(
+    one: ir.Value, other: ir.Value, facts: ProvedShapes
+) -> tuple[bool | None, bool | None]:
+    """Whether B and S of two ``[B, H, S, D]`` are the same; None for what a run says.
 
     Either as they are, or as what is split into heads: a run in which these differ splits
     other heads, and fails.
@@ -73,8 +76,23 @@ def same_tokens(one: ir.Value, other: ir.Value, facts: ProvedShapes) -> tuple[bo
     pairs = [[None if each is None else (each[0], each[2]) for each in dims]]
     pairs.append([token_dims(heads, facts) for heads in (one, other)])
     known = [(a, b) for a, b in pairs if a is not None and b is not None]
-    same = [any(a[axis] == b[axis] for a, b in known) for axis in (0, 1)]
-    return same[0], same[1]
+    batch, length = ([(a[axis], b[axis]) for a, b in known] for axis in (0, 1))
+    return _same(batch), _same(length)
+
+
+def _same(pairs: Sequence[tuple[Dim, Dim]]) -> bool | None:
+    if any(a == b for a, b in pairs):
+        return True
+    return False if any(None not in map(number, pair) for pair in pairs) else None
+
+
+def rows_are(size: Dim, own: Dim, facts: ProvedShapes) -> bool:
+    """Whether what broadcasts to texts or tokens leaves them as many as they are.
+
+    It does in each run whose inputs have one batch and length: others may be an error. Of what
+    the graph itself cuts, one text for instance, it may make more.
+    """
+    return size in ((1, ()), own) or (number(own) != 1 and facts.is_given(own))
 
 
 def tokens_of(heads: ir.Value, facts: ProvedShapes) -> tuple[ir.Value, int]:
@@ -104,9 +122,23 @@ def rows(
     else:
         found = read_split(split, facts)
         if found is not None and not found.packed and (asked or not found.unproved):
-            return found.source
+            split = found.source
+            if not asked or _is_inferred(split, facts):
+                return split
     made: ir.Value = op.Reshape(split, ints(op, 0, 0, width))
     return made
+
+
+def _is_inferred(value: ir.Value, facts: ProvedShapes) -> bool:
+    """Whether onnxruntime infers the last axis; of other values, Attention has heads of 0.
+
+    It reads that of an operand, but not sizes that nodes compute.
+    """
+    node, dims = value.producer(), facts.dims(value)
+    if node is None or node.domain:
+        return True
+    constants = [each for each in node.inputs if constant(each) is not None]
+    return dims is not None and any((facts.dims(c) or ())[-1:] == dims[-1:] for c in constants)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -376,7 +376,7 @@ def _multiply(node: ir.Node, facts: ProvedShapes, remarks: Remarks) -> Sequence[
 
 
 def _product_of(op: Any, node: ir.Node, facts: ProvedShapes) -> ir.Value | None:
-    """Emit the MatMul of an Einsum: the axis that is summed has one size in both factors."""
+    """Emit the MatMul of an Einsum; the axis that is summed has one size in both factors."""
     text = node.attributes.get_string("equation", "").replace(" ", "")
     sides, _, result = text.partition("->")
     terms = list(zip(sides.split(","), node.inputs, strict=False))
@@ -390,14 +390,13 @@ def _product_of(op: Any, node: ir.Node, facts: ProvedShapes) -> ir.Value | None:
     orders = [*batch, *own[:1], *summed], [*batch, *summed, *own[1:]]
     if len(own) != 2 or len(summed) != 1:
         return None
-    made, sizes = list[Any](), list[set[Dim]]()
+    made, sizes = list[Any](), list[Dim]()
     are_mixed = any(made_by(value, "Softmax") is not None for value in node.inputs)
     for (term, value), order in zip(terms, orders, strict=True):
         dims = facts.dims(value, len(term))
         if dims is None or sorted(term) != sorted(order) or len({*term}) < len(term):
             return None
-        # A mask may be as long as the keys: if it is longer than one, the product fails.
-        sizes.append({*facts.unknowns.broadcast_parts(dims[term.index(summed[0])])})
+        sizes.append(dims[term.index(summed[0])])
         axes: Sequence[str] = term
         if (
             order[-1] in own and not are_mixed
@@ -405,8 +404,11 @@ def _product_of(op: Any, node: ir.Node, facts: ProvedShapes) -> ir.Value | None:
             axes = [*batch, *own[1:], *summed]
             value = _transposed(op, value, term, axes)
         made.append(_transposed(op, value, axes, order))
-    if not set.intersection(*sizes):
+    weights, values = sizes
+    if values not in (weights, *facts.unknowns.broadcast_parts(weights)):
         return None
+    if values != weights:  # of one key, an Einsum repeats what a mask makes more weights for
+        made[1] = op.Expand(made[1], ints(op, op.Shape(made[0], start=-1), 1))
     product = op.MatMul(*made, _name=node.name)
     axes = [*batch, *own]
     if [*result] != axes and len(axes) == _RANK:  # tokens in front of heads first

@@ -28,6 +28,7 @@ from rewrite_rules.transformer_fusion.masks import (
 )
 from rewrite_rules.transformer_fusion.repeated_heads import (
     RepeatedHeads,
+    before_stretch,
     before_unsqueeze,
     read_repeated_heads,
 )
@@ -140,11 +141,11 @@ def _heads(
 ) -> tuple[RepeatedHeads, bool]:
     """Read the heads of an operand, and whether they have an axis to be repeated on."""
     assert operand is not None
-    source = before_unsqueeze(operand, facts)
-    heads = read_repeated_heads(source or operand, facts, once=True)
+    once, source = before_stretch(operand, facts), before_unsqueeze(operand, facts)
+    heads = read_repeated_heads(once or source or operand, facts, once=True)
     if heads is None:
         raise Refusal(f"{what} {operand.name!r} are not known to be [B, H, T, D]")
-    return heads, source is not None
+    return dataclasses.replace(heads, stretched=once is not None), source is not None
 
 
 def _are_read_elsewhere(parts: _Parts) -> bool:
@@ -152,12 +153,15 @@ def _are_read_elsewhere(parts: _Parts) -> bool:
     match = parts.match
     weights = producer(match.mixed).inputs[0]
     assert weights is not None
-    reads = [(weights, 1), (match.softmax, 1 + match.guarded)]
-    reads += [(value, 1) for value in parts.scores.steps]
+    # What repeats a value asks how many weights there are.
+    reads = {match.softmax: 1 + match.guarded, weights: 1 + parts.values.stretched}
+    reads |= dict.fromkeys(parts.scores.steps, 1)
     # Of the result, sizes are read to lay it out.
     sizes = sum(map(_gives_sizes, match.mixed.consumers()))
-    reads.append((match.mixed, 1 + sizes))
-    return any(value.is_graph_output() or len(value.uses()) > count for value, count in reads)
+    reads[match.mixed] = 1 + sizes
+    return any(
+        value.is_graph_output() or len(value.uses()) > count for value, count in reads.items()
+    )
 
 
 def _gives_sizes(node: ir.Node) -> bool:

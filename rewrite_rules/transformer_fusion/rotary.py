@@ -39,6 +39,7 @@ from rewrite_rules.transformer_fusion.head_layout import (
     is_transposed_heads,
     read_split,
     rows,
+    rows_are,
     token_dims,
     unsplit,
 )
@@ -98,6 +99,13 @@ class Rotary(RewriteRuleClassBase):
             return None
         if self._facts.dims(cos) != self._facts.dims(sin):
             raise Refusal("cos and sin are not known to have one shape")
+        dims, tokens = self._facts.dims(cos, 4), token_dims(x, self._facts)
+        if (
+            dims is None
+            or tokens is None
+            or not all(map(rows_are, (dims[0], dims[2]), tokens, [self._facts] * 2))
+        ):
+            raise Refusal("cos and sin may have more rows than there are tokens")
         if len(parts) == 1:
             self._check_tables(cos, sin, *kind)
         return _Rotation(x, size, kind[0], width == size)

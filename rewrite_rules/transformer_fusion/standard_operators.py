@@ -9,9 +9,9 @@
         -> QuickGelu(x)
 
 onnxruntime runs the functions that define them: LinearAttention is a Scan over tokens. The
-first two have the same inputs, outputs and attributes under both names. The kernel reads decay
-and beta without a look at their batch and length: unless these are proved, a Reshape to them
-stands in front, as in the function.
+first two have the same inputs, outputs and attributes under both names. The kernel of
+LinearAttention reads decay and beta without a look at their batch and length: unless these are
+proved, a Reshape to them stands in front, as in the function.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rewrite_rules.transformer_fusion.head_layout import ints
 _MICROSOFT = "com.microsoft"
 # Opsets up to which the operators are known, and the first onnxruntime that was looked at.
 _OPSET, _VERSION = 28, (1, 32)
-_DECAY_AND_BETA = (4, 5)
+_DECAY_AND_BETA, _PAST = (4, 5), 3
 # The kernel takes .1 of the nodes' time for one token, .3 for 4, .8 for 16 and 3.2 for 256.
 _FEW_TOKENS = 8
 
@@ -102,7 +102,12 @@ def _attention(node: ir.Node, shapes: ProvedShapes) -> None:
 
 
 def _convolution(node: ir.Node, shapes: ProvedShapes) -> None:
-    dims = shapes.dims(node.inputs[0], 3)
+    dims, past, weight = (shapes.dims(input_of(node, index), 3) for index in (0, _PAST, 1))
+    if input_of(node, _PAST) is not None:
+        # Nodes take one of any length, the kernel a token less than its weights have.
+        held, kernel = (None if each is None else number(each[2]) for each in (past, weight))
+        if held is None or kernel != held + 1:
+            raise Refusal("the length of its past is not known to fit its weights")
     length = None if dims is None else number(dims[2])
     if length is not None and length > _FEW_TOKENS:
         raise Refusal(f"nodes are faster for {length} tokens")

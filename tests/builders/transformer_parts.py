@@ -206,10 +206,15 @@ def linear_attention(
 
 
 def causal_convolution(
-    inputs: str = "x, w, b, past", *, kernel: int = 4, tokens: str = "L", activation: str = ""
+    inputs: str = "x, w, b, past",
+    *,
+    kernel: int = 4,
+    tokens: str = "L",
+    activation: str = "",
+    change: tuple[str, str] = ("", ""),
 ) -> onnx.ModelProto:
     text = f"""m (float[B, 6, {tokens}] x, float[B, 6, {kernel - 1}] past)
         => (float[B, 6, {tokens}] y, float[B, 6, {kernel - 1}] present) {{
         y, present = CausalConvWithState{activation}({inputs}) }}"""
     weights = {"w": normal(6, 1, kernel), "b": normal(6)}
-    return proto_of(text, weights, opset=27, ir_version=13)
+    return proto_of(text.replace(*change), weights, opset=27, ir_version=13)

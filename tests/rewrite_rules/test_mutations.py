@@ -32,6 +32,12 @@ def test_mutants_keep_their_numbers(part: int):
     assert counts["refused"] > 5
 
 
+def test_keys_of_one_text_are_not_rotated_for_all():
+    """The kernel wants positions of as many texts; what is not rotated by it is right."""
+    name = Name("gptneox-torchscript-eager", "one row for the batch", 857470402)
+    assert judge(name).kind == "right"
+
+
 def test_a_wrong_rewrite_is_found(monkeypatch: pytest.MonkeyPatch):
     """With trials it may be withdrawn, which is counted apart."""
     mutants = [Name("norm", "a node doubled", seed) for seed in range(3)]

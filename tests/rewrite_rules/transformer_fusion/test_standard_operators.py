@@ -156,6 +156,15 @@ STAYS = {
         causal_convolution(tokens="9"),
         "CausalConvWithState: nodes are faster for 9",
     ),
+    # The nodes take a past of any length.
+    "a past of another length": (
+        causal_convolution(change=("6, 3] past", "6, 2] past")),
+        "CausalConvWithState: the length of its past is not known",
+    ),
+    "a past of any length": (
+        causal_convolution(change=("6, 3] past", "6, P] past"), tokens="1"),
+        "CausalConvWithState: the length of its past is not known",
+    ),
     "float16": (
         linear_attention(
             change=("q = MatMul(x, wq)", "q_wide = MatMul(x, wq) q = Cast<to=10>(q_wide)")
