@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: MIT
 """Forms of attention without a cache, as text; beside each, what looks like it."""
 
-import collections
 import re
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
 
+from .text_cases import text_cases
 from .text_models import normal, proto_of
 
 _CONSTANTS = {
@@ -37,39 +36,12 @@ _CONSTANTS = {
     "tiny": np.float32(1e-35),
     "lowest": np.float32(np.finfo(np.float32).min),
 }
-
-
-class Case(NamedTuple):
-    """Inputs beside x and t, nodes, and what becomes of it: ``fused`` or a refusal."""
-
-    inputs: str
-    nodes: str
-    outcome: str
-
-
-def _cases() -> dict[str, Case]:
-    texts, name = collections.defaultdict[str, str](str), ""
-    for line in Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines():
-        if line.startswith("    "):
-            texts[name] += line + "\n"
-        elif not line.startswith("#"):
-            name = line
-    found = {}
-    for line, nodes in texts.items():
-        if line.count("|") == 2:
-            while "@" in nodes:
-                nodes = re.sub(r"@\w+", lambda snippet: texts[snippet[0]], nodes)
-            name, inputs, outcome = map(str.strip, line.split("|"))
-            found[name] = Case(inputs, nodes, outcome)
-    return found
-
-
-FORMS = _cases()
+FORMS = text_cases(Path(__file__).with_suffix(".txt"))
 
 
 def form(name: str) -> onnx.ModelProto:
     """Return the model of one of :data:`FORMS`."""
-    inputs, nodes, _ = FORMS[name]
+    nodes, inputs = FORMS[name].nodes, FORMS[name].settings.get("inputs")
     more = f", {inputs}" if inputs else ""
     text = f"""g (float[batch, rows, 32] x, float[batch, columns, 32] t{more})
         => (float[a, b, c] y) {{ {nodes} }}"""

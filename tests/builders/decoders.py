@@ -2,6 +2,7 @@
 """Small decoders with a cache, written as exporters write them."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -10,6 +11,7 @@ import numpy.typing as npt
 import onnx
 import onnx.parser
 
+from .text_cases import text_cases
 from .text_models import add_weights
 
 VOCABULARY, PLACES, HEADS, HEAD_SIZE = 48, 40, 2, 8
@@ -62,65 +64,7 @@ g (int64[batch_size, sequence_length] input_ids, int32[batch_size] seqlens_k,
     logits = MatMul(o, head)
 }}"""
 
-# Four query heads share two of keys; the cache holds a token for each position before.
-_GROUPED = f"""<ir_version: 10, opset_import: ["": 21]>
-g (int64[B, S] input_ids, int64[B, S] position_ids,
-   float[B, {HEADS}, P, {HEAD_SIZE}] past_key_values_0_key,
-   float[B, {HEADS}, P, {HEAD_SIZE}] past_key_values_0_value)
-=> (float[B, S, {VOCABULARY}] logits, float[B, {HEADS}, T, {HEAD_SIZE}] present_0_key,
-    float[B, {HEADS}, T, {HEAD_SIZE}] present_0_value)
-<int64[4] split = {{{{0, 0, -1, {HEAD_SIZE}}}}},
- int64[4] heads = {{{{0, 4, -1, {HEAD_SIZE}}}}},
- int64[3] merge = {{{{0, 0, {4 * HEAD_SIZE}}}}},
- float scale = {{{{0.25}}}}, float no = {{{{-1e9}}}}, float yes = {{{{0}}}},
- int64 zero = {{{{0}}}}, int64 one = {{{{1}}}}, int64[1] two = {{{{2}}}},
- {{sizes}}> {{{{
-    x = Gather(table, input_ids)
-    q2 = MatMul(x, wq)  q3 = Reshape(q2, split)  q = Transpose <perm = [0, 2, 1, 3]> (q3)
-    k2 = MatMul(x, wk)  k3 = Reshape(k2, split)  k = Transpose <perm = [0, 2, 1, 3]> (k3)
-    v2 = MatMul(x, wv)  v3 = Reshape(v2, split)  v = Transpose <perm = [0, 2, 1, 3]> (v3)
-    present_0_key = Concat <axis = 2> (past_key_values_0_key, k)
-    present_0_value = Concat <axis = 2> (past_key_values_0_value, v)
-    past = Shape <start = 2, end = 3> (past_key_values_0_key)
-    new = Shape <start = 1> (input_ids)
-    length = Add(past, new)
-    count = Squeeze(length)
-    places = Range(zero, count, one)
-    kt = Transpose <perm = [0, 1, 3, 2]> (present_0_key)
-    groups = Reshape(q, sizes)
-    {{rows}}
-    later = Greater(places, rows)
-    mask = Where(later, no, yes)
-    product = MatMul(groups, {{keys}})
-    scaled = Mul(product, scale)
-    masked = Add(scaled, mask)
-    share = Softmax <axis = -1> (masked)
-    mixed = MatMul(share, {{values}})
-    each = Reshape(mixed, heads)
-    o3 = Transpose <perm = [0, 2, 1, 3]> (each)
-    o = Reshape(o3, merge)
-    logits = MatMul(o, head)
-}}}}"""
-# Query heads on an axis of their own, and as rows of one matrix.
-_LAYOUTS = {
-    "grouped on an axis": {
-        "sizes": f"int64[5] sizes = {{0, 2, 2, -1, {HEAD_SIZE}}}, int64[3] axes = {{1, 2, 4}}",
-        "rows": """keys = Unsqueeze(kt, two)  values = Unsqueeze(present_0_value, two)
-    rows = Unsqueeze(position_ids, axes)""",
-        "keys": "keys",
-        "values": "values",
-    },
-    "grouped in rows": {
-        "sizes": f"int64[4] sizes = {{0, 2, -1, {HEAD_SIZE}}}, int64[2] axes = {{1, 3}}",
-        "rows": """twice = Concat <axis = 1> (position_ids, position_ids)
-    rows = Unsqueeze(twice, axes)""",
-        "keys": "kt",
-        "values": "present_0_value",
-    },
-}
-FORMS = {"torch": _TORCH, "genai": _GENAI} | {
-    name: _GROUPED.format(**layout) for name, layout in _LAYOUTS.items()
-}
+FORMS = {"torch": _TORCH, "genai": _GENAI}
 
 
 def decoder(form: str) -> onnx.ModelProto:
@@ -129,8 +73,6 @@ def decoder(form: str) -> onnx.ModelProto:
     rng = np.random.default_rng(0)
     shapes = {"table": (VOCABULARY, WIDTH), "head": (WIDTH, VOCABULARY)}
     shapes |= dict.fromkeys(("wq", "wk", "wv"), (WIDTH, WIDTH))
-    if form.startswith("grouped"):
-        shapes |= {"wq": (WIDTH, 4 * HEAD_SIZE), "head": (4 * HEAD_SIZE, VOCABULARY)}
     if form == "torch":
         shapes["places"] = (PLACES, WIDTH)
     weights = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
@@ -156,8 +98,8 @@ H, G, TOKENS, POSITIONS = 4, 2, 40, 48
 
 _TEXT = """<ir_version: 10, opset_import: ["": 21]>
 decoder (int64[B, S] input_ids, int64[B, T] attention_mask,
-         float[B, {g}, P, {d}] past_key, float[B, {g}, P, {d}] past_value)
-    => (float[B, S, {w}] y, float[B, {g}, U, {d}] key, float[B, {g}, U, {d}] value)
+         float[B, {g}, P, {d}] past_key, float[B, {g}, P, {d}] past_value{inputs})
+    => ({outputs}float[B, S, {w}] y, float[B, {g}, U, {d}] key, float[B, {g}, U, {d}] value)
 <int64[4] q_sizes = {{0, 0, {h}, {d}}}, int64[4] k_sizes = {{0, 0, {g}, {d}}},
  int64[3] flat = {{0, 0, {w}}}, int64[{h}] shared = {{0, 0, 1, 1}}, int64[1] last = {{-1}},
  int64[1] one_axis = {{1}}, int64[2] two_axes = {{1, 2}}, int64[2] first_axes = {{0, 1}},
@@ -192,15 +134,14 @@ decoder (int64[B, S] input_ids, int64[B, T] attention_mask,
     real = Cast<to = 9>(attention_mask)
     real_columns = Unsqueeze(real, two_axes)
     seen = And(real_columns, before)
-    {mask}
+    bias = Where(seen, nothing, lowest)
+    masked = Add(scaled, bias)
     weights = Softmax<axis = -1>(masked)
     mixed = MatMul(weights, v_all)
     merged = Transpose<perm = [0, 2, 1, 3]>(mixed)
     y_rows = Reshape(merged, flat)
     y = MatMul(y_rows, o_weight)
 }}"""
-ADDED = """bias = Where(seen, nothing, lowest)
-    masked = Add(scaled, bias)"""
 UNTURNED = """q_turned = Identity(q)
     k_turned = Identity(k)"""
 # Halves that are turned one by one, as gpt-oss does it.
@@ -240,27 +181,89 @@ SIGNED = """cos_half = Gather(cos_table, positions)
 
 
 # Of a small decoder: what its cache becomes where there is none.
-UNCACHED = (
-    ("past = Shape<start = 2, end = 3>(past_key)", "past = Sub(one_axis, one_axis)"),
-    ("Concat<axis = 2>(past_key, k_turned)", "Identity(k_turned)"),
-    ("Concat<axis = 2>(past_value, v)", "Identity(v)"),
-)
+UNCACHED = """past = Sub(one_axis, one_axis)
+    key = Identity(k_turned)
+    value = Identity(v)"""
+
+
+LOWEST = float(np.finfo(np.float32).min)
+# Numbers that changes may read.
+_SPARE: dict[str, Any] = {
+    "begin": [0],
+    "middle": [2],
+    "thirty": [30],
+    "many": [1000],
+    "far_back": [-1000],
+    "any_rows": [0, -1, 32],
+    "any_width": [0, 0, -1],
+    "pair_sizes": [0, 0, 0, 4, 2],
+    "head_sizes": [0, 0, 0, 8],
+    "axis_sizes": [0, 2, 2, -1, 8],
+    "row_sizes": [0, 2, -1, 8],
+    "apart_sizes": [0, 4, -1, 8],
+    "mixed_sizes": [0, -1, 4, 8],
+    "behind_groups": [1, 2, 4],
+    "in_turn": [0, 1, 0, 1],
+    "backwards": [1, 1, 0, 0],
+    "pos_axes": [1, 3],
+    "special": 39,
+    "three": 3,
+    "thirty_tokens": 30,
+    "half": 0.5,
+    "negative": -0.3,
+    "floor": -0.99,
+    "ceiling": 2.5,
+    "tiny": 100 / float(np.finfo(np.float32).max),
+}
+
+
+def _replaced(text: str, nodes: str) -> str:
+    """Put nodes in the place of those that make the same values, new ones before the next."""
+    lines, waiting = text.splitlines(), list[str]()
+    for node in nodes.splitlines():
+        waiting.append(node)
+        made = _made(node)
+        if old := [line for line in lines if made & _made(line)]:
+            at = lines.index(old[0])
+            lines[at : at + 1], waiting = waiting, []
+    assert not waiting, waiting
+    return "\n".join(lines)
+
+
+def _made(line: str) -> set[str]:
+    names, is_node, _ = line.strip().partition(" = ")
+    return set(names.split(", ")) if is_node else set()
 
 
 def small_decoder(
-    *changes: tuple[str, str],
-    mask: str = ADDED,
+    *changes: tuple[str, str] | str,
     rotary: str = UNTURNED,
+    inputs: str = "",
+    outputs: str = "",
     size: int = 8,
-    lowest: float = float(np.finfo(np.float32).min),
+    lowest: float = LOWEST,
 ) -> onnx.ModelProto:
-    """Return the decoder of exported ones' inputs, with parts of its text exchanged."""
+    """Return the decoder of exported ones' inputs, and more, with parts of its text changed.
+
+    A change is a text and what takes its place, or nodes, each on a line, which take the
+    place of those that make the same values.
+    """
     width = H * size
-    text = _TEXT.format(h=H, g=G, d=size, w=width, mask=mask, rotary=rotary)
-    for old, new in changes:
-        assert old in text, old
-        text = text.replace(old, new)
+    ends = {"inputs": inputs and f", {inputs}", "outputs": outputs and f"{outputs}, "}
+    text = _TEXT.format(h=H, g=G, d=size, w=width, rotary=rotary, **ends)
+    for change in changes:
+        if isinstance(change, str):
+            text = _replaced(text, change)
+            continue
+        assert change[0] in text, change
+        text = text.replace(*change)
     model = onnx.parser.parse_model(text)
+    read = {value.name for value in model.graph.output}
+    for node in reversed(list(model.graph.node)):
+        if read.isdisjoint(node.output) and str in map(type, changes):
+            model.graph.node.remove(node)
+        else:
+            read.update(node.input)
     rng = np.random.default_rng(4)
     angles = np.outer(np.arange(POSITIONS), 0.5 ** np.arange(size // 2))
     constants: dict[str, Any] = {
@@ -275,10 +278,33 @@ def small_decoder(
         "scale": np.float32(0.3),
         "nothing": np.float32(0),
         "lowest": np.float32(lowest),
+        **{name: number for name, number in _SPARE.items() if name in read},
     }
     dtype = ml_dtypes.bfloat16 if "bfloat16" in text else np.float32
     dtype = np.float16 if " float16" in text else dtype
+    arrays = {name: np.asarray(given) for name, given in constants.items()}
     with np.errstate(over="ignore"):
-        tensors = {name: array.astype(dtype) for name, array in constants.items()}
+        tensors = {k: a.astype(dtype) if a.dtype.kind == "f" else a for k, a in arrays.items()}
     add_weights(model.graph, tensors)
+    return model
+
+
+ROTARIES = {"UNTURNED": UNTURNED, "HALVES": HALVES, "SIGNED": SIGNED}
+CASES = text_cases(Path(__file__).with_suffix(".txt"))
+
+
+def changed(name: str) -> onnx.ModelProto:
+    """Return the small decoder as one of :data:`CASES` changes it."""
+    given = {**CASES[name].settings}
+    exchanged = ("float[", f"{given.pop('type', 'float')}[")
+    model = small_decoder(
+        CASES[name].nodes,
+        exchanged,
+        rotary=ROTARIES[given.pop("rotary", "UNTURNED")],
+        size=int(given.pop("size", 8)),
+        lowest=float(given.pop("lowest", LOWEST)),
+        **given,
+    )
+    for output in model.graph.output:
+        output.type.tensor_type.ClearField("shape")
     return model

@@ -6,6 +6,7 @@
     a = Conv(x, w)  y = Mul(a, c)     nodes in ONNX's textual syntax
     -> Conv                           expected: what is left, or the codes of refusals
 
+A block whose title is ``@name`` has lines for all cases that have the line ``@name``.
 ``ORTPLUGINS_REWRITE_EXPECTED=1 python -m pytest FILE`` writes what is found into the file, for
 you to read in the diff.
 """
@@ -20,6 +21,7 @@ import ortplugins
 from ortplugins.reasons import code_of
 
 _SETTING = re.compile(r"(\w+): (.+)")
+_SHARED = re.compile(r"^@\w+$", re.MULTILINE)
 _REWRITE = "ORTPLUGINS_REWRITE_EXPECTED"
 
 
@@ -44,9 +46,12 @@ class TextCase(NamedTuple):
 
 def text_cases(path: Path) -> dict[str, TextCase]:
     """Read the cases of a file, by name; they stand apart by an empty line."""
-    cases = {}
+    cases, shared = {}, dict[str, str]()
     for block in path.read_text().strip().split("\n\n"):
-        title, *lines = block.splitlines()
+        title, _, text = block.partition("\n")
+        lines = _SHARED.sub(lambda name: shared[name[0]], text).splitlines()
+        if title.startswith("@"):
+            shared[title] = "\n".join(lines)
         if not title.startswith("# "):  # a comment between cases
             continue
         settings = dict(found.groups() for line in lines if (found := _SETTING.match(line)))

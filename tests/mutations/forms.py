@@ -9,11 +9,11 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 from builders import decoders, encoders, exports, layout_matrix, order_graphs
 from builders.attention_forms import FORMS as ATTENTION_FORMS
 from builders.attention_forms import form, form_feeds
@@ -167,75 +167,70 @@ def _form_feeds(model: onnx.ModelProto, rng: np.random.Generator, index: int) ->
     return form_feeds(model, texts, rows, columns, int(rng.integers(99)))
 
 
-def _proto(model: ir.Model | onnx.ModelProto) -> onnx.ModelProto:
-    return ir.to_proto(model) if isinstance(model, ir.Model) else model
-
-
 TRANSFORMER = (TransformerFusion(),)
 ENCODER = (TrimPadding(), TrimPadding(), TransformerFusion(), ShapeSizeReorder())
 EXACT = (DqMatMulNBitsFusion(accuracy_level=0),)
 
 
 def _exports() -> Iterator[tuple[str, Form]]:
-    for name in exports.DECODERS:
-        passes = (*TRANSFORMER * 4, ShapeSizeReorder())
-        yield name, Form(lambda name=name: exports.exported(name), passes, small=False)
-    for name in exports.ENCODERS:
-        yield name, Form(lambda name=name: exports.exported(name), ENCODER, small=False)
+    for names, passes in (
+        (exports.DECODERS, (*TRANSFORMER * 4, ShapeSizeReorder())),
+        (exports.ENCODERS, ENCODER),
+    ):
+        for name in names:
+            yield name, Form(partial(exports.exported, name), passes, small=False)
 
 
 def _decoders() -> Iterator[tuple[str, Form]]:
-    for rotary in ("UNTURNED", "HALVES", "SIGNED"):
-        for mask in ("ADDED", "WHERE"):
-            texts = {"WHERE": "masked = Where(seen, scaled, lowest)", "ADDED": decoders.ADDED}
-            made = {"rotary": getattr(decoders, rotary), "mask": texts[mask]}
-            name = f"decoder {rotary} {mask}"
-            yield name, Form(lambda made=made: decoders.small_decoder(**made), TRANSFORMER)
-    for layout in decoders.FORMS:
-        if layout != "genai":
-            yield layout, Form(lambda layout=layout: decoders.decoder(layout), TRANSFORMER)
+    where = "masked = Where(seen, scaled, lowest)"
+    masks = {"ADDED": "", "WHERE": where}
+    for rotary, mask in itertools.product(decoders.ROTARIES, masks):
+        rotation = decoders.ROTARIES[rotary]
+        make = partial(decoders.small_decoder, masks[mask], rotary=rotation)
+        yield f"decoder {rotary} {mask}", Form(make, TRANSFORMER)
+    yield "torch", Form(partial(decoders.decoder, "torch"), TRANSFORMER)
+    for layout in ("grouped on an axis", "grouped in rows"):
+        yield layout, Form(partial(decoders.changed, layout), TRANSFORMER)
 
 
 def _small_ones() -> Iterator[tuple[str, Form]]:
-    for mask in ("ADDITIVE", "BOOLEAN"):
-        for head in ("TOKENS", "MEAN", "FIRST"):
-            texts = [getattr(encoders, part) for part in (mask, head)]
-            passes = (
-                TrimPadding(),
-                TrimPadding(),
-                TrimPadding(pack=True),
-                TransformerFusion(),
-            )
-            make = lambda texts=texts: encoders.encoder(texts[0], head=texts[1])  # noqa: E731
-            yield f"encoder {mask} {head}", Form(make, passes)
-    for repeat in REPEATS:
-        for layout in LAYOUTS:
-            make = lambda r=repeat, text=layout: attention(r, text)  # noqa: E731
-            yield f"heads {repeat} {layout}", Form(make, TRANSFORMER, plain_feeds)
+    passes = (TrimPadding(), TrimPadding(), TrimPadding(pack=True), TransformerFusion())
+    for mask, head in itertools.product(("ADDITIVE", "BOOLEAN"), ("TOKENS", "MEAN", "FIRST")):
+        make = partial(encoders.encoder, getattr(encoders, mask), getattr(encoders, head))
+        yield f"encoder {mask} {head}", Form(make, passes)
+    for repeat, layout in itertools.product(REPEATS, LAYOUTS):
+        make = partial(attention, repeat, layout)
+        yield f"heads {repeat} {layout}", Form(make, TRANSFORMER, plain_feeds)
     for name in ATTENTION_FORMS:
-        yield f"form {name}", Form(lambda name=name: form(name), TRANSFORMER, _form_feeds)
-    yield "norm", Form(lambda: norm(("", "")), TRANSFORMER, plain_feeds)
-    yield "gelu", Form(lambda: gelu(("", "")), TRANSFORMER, plain_feeds)
-    yield "recurrence", Form(linear_attention, TRANSFORMER, plain_feeds)
-    yield "recurrence convolved", Form(causal_convolution, TRANSFORMER, plain_feeds)
+        yield f"form {name}", Form(partial(form, name), TRANSFORMER, _form_feeds)
+    for name, make in {
+        "norm": partial(norm, ("", "")),
+        "gelu": partial(gelu, ("", "")),
+        "recurrence": linear_attention,
+        "recurrence convolved": causal_convolution,
+    }.items():
+        yield name, Form(make, TRANSFORMER, plain_feeds)
+
+
+def _case_feeds(
+    case: layout_matrix.LayoutCase,
+    model: onnx.ModelProto,
+    rng: np.random.Generator,
+    index: int,
+) -> Feeds:
+    return {
+        k: v * np.float32(1 + index) if v.dtype == np.float32 else v
+        for k, v in case.feeds.items()
+    }
 
 
 def _weights_and_orders() -> Iterator[tuple[str, Form]]:
     for case in layout_matrix.layout_cases():
         if case.runs and case.expect and case.dtype == np.float32:
-            yield (
-                f"weight {case.name}",
-                Form(
-                    lambda case=case: case.proto,
-                    EXACT,
-                    lambda model, rng, index, case=case: {
-                        k: v * np.float32(1 + index) if v.dtype == np.float32 else v
-                        for k, v in case.feeds.items()
-                    },
-                ),
-            )
+            make = partial(getattr, case, "proto")
+            yield f"weight {case.name}", Form(make, EXACT, partial(_case_feeds, case))
     for seed in range(40):
-        make = lambda seed=seed: order_graphs.random_model(seed, subgraphs=seed % 3)  # noqa: E731
+        make = partial(order_graphs.random_model, seed, subgraphs=seed % 3)
         yield f"order {seed}", Form(make, (ShapeSizeReorder(),), _order_feeds)
 
 

@@ -11,6 +11,7 @@ import onnx
 import onnx.helper
 import onnx.numpy_helper
 import onnx.shape_inference
+import onnx_ir as ir
 
 T = onnx.TensorProto
 FLOAT = T.FLOAT
@@ -93,36 +94,10 @@ class Mutant:
         return True
 
     def sort(self) -> None:
-        """Sort the nodes, by what they read."""
-        waiting, known = list(self.graph.node), {""}
-        known |= {v.name for v in (*self.graph.input, *self.graph.initializer)}
-        done = []
-        while waiting:
-            ready = [n for n in waiting if _read(n) & self._all_made(waiting) <= known]
-            if not ready:
-                raise ValueError("a cycle")
-            done += ready
-            known |= {name for node in ready for name in node.output}
-            names = {id(node) for node in ready}
-            waiting = [node for node in waiting if id(node) not in names]
-        copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in done]
-        del self.graph.node[:]
-        self.graph.node.extend(copies)
-
-    @staticmethod
-    def _all_made(nodes: Iterable[onnx.NodeProto]) -> set[str]:
-        return {name for node in nodes for name in node.output}
-
-
-def _read(node: onnx.NodeProto) -> set[str]:
-    """What a node and its subgraphs read."""
-    names = set(node.input)
-    for attribute in node.attribute:
-        for inner in attribute.g.node if attribute.HasField("g") else ():
-            names |= _read(inner)
-        if attribute.HasField("g"):
-            names |= {value.name for value in attribute.g.output}
-    return names
+        """Sort the nodes, by what they read; ValueError for a cycle."""
+        model = ir.from_proto(self.model)
+        model.graph.sort()
+        self.model.CopyFrom(ir.to_proto(model))
 
 
 # Constants and attributes

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import onnx
-import onnxruntime as ort
+import onnx.parser
 import pytest
 from builders.layout_matrix import pairwise
 from builders.same_numbers import (
@@ -27,6 +27,7 @@ from builders.same_numbers import (
     time_limit,
     wrong_numbers,
 )
+from builders.sessions import options, start
 from builders.text_models import FUNCTIONS, model_of_nodes, text_model
 from onnx import helper, numpy_helper
 
@@ -722,42 +723,35 @@ def test_a_damaged_sparse_constant_is_named(tmp_path, places, dims):
         optimised(proto, tmp_path)
 
 
-MAP = onnx.TypeProto()
-MAP.map_type.key_type = T.INT64
-MAP.map_type.value_type.tensor_type.elem_type = T.FLOAT
+# An input, an output and the operator that makes it.
+MAPS = {
+    "output": ("", "seq(map(int64, float)) m", "ZipMap <classlabels_int64s = {}> (r)"),
+    "input": (
+        *(", map(int64, float) record", "float[] m"),
+        "DictVectorizer <int64_vocabulary = {}> (record)",
+    ),
+}
 
 
-@pytest.mark.parametrize("kind", ["output", "input"])
-@pytest.mark.parametrize("passes", ["dq_matmulnbits_fusion", "shape_size_reorder"])
-def test_maps_cost_the_rest_of_the_model_nothing(tmp_path, kind, passes):
+@pytest.mark.parametrize("kind", MAPS)
+@pytest.mark.parametrize(
+    "chosen", [ortplugins.DqMatMulNBitsFusion(accuracy_level=0), ortplugins.ShapeSizeReorder()]
+)
+def test_maps_cost_the_rest_of_the_model_nothing(tmp_path, kind, chosen):
     """Classifiers of scikit-learn end in ZipMap, pipelines begin with DictVectorizer."""
-    more = [tensor("one", [1.0], np.float32)]
-    proto = written(f"{LINEAR}  r = Relu (y)  z = Shape (r)", outputs=["y", "z"],
-                    tensors=[codes(), scales(), *more])  # fmt: skip
-    proto.graph.output[1].ClearField("type")
-    domain, keys = "ai.onnx.ml", list(range(N))
-    proto.opset_import.append(helper.make_opsetid(domain, 3))
-    feeds = {"x": np.ones((3, K), np.float32)}
-    if kind == "output":
-        proto.graph.node.append(
-            helper.make_node("ZipMap", ["r"], ["m"], domain=domain, classlabels_int64s=keys)
-        )
-        kinds = onnx.TypeProto()
-        kinds.sequence_type.elem_type.CopyFrom(MAP)
-        proto.graph.output.append(onnx.ValueInfoProto(name="m", type=kinds))
-    else:
-        proto.graph.node.append(
-            helper.make_node("DictVectorizer", ["record"], ["m"], domain=domain,
-                             int64_vocabulary=keys))  # fmt: skip
-        proto.graph.input.append(onnx.ValueInfoProto(name="record", type=MAP))
-        proto.graph.output.append(helper.make_tensor_value_info("m", T.FLOAT, None))
-        feeds["record"] = {0: 1.0, 2: 5.0}  # type: ignore[assignment]
+    given, made, call = MAPS[kind]
+    proto = onnx.parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["": 21, "ai.onnx.ml": 3]>
+        g (float[rows, {K}] x{given}) => (float[] y, int64[] z, {made}) {{
+            {LINEAR}  r = Relu (y)  z = Shape (r)
+            m = ai.onnx.ml.{call.format([*range(N)])} }}"""
+    )
+    proto.graph.initializer.extend([codes(), scales()])
+    feeds: dict[str, object] = {"x": np.ones((3, K), np.float32)}
+    if given:
+        feeds["record"] = {0: 1.0, 2: 5.0}
     path = saved(proto, tmp_path)
-    options = ort.SessionOptions()
-    options.add_session_config_entry(f"ortplugins.enable_{passes}", "1")
-    options.add_session_config_entry("ortplugins.strict", "1")
-    options.add_session_config_entry("ortplugins.dq_matmulnbits_fusion.accuracy_level", "0")
-    ours = ortplugins.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    ours = start(path, options(chosen, strict=True))
     assert ours.ortplugins_report.fired
     stock = session(str(path))
     assert [(v.name, v.type) for v in ours.get_outputs()] == [

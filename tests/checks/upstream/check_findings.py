@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "onnxruntime-findings.md"
 VERSIONS = ("1.31.1", "1.32.0")
 
 
-@pytest.mark.parametrize("name", [finding.__name__ for finding in FINDINGS])
+@pytest.mark.parametrize("name", FINDINGS)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_defect_is_there(version: str, name: str, capsys: pytest.CaptureFixture[str]):
     assert f"`{name}`" in PAGE.read_text(encoding="utf-8")

@@ -13,7 +13,15 @@ import onnx.numpy_helper
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from builders.decoders import ADDED, HALVES, SIGNED, UNCACHED, UNTURNED, decoder, small_decoder
+from builders.decoders import (
+    HALVES,
+    SIGNED,
+    UNCACHED,
+    UNTURNED,
+    changed,
+    decoder,
+    small_decoder,
+)
 from builders.dequantized_models import assert_same_outputs, run
 from builders.exports import (
     DECODERS,
@@ -118,39 +126,10 @@ def test_quantized_projections_hide_no_types(name: str):
     assert found["SkipSimplifiedLayerNormalization"] == 2 * LAYERS
 
 
-def test_queries_grouped_in_the_graph_are_read():
-    model = decoder("grouped on an axis")
-    result, remarks, _ = fused(model)
-    assert "attention: grouped queries, GroupQueryAttention" in remarks["fired"]
-    assert not remarks["refused"]
-    agrees(model, result, *(one for one in ALL_RUNS if not one.padding))
-
-
-@pytest.mark.parametrize("kv_cache", ["exported", "shared"])
-def test_query_heads_that_are_rows_of_one_head_share_a_cache_or_stay(kv_cache: str):
-    model = decoder("grouped in rows")
-    held = onnx.helper.make_tensor_value_info("attention_mask", onnx.TensorProto.INT64, "bt")
-    model.graph.input.append(held)
-    result, remarks, _ = fused(model, kv_cache=kv_cache)
-    assert not counts(result)["If"]
-    if kv_cache == "exported":
-        assert "without copies: no form is faster" in "".join(remarks["refused"])
-        return
+def test_query_heads_that_are_rows_of_one_head_share_a_cache():
+    result, remarks, _ = fused(changed("grouped in rows"), kv_cache="shared")
     assert remarks["fired"] == ["attention: GroupQueryAttention"]
     assert counts(result)["GroupQueryAttention"] == 1 and not remarks["refused"]
-
-
-def test_grouped_queries_that_stay_are_named():
-    rows = decoder("grouped in rows")
-    (twice,) = (node for node in rows.graph.node if "twice" in node.output)
-    twice.input[1] = "input_ids"  # The second query head of a group sees other tokens
-    moved = decoder("grouped on an axis")
-    (heads,) = (tensor for tensor in moved.graph.initializer if tensor.name == "heads")
-    heads.int64_data[1:3] = -1, 4
-    for model, reason in ((rows, "no form is faster"), (moved, "the result is laid out")):
-        result, remarks, _ = fused(model)
-        assert [reason in text for text in remarks["refused"]] == [True]
-        assert not counts(result)["If"]
 
 
 @pytest.mark.parametrize("name", ["llama-dynamo-sdpa", "llama-torchscript-eager"])
@@ -177,90 +156,39 @@ def test_parts_can_be_switched_off():
     agrees(model, result, Run(2, 3, 4))
 
 
-@pytest.mark.parametrize(
-    ("rotary", "old", "new", "reason"),
-    [
-        # Nothing is negative, in x or in the sines.
-        (
-            *(SIGNED, "minus = Neg(sin_half)", "minus = Identity(sin_half)"),
-            "rotary: the halves of cos or sin",
-        ),
-        (
-            *(SIGNED, "Concat<axis = -1>(q_2, q_1)", "Concat<axis = -1>(q_1, q_2)"),
-            "rotary: what 'q' becomes",
-        ),
-        (HALVES, "q_low = Sub(q_1_cos, q_2_sin)", "q_low = Sub(q_2_sin, q_1_cos)", ""),
-        (HALVES, "q_1, q_2 = Split", "q_2, q_1 = Split", ""),
-        (
-            *(HALVES, "q_turned = Concat<axis = -1>"),
-            *("q_turned = Concat<axis = -1>(q_high, q_low) # ", ""),
-        ),
-        # Pairs, put one behind the other.
-        (
-            *(HALVES, "q_1, q_2 = Split<axis = -1, num_outputs = 2>(q)"),
-            """q_pairs = Reshape(q, pair_sizes)
-            q_swapped = Transpose<perm = [0, 1, 2, 4, 3]>(q_pairs)
-            q_again = Reshape(q_swapped, head_sizes)
-            q_1, q_2 = Split<axis = -1, num_outputs = 2>(q_again)""",
-            "",
-        ),
-    ],
+# A score is hidden by the lowest number in its place, or added to it.
+MASKS = (
+    "",
+    "masked = Where(seen, scaled, lowest)",
+    "unseen = Not(seen)\nmasked = Where(unseen, lowest, scaled)",
 )
-def test_exchanged_halves_that_are_no_rotation(rotary: str, old: str, new: str, reason: str):
-    constants = (
-        "int64 zero = {0}",
-        (
-            "int64 zero = {0}, int64[5] pair_sizes = {0, 0, 0, 4, 2}, "
-            "int64[4] head_sizes = {0, 0, 0, 8}"
-        ),
-    )
-    model = small_decoder((old, new), constants, rotary=rotary)
-    result, remarks, _ = fused(model)
-    assert not reason or any(text.startswith(reason) for text in remarks["refused"])
-    agrees(model, result, Run(2, 5, 7))
-
-
-WHERE = "masked = Where(seen, scaled, lowest)"
-HIDDEN = """unseen = Not(seen)
-    masked = Where(unseen, lowest, scaled)"""
-
-
 # Which keys a token sees, and whether a cache in buffers takes it.
 SEEN = {
-    "earlier ones": (True, ()),
+    "earlier ones": (True, ""),
     "some earlier ones": (
         True,
-        (
-            (
-                "seen = And(real_columns, before)",
-                """past_limit = Sub(rows, reach)
-                near = Greater(columns, past_limit)
-                near_before = And(near, before)
-                seen = And(real_columns, near_before)""",
-            ),
-            ("int64 zero = {0}", "int64 zero = {0}, int64 reach = {3}"),
-        ),
+        """past_limit = Sub(rows, three)
+        near = Greater(columns, past_limit)
+        near_before = And(near, before)
+        seen = And(real_columns, near_before)""",
     ),
-    "padding as well": (True, (("And(real_columns, before)", "Identity(before)"),)),
-    "all": (False, (("LessOrEqual(columns, rows)", "GreaterOrEqual(columns, zero)"),)),
+    "padding as well": (True, "seen = Identity(before)"),
+    "all": (False, "before = GreaterOrEqual(columns, zero)"),
 }
 # What the projection reads: sizes of the result, or of another value.
 MERGED = (
-    ("flat = {0, 0, 32}", "flat = {0, -1, 32}"),
-    ("flat = {0, 0, 32}", "flat = {0, 0, -1}"),
-    (
-        "y_rows = Reshape(merged, flat)",
-        """texts = Shape<start = 0, end = 2>(input_ids)
-        width = Shape<start = 0, end = 1>(o_weight)
-        sizes = Concat<axis = 0>(texts, width)
-        y_rows = Reshape(merged, sizes)""",
-    ),
+    "y_rows = Reshape(merged, any_rows)",
+    "y_rows = Reshape(merged, any_width)",
+    """texts = Shape<start = 0, end = 2>(input_ids)
+    width = Shape<start = 0, end = 1>(o_weight)
+    sizes = Concat<axis = 0>(texts, width)
+    y_rows = Reshape(merged, sizes)""",
 )
 
 
 @settings(max_examples=20, derandomize=True)
 @given(
-    mask=st.sampled_from([ADDED, WHERE, HIDDEN]),
+    mask=st.sampled_from(MASKS),
     lowest=st.sampled_from([float(np.finfo(np.float32).min), -1e38, -np.inf]),
     rotary=st.sampled_from([UNTURNED, HALVES, SIGNED]),
     seen=st.sampled_from(sorted(SEEN)),
@@ -270,9 +198,9 @@ MERGED = (
 )
 def test_any_decoder(mask, lowest, rotary, seen, merged, fixed, kv_cache):
     """Hiding a score by the lowest number is the same as adding that, for instance."""
-    hides_later, changes = SEEN[seen]
+    hides_later, change = SEEN[seen]
     sizes = () if fixed is None else declared(fixed)
-    model = small_decoder(merged, *changes, *sizes, mask=mask, rotary=rotary, lowest=lowest)
+    model = small_decoder(merged, change, mask, *sizes, rotary=rotary, lowest=lowest)
     kv_cache = kv_cache if hides_later else "exported"
     result, remarks, context = fused(model, kv_cache=kv_cache)
     assert not remarks["refused"]
@@ -304,51 +232,12 @@ def test_a_mask_of_two_axes_and_no_cache():
          float[B, 2, P, 8] past_key, float[B, 2, P, 8] past_value"""
     model = small_decoder(
         (fed, ""),
-        *UNCACHED,
-        ("Cast<to = 9>(attention_mask)", "Identity(nothing)"),
-        ("Unsqueeze(real, two_axes)", "Identity(real)"),
-        ("And(real_columns, before)", "Identity(before)"),
+        UNCACHED,
+        "seen = Identity(before)",
     )
     result, remarks, _ = fused(model)
     assert remarks["fired"] == ["attention: Attention, MultiHeadAttention for long texts"]
     agrees(model, result, Run(1, 1, 0), Run(2, 9, 0))
-
-
-# A mask of the caller's own, in place of one that is computed.
-FED = (
-    ("real = Cast<to = 9>(attention_mask)", ""),
-    ("real_columns = Unsqueeze(real, two_axes)", ""),
-    ("seen = And(real_columns, before)", ""),
-)
-# Changes to a decoder, and what the remark on its attention says.
-BAD = {
-    "another number": ((), "masked = Where(seen, scaled, scale)", "Where by 'seen' chooses"),
-    "sinks": (
-        (("Softmax<axis = -1>(masked)", "Softmax<axis = -1>(with_sinks)"),
-         ("MatMul(weights, v_all)", "MatMul(kept, v_all)"),
-         ("mixed =", "kept = Slice(weights, first, end, last)\nmixed ="),
-         ("int64 zero = {0}", "int64 zero = {0}, int64[1] first = {0}, int64[1] end = {-1}")),
-        ADDED + """
-        length_of = Shape(scaled)
-        rest = ConstantOfShape<value = float[1] {0}>(length_of)
-        none = ReduceSum<keepdims = 1>(rest, last)
-        sink = Add(none, sinks)
-        with_sinks = Concat<axis = -1>(masked, sink)""",
-        "is not scaled scores and masks",
-    ),
-    "half": ((("float[", "float16["),), ADDED, "computes in FLOAT16"),
-    "brain float": ((("float[", "bfloat16["),), ADDED, "computes in BFLOAT16"),
-    "scores fetched": ((("=> (", "=> (float[B, 4, S, T] scaled, "),), ADDED, "elsewhere"),
-    "weights fetched": ((("=> (", "=> (float[B, 4, S, T] weights, "),), ADDED, "elsewhere"),
-    "heads fetched": ((("=> (", "=> (float[B, 4, S, 8] mixed, "),), ADDED, "elsewhere"),
-    "masks of any heads": (
-        (("int64[B, T] attention_mask", "float[B, N, S, T] mask"), *FED),
-        "bias = Identity(mask)\nmasked = Add(scaled, bias)",
-        "mask 'bias' may differ from head to head",
-    ),
-    "heads stay": ((("Transpose<perm = [0, 2, 1, 3]>(mixed)", "Relu(mixed)"),), ADDED,
-                   "its result goes to Relu"),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["float", "bool", "int64"])
@@ -371,11 +260,7 @@ def test_a_mask_of_the_caller_may_hide_anything(kind: str, axes: str, laid_out: 
     bias = "Identity(given)" if kind == "float" else "Where(flags, nothing, lowest)"
     model = small_decoder(
         ("int64[B, T] attention_mask", f"{kind}[{axes}] mask"),
-        *FED,
-        mask=f"""given = {laid_out}
-        flags = Cast<to = 9>(given)
-        bias = {bias}
-        masked = Add(scaled, bias)""",
+        f"given = {laid_out}\nflags = Cast<to = 9>(given)\nbias = {bias}",
     )
     result, remarks, context = fused(model)
     assert not remarks["refused"]
@@ -385,11 +270,8 @@ def test_a_mask_of_the_caller_may_hide_anything(kind: str, axes: str, laid_out: 
 
 def test_a_mask_of_more_rows_than_tokens_is_an_error():
     """It would repeat the token."""
-    model = small_decoder(
-        ("int64[B, T] attention_mask", "float[S, T] mask"),
-        *FED,
-        mask="masked = Add(scaled, mask)",
-    )
+    mask = ("int64[B, T] attention_mask", "float[S, T] mask")
+    model = small_decoder(mask, "masked = Add(scaled, mask)")
     result, *_ = fused(model)
     feeds = decoder_feeds(model, Run(1, 1, 7), 1)
     feeds["mask"] = np.random.default_rng(1).standard_normal((2, 8)).astype(np.float32)
@@ -398,19 +280,17 @@ def test_a_mask_of_more_rows_than_tokens_is_an_error():
 
 
 def test_two_attentions_read_one_cache():
-    again = """scores_2 = MatMul(q_2, k_right)
+    model = small_decoder("""q_rows_2 = MatMul(hidden, o_weight)
+    q_split_2 = Reshape(q_rows_2, q_sizes)
+    q_2 = Transpose<perm = [0, 2, 1, 3]>(q_split_2)
+    scores_2 = MatMul(q_2, k_right)
     masked_2 = Add(scores_2, bias)
     weights_2 = Softmax<axis = -1>(masked_2)
     mixed_2 = MatMul(weights_2, v_all)
     merged_2 = Transpose<perm = [0, 2, 1, 3]>(mixed_2)
     rows_2 = Reshape(merged_2, flat)
     both = Add(y_rows, rows_2)
-    y = MatMul(both, o_weight)"""
-    second = """q_rows_2 = MatMul(hidden, o_weight)
-    q_split_2 = Reshape(q_rows_2, q_sizes)
-    q_2 = Transpose<perm = [0, 2, 1, 3]>(q_split_2)
-    past = Shape"""
-    model = small_decoder(("y = MatMul(y_rows, o_weight)", again), ("past = Shape", second))
+    y = MatMul(both, o_weight)""")
     for kv_cache in ("exported", "shared"):
         result, *_ = fused(model, kv_cache=kv_cache)
         assert counts(result)["GroupQueryAttention"] == (2 if kv_cache == "shared" else 4)
@@ -455,11 +335,12 @@ def test_a_merged_decoder_is_right():
 def test_a_loop_of_decoder_steps_is_right():
     """A cache that is carried from step to step: attention stays, by name."""
     step = small_decoder(
-        ("int64[B, T] attention_mask,", ""), *FED, ("Where(seen,", "Where(before,"),
+        ("int64[B, T] attention_mask,", ""),
         ("(float[B, S, 32] y, ", "(bool more, "),
         ("value)\n<", "value, float[B, S, 32] y)\n<"),
-        ("hidden =", "more = Identity(go)\nhidden ="),
-    )  # fmt: skip
+        "bias = Where(before, nothing, lowest)",
+        "more = Identity(go)\nhidden = Gather(table, input_ids)",
+    )
     text = f"""g (int64[B, S] input_ids, {CACHE.format("F", "first")})
         => ({CACHE.format("L", "last")}, float[N, B, S, 32] all_y) <int64 steps = {{3}}> {{
         last_key, last_value, all_y = Loop (steps, , first_key, first_value) <body =
@@ -478,15 +359,6 @@ def test_attention_that_a_builder_fused_is_left():
     assert counts(result)["GroupQueryAttention"] == 1
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_what_stays_is_named(case: str):
-    changes, mask, reason = BAD[case]
-    result, remarks, _ = fused(small_decoder(*changes, mask=mask))
-    (refused,) = [text for text in remarks["refused"] if "attention: " in text]
-    assert reason in refused
-    assert not counts(result)["If"]
-
-
 def test_what_no_run_can_try_rests_on_proofs():
     sizes = (
         ("int64[B, S]", "int64[1, 4]"),
@@ -501,14 +373,6 @@ def test_what_no_run_can_try_rests_on_proofs():
         fused(model, kv_cache="shared")
 
 
-def test_heads_that_no_kernel_takes_are_grouped():
-    model = small_decoder(size=6)
-    result, remarks, _ = fused(model)
-    assert remarks["fired"] == ["attention: grouped queries"]
-    assert not counts(result)["GroupQueryAttention"]
-    agrees(model, result, Run(2, 5, 7), Run(1, 4, 0), Run(2, 1, 3))
-
-
 def test_another_rotation_stays():
     model = exported("llama-dynamo-eager")
     for node in model.graph.node:
@@ -517,59 +381,6 @@ def test_another_rotation_stays():
     result, *_ = fused(model)
     assert not counts(result)["RotaryEmbedding"]
     assert counts(result)["GroupQueryAttention"] == 2 * LAYERS
-
-
-@pytest.mark.parametrize("lowest", [float(np.finfo(np.float32).min), -1e9, -np.inf])
-@pytest.mark.parametrize("changes", [(("LessOrEqual", "Less"),), ()])
-def test_a_token_that_sees_nothing_gets_no_kernel(changes, lowest: float):
-    """Nodes mix all values then, or make NaN; kernels mix none, or earlier ones."""
-    model = small_decoder(*changes, lowest=lowest)
-    result, *_ = fused(model)
-    for sizes in (Run(1, 3, 0), Run(2, 1, 4), Run(2, 3, 4)):
-        feeds = decoder_feeds(model, sizes, 1)
-        feeds["attention_mask"][-1] = 0
-        assert_same_outputs(result, model, feeds, rtol=1e-4, atol=1e-5)
-
-
-KEPT_LOGITS = (
-    "y = MatMul(y_rows, o_weight)",
-    """all_rows = MatMul(y_rows, o_weight)
-    before_last = Neg(other) starts = Unsqueeze(before_last, no_axis)
-    y = Slice(all_rows, starts, far, one_axis)""",
-)
-IN_MASK = (
-    "before = LessOrEqual(columns, rows)",
-    """shifted = Add(rows, other)
-    before = LessOrEqual(columns, shifted)""",
-)
-BESIDE = ("rows = Unsqueeze(positions", "unused = Identity(other) rows = Unsqueeze(positions")
-
-
-@pytest.mark.parametrize(
-    ("other", "change", "fired"),
-    [
-        ("int64 other", KEPT_LOGITS, True),
-        ("int64 num_tokens", KEPT_LOGITS, True),
-        ("int64[3, B, S] other", BESIDE, True),
-        ("int64[3, B, S] other_ids", BESIDE, True),
-        ("int64[B, 3, T] other_mask", BESIDE, True),
-        ("int64[3, B, S] position_ids", BESIDE, True),
-        ("int64 other", IN_MASK, False),
-    ],
-)
-def test_an_unknown_input_refuses_what_depends_on_it(other, change, fired):
-    change = tuple(text.replace("other", other.split()[-1]) for text in change)
-    numbers = "int64[1] no_axis = {0}, int64[1] far = {9223372036854775807}"
-    model = small_decoder(
-        ("int64[B, T] attention_mask,", f"int64[B, T] attention_mask, {other},"),
-        change,
-        ("int64 zero = {0}", f"int64 zero = {{0}}, {numbers}"),
-    )
-    result = ortplugins.optimize(model, passes=[ortplugins.TransformerFusion()])
-    reasons = [remark.reason for remark in result.report.passes[0].remarks]
-    attention = [reason for reason in reasons if reason.startswith("attention: ")]
-    assert [reason.startswith("attention: grouped queries") for reason in attention] == [fired]
-    assert result.report.fired
 
 
 def test_what_an_encoder_made_has_a_length_of_its_own():
@@ -659,9 +470,9 @@ def test_a_cache_in_buffers_of_the_caller(name: str):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ((("(past_key, k_turned)", "(k_turned, past_key)"),), "reads 'past_key' as well"),
-        ((("Transpose<perm = [0, 2, 1, 3]>(mixed)", "Relu(mixed)"),), "goes to Relu"),
-        ((("y = MatMul(y_rows", "read = Relu(key)\n y = MatMul(y_rows"),), "reads 'key'"),
+        (("key = Concat<axis = 2>(k_turned, past_key)",), "reads 'past_key' as well"),
+        (("merged = Relu(mixed)",), "goes to Relu"),
+        (("peak = ReduceMax<keepdims = 0>(key)\ny = Mul(y_rows, peak)",), "reads 'key'"),
         (
             (
                 ("int64[B, T] attention_mask", "int64[T] positions"),
@@ -675,8 +486,6 @@ def test_a_cache_in_buffers_of_the_caller(name: str):
 )
 def test_a_cache_that_cannot_be_shared_is_an_error(change, reason: str):
     model = small_decoder(*change)
-    if "'key'" in reason:
-        model.graph.output.add().name = "read"
     with pytest.raises(ValueError, match=f"kv_cache=shared.*{reason}"):
         fused(model, kv_cache="shared")
 
@@ -703,9 +512,7 @@ def started(model: onnx.ModelProto) -> tuple[ortplugins.InferenceSession, list[s
 
 
 # What a decoder reads of an encoder, behind its own attention.
-CROSS = (
-    "y = MatMul(y_rows, o_weight)",
-    """crossed = MatMul(y_rows, o_weight)
+CROSS = """crossed = MatMul(y_rows, o_weight)
     e_q_rows = MatMul(crossed, q_weight)
     e_q_split = Reshape(e_q_rows, q_sizes)
     e_q = Transpose<perm = [0, 2, 1, 3]>(e_q_split)
@@ -725,18 +532,13 @@ CROSS = (
     e_mixed = MatMul(e_weights, e_v)
     e_merged = Transpose<perm = [0, 2, 1, 3]>(e_mixed)
     e_flat = Reshape(e_merged, flat)
-    y = MatMul(e_flat, o_weight)""",
-)
-ENCODER_INPUTS = (
-    "int64[B, T] attention_mask,",
-    """int64[B, T] attention_mask, float[B, E, 32] encoder_hidden_states,
-         int64[B, E] encoder_attention_mask,""",
-)
+    y = MatMul(e_flat, o_weight)"""
+ENCODED = "float[B, E, 32] encoder_hidden_states, int64[B, E] encoder_attention_mask"
 
 
 def test_a_session_runs_a_decoder_with_cross_attention():
     """Fused, or withdrawn because it is slower in these sizes; right in any case."""
-    model = small_decoder(CROSS, ENCODER_INPUTS)
+    model = small_decoder(CROSS, inputs=ENCODED)
     result, remarks, _ = fused(model)
     assert remarks["fired"] == [
         "attention: grouped queries, GroupQueryAttention",

@@ -148,8 +148,8 @@ def test_query_heads_may_share_keys(tmp_path: Path):
          float[B, 2, P, 8] past_key, float[B, 2, P, 8] past_value"""
     model = small_decoder(
         (fed, ", int64[B, S] attention_mask"),
-        *UNCACHED,
-        ("LessOrEqual(columns, rows)", "GreaterOrEqual(columns, zero)"),
+        UNCACHED,
+        "before = GreaterOrEqual(columns, zero)",
     )
     feeds = [decoder_feeds(model, Run(3, 7, 0, side), 1) for side in ("left", "right")]
     assert is_by_text(model, tmp_path, *feeds) == [True, True]

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import onnx
 from builders.attention_forms import form
-from builders.decoders import decoder
+from builders.decoders import changed
 from builders.exports import DECODERS, ENCODERS, exported, fused
 from builders.text_cases import assert_page_has, markdown
-from test_forms import cached
 
 from ortplugins.reasons import code_of
 
@@ -48,7 +47,7 @@ FORMS = {
     "a Where of a number that scores may reach": "Where with a greater number",
     "a mask of each window": "a mask of each window (Swin)",
 }
-# With a cache, rows of test_forms.py.
+# With a cache, cases of builders/decoders.txt.
 CACHED = {
     "ALiBi": "ALiBi, with grouped heads too",
     "ALiBi in two Adds": "ALiBi in two Adds (MPT)",
@@ -81,7 +80,7 @@ def rows() -> Iterator[list[str]]:
     yield []
     yield ["form", "outcome"]
     yield ["---"] * 2
-    for table, build in ((FORMS, form), (CACHED, cached), (LAYOUTS, decoder)):
+    for table, build in ((FORMS, form), (CACHED, changed), (LAYOUTS, changed)):
         yield from ([text, outcome(build(name))] for name, text in table.items())
 
 
