@@ -4,6 +4,7 @@
 A mutation changes a model in place and returns whether it found where to.
 """
 
+import itertools
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -11,7 +12,6 @@ import onnx
 import onnx.helper
 import onnx.numpy_helper
 import onnx.shape_inference
-import onnx_ir as ir
 
 T = onnx.TensorProto
 FLOAT = T.FLOAT
@@ -94,10 +94,25 @@ class Mutant:
         return True
 
     def sort(self) -> None:
-        """Sort the nodes, by what they read; ValueError for a cycle."""
-        model = ir.from_proto(self.model)
-        model.graph.sort()
-        self.model.CopyFrom(ir.to_proto(model))
+        """Sort the nodes, by what they read."""
+        waiting, done = list(self.graph.node), list[onnx.NodeProto]()
+        while waiting:
+            unmade = {name for node in waiting for name in node.output if name}
+            ready = [unmade.isdisjoint(_read(node)) for node in waiting]
+            if not any(ready):
+                raise ValueError("a cycle")
+            done += itertools.compress(waiting, ready)
+            waiting = [*itertools.compress(waiting, (not each for each in ready))]
+        copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in done]
+        del self.graph.node[:]
+        self.graph.node.extend(copies)
+
+
+def _read(node: onnx.NodeProto) -> set[str]:
+    """What a node and its subgraphs read."""
+    graphs = [attribute.g for attribute in node.attribute if attribute.HasField("g")]
+    names = {*node.input, *(value.name for graph in graphs for value in graph.output)}
+    return names.union(*(_read(inner) for graph in graphs for inner in graph.node))
 
 
 # Constants and attributes
