@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Mutations that change what a model means, or only look as if; one row of a table each.
 
-A mutation changes a model in place and returns whether it found where to.
+A mutation changes a model in place; ValueError says that there is nothing to change.
 """
 
 import itertools
@@ -16,6 +16,7 @@ import onnx.shape_inference
 T = onnx.TensorProto
 FLOAT = T.FLOAT
 Rng = np.random.Generator
+info = onnx.helper.make_tensor_value_info
 
 
 class Mutant:
@@ -30,7 +31,6 @@ class Mutant:
             for value in (*inferred.value_info, *inferred.input, *inferred.output)
         }
         self.constants = {tensor.name: tensor for tensor in self.graph.initializer}
-        self.made = {name for node in self.graph.node for name in node.output if name}
 
     def rank(self, name: str) -> int | None:
         kind = self.types.get(name)
@@ -39,10 +39,18 @@ class Mutant:
     def is_float(self, name: str) -> bool:
         return name in self.types and self.types[name].elem_type == FLOAT
 
+    def need(self, condition: object) -> None:
+        if not condition:
+            raise ValueError("nothing to change")
+
     def pick(self, items: Iterable):
-        """One of some items, or None."""
+        """One of some items."""
         items = list(items)
-        return items[self.rng.integers(len(items))] if items else None
+        self.need(items)
+        return items[self.rng.integers(len(items))]
+
+    def chance(self) -> bool:
+        return bool(self.rng.integers(2))
 
     def nodes(self, *op_types: str) -> list[onnx.NodeProto]:
         return [n for n in self.graph.node if not op_types or n.op_type in op_types]
@@ -72,11 +80,11 @@ class Mutant:
     def input(self, kind: str, element: int, dims: list[int | str]) -> str:
         """Add an input; what it holds is written down for those who feed it."""
         name = self.name()
-        self.graph.input.append(onnx.helper.make_tensor_value_info(name, element, dims))
+        self.graph.input.append(info(name, element, dims))
         self.model.metadata_props.add(key=f"holds.{name}", value=kind)
         return name
 
-    def between(self, value: str, made: Callable[[str], str], one: bool = False) -> bool:
+    def between(self, value: str, made: Callable[[str], str], one: bool = False) -> None:
         """Have all readers of a value, or one, read what is made of it instead."""
         places = [
             (node, index)
@@ -84,14 +92,12 @@ class Mutant:
             for index, name in enumerate(node.input)
             if name == value
         ]
-        if not places:
-            return False
+        self.need(places)
         if one:
             places = [self.pick(places)]
         name = made(value)
         for node, index in places:
             node.input[index] = name
-        return True
 
     def sort(self) -> None:
         """Sort the nodes, by what they read."""
@@ -99,8 +105,7 @@ class Mutant:
         while waiting:
             unmade = {name for node in waiting for name in node.output if name}
             ready = [unmade.isdisjoint(_read(node)) for node in waiting]
-            if not any(ready):
-                raise ValueError("a cycle")
+            self.need(any(ready))  # or a cycle
             done += itertools.compress(waiting, ready)
             waiting = [*itertools.compress(waiting, (not each for each in ready))]
         copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in done]
@@ -118,14 +123,12 @@ def _read(node: onnx.NodeProto) -> set[str]:
 # Constants and attributes
 
 
-def constant_changed(m: Mutant) -> bool:
+def constant_changed(m: Mutant) -> None:
     holders = [t for t in m.constants.values() if 0 < np.prod(t.dims, dtype=int) <= 64]
     holders += [a.t for n in m.nodes("Constant") for a in n.attribute if a.HasField("t")]
     tensor = m.pick(
         t for t in holders if t.data_type in (T.FLOAT, T.INT64, T.INT32, T.INT8, T.UINT8)
     )
-    if tensor is None:
-        return False
     array = onnx.numpy_helper.to_array(tensor).copy()
     flat = array.reshape(-1)
     at = m.rng.integers(flat.size)
@@ -136,21 +139,13 @@ def constant_changed(m: Mutant) -> bool:
         else:
             new = m.pick([int(old) + 1, int(old) - 1, 0, -1, 1, 2])
         flat[at] = np.asarray(new).astype(array.dtype)
-    if flat[at] == old:
-        return False
+    m.need(flat[at] != old)
     tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
-    return True
 
 
-def _attribute(m: Mutant, kinds: set[int]) -> onnx.AttributeProto | None:
-    return m.pick(a for n in m.graph.node for a in n.attribute if a.type in kinds)
-
-
-def axis_changed(m: Mutant) -> bool:
+def axis_changed(m: Mutant) -> None:
     names = {"axis", "axes", "perm", "keepdims", "start", "end"}
     attribute = m.pick(a for n in m.graph.node for a in n.attribute if a.name in names)
-    if attribute is None:
-        return False
     if attribute.name == "perm" or attribute.ints:
         values = list(attribute.ints)
         if len(values) > 1:
@@ -158,24 +153,20 @@ def axis_changed(m: Mutant) -> bool:
             values[i], values[j] = values[j], values[i]
         else:
             values[0] = int(m.pick([v for v in (-1, 0, 1, 2) if v != values[0]]))
-        del attribute.ints[:]
-        attribute.ints.extend(values)
+        attribute.ints[:] = values
     else:
         limit = (0, 1) if attribute.name == "keepdims" else (-2, -1, 0, 1, 2, 3)
         attribute.i = int(m.pick([v for v in limit if v != attribute.i]))
-    return True
 
 
-def number_changed(m: Mutant) -> bool:
+def number_changed(m: Mutant) -> None:
     """epsilon, alpha, scale, and sizes of blocks."""
-    attribute = _attribute(m, {onnx.AttributeProto.FLOAT, onnx.AttributeProto.INT})
-    if attribute is None:
-        return False
+    kinds = {onnx.AttributeProto.FLOAT, onnx.AttributeProto.INT}
+    attribute = m.pick(a for n in m.graph.node for a in n.attribute if a.type in kinds)
     if attribute.type == onnx.AttributeProto.FLOAT:
         attribute.f = m.pick([attribute.f * 2, attribute.f * 1000, attribute.f + 0.01])
     else:
         attribute.i += int(m.pick([-1, 1]))
-    return True
 
 
 # Operators
@@ -195,53 +186,38 @@ _OTHERS = {
 }  # fmt: skip
 
 
-def operator_changed(m: Mutant) -> bool:
+def operator_changed(m: Mutant) -> None:
     node = m.pick(n for n in m.graph.node if n.op_type in _OTHERS and not n.domain)
-    if node is not None:
-        node.op_type = m.pick(_OTHERS[node.op_type])
-    return node is not None
+    node.op_type = m.pick(_OTHERS[node.op_type])
 
 
-def operands_swapped(m: Mutant) -> bool:
+def operands_swapped(m: Mutant) -> None:
     node = m.pick(n for n in m.graph.node if len(n.input) > 1 and n.input[1] and n.input[0])
-    if node is None:
-        return False
     i, j = (1, 2) if node.op_type == "Where" else (0, 1)
     node.input[i], node.input[j] = node.input[j], node.input[i]
-    return True
 
 
-def outputs_swapped(m: Mutant) -> bool:
+def outputs_swapped(m: Mutant) -> None:
     node = m.pick(m.nodes("Split"))
-    if node is None or len(node.output) < 2:
-        return False
+    m.need(len(node.output) > 1)
     node.output[0], node.output[1] = node.output[1], node.output[0]
-    return True
 
 
-def operand_taken_elsewhere(m: Mutant) -> bool:
+def operand_taken_elsewhere(m: Mutant) -> None:
     """Another value of the type and rank, made earlier."""
     node = m.pick(n for n in m.graph.node if any(map(m.is_float, n.input)))
-    if node is None:
-        return False
     index = m.pick(i for i, name in enumerate(node.input) if m.is_float(name))
     earlier, rank = [], m.rank(node.input[index])
     for other in m.graph.node:
         if other is node or other.output[0] == node.output[0]:
             break
         earlier += [x for x in other.output if m.is_float(x) and m.rank(x) == rank]
-    name = m.pick(x for x in earlier if x != node.input[index])
-    if name is None:
-        return False
-    node.input[index] = name
-    return True
+    node.input[index] = m.pick(x for x in earlier if x != node.input[index])
 
 
-def node_doubled(m: Mutant) -> bool:
+def node_doubled(m: Mutant) -> None:
     """Only looks as if: one reader gets an equal node of its own."""
     node = m.pick(n for n in m.graph.node if len(n.output) == 1 and n.op_type != "Constant")
-    if node is None:
-        return False
 
     def copy(_: str) -> str:
         attributes = [
@@ -251,7 +227,7 @@ def node_doubled(m: Mutant) -> bool:
         m.graph.node[-1].attribute.extend(attributes)
         return name
 
-    return m.between(node.output[0], copy, one=True)
+    m.between(node.output[0], copy, one=True)
 
 
 # What stands between
@@ -304,75 +280,54 @@ _BETWEEN: dict[str, Callable[[Mutant, str], str]] = {
 }
 
 
-def put_between(m: Mutant) -> bool:
-    value = m.pick(m.floats())
-    make = m.pick(_BETWEEN.values())
-    return value is not None and m.between(
-        value, lambda x: make(m, x), one=bool(m.rng.integers(2))
-    )
+def put_between(m: Mutant) -> None:
+    value, make = m.pick(m.floats()), m.pick(_BETWEEN.values())
+    m.between(value, lambda x: make(m, x), one=m.chance())
 
 
-def put_before_softmax(m: Mutant) -> bool:
+def put_before_softmax(m: Mutant) -> None:
     node = m.pick(m.nodes("Softmax", "MatMul", "ReduceMean", "ReduceSum"))
-    if node is None:
-        return False
     index = m.rng.integers(2) if node.op_type == "MatMul" else 0
     make, name = m.pick(_BETWEEN.values()), node.input[index]
-    if not m.is_float(name):
-        return False
+    m.need(m.is_float(name))
     node.input[index] = make(m, name)
-    return True
 
 
-def heads_permuted(m: Mutant) -> bool:
-    values = [v for v in m.floats(rank=4) if m.types[v].shape.dim[1].dim_value > 1]
-    value = m.pick(values)
-    return value is not None and m.between(value, lambda x: _heads_permuted(m, x), one=True)
+def heads_permuted(m: Mutant) -> None:
+    value = m.pick(v for v in m.floats(rank=4) if m.types[v].shape.dim[1].dim_value > 1)
+    m.between(value, lambda x: _heads_permuted(m, x), one=True)
 
 
-def batch_broadcast(m: Mutant) -> bool:
-    value = m.pick(
-        [v for v in m.floats() if (m.rank(v) or 0) >= 2] + [i.name for i in m.graph.input]
-    )
-    return value is not None and m.between(value, lambda x: _batch_row(m, x), one=True)
+def batch_broadcast(m: Mutant) -> None:
+    wide = [v for v in m.floats() if (m.rank(v) or 0) >= 2]
+    value = m.pick(wide + [i.name for i in m.graph.input])
+    m.between(value, lambda x: _batch_row(m, x), one=True)
 
 
 # Masks
 
 
-def _ids(m: Mutant) -> str | None:
-    return m.pick(v.name for v in m.graph.input if v.name.endswith("ids"))
-
-
-def _hit(m: Mutant, element: int) -> str | None:
+def _hit(m: Mutant, element: int) -> str:
     """Where an input of ids or positions has a number, [batch, sequence]."""
-    ids = _ids(m)
-    if ids is None or m.types[ids].elem_type not in (T.INT64, T.INT32):
-        return None
+    ids = m.pick(v.name for v in m.graph.input if v.name.endswith("ids"))
+    m.need(m.types[ids].elem_type in (T.INT64, T.INT32))
     kind = np.int64 if m.types[ids].elem_type == T.INT64 else np.int32
     hits = m.node("Equal", ids, m.constant(np.array(m.rng.integers(0, 12), kind)))
     return m.node("Cast", hits, to=element)
 
 
-def _by_query(m: Mutant) -> str | None:
-    hit = _hit(m, FLOAT)
-    if hit is None:
-        return None
-    bias = m.node("Mul", hit, m.constant(np.float32(m.pick([-2, 3]))))
+def _by_query(m: Mutant) -> str:
+    bias = m.node("Mul", _hit(m, FLOAT), m.constant(np.float32(m.pick([-2, 3]))))
     return m.node("Unsqueeze", bias, m.constant([1, 3]))
 
 
-def _by_key(m: Mutant) -> str | None:
+def _by_key(m: Mutant) -> str:
     """ALiBi's like, of the mask's columns; of the ids themselves where there is no cache."""
-    if m.rng.integers(2):
+    if m.chance():
         hit = _hit(m, FLOAT)
-        if hit is None:
-            return None
         bias = m.node("Mul", hit, m.constant(np.float32(m.pick([-2, -1e4, -3e38]))))
         return m.node("Unsqueeze", bias, m.constant([1, 2]))
     mask = m.pick(v.name for v in m.graph.input if "mask" in v.name and m.rank(v.name) == 2)
-    if mask is None:
-        return None
     counts = m.node("CumSum", m.node("Cast", mask, to=FLOAT), m.constant(np.int64(1)))
     bias = m.node("Mul", counts, m.constant(np.float32(m.pick([0.25, -0.25]))))
     return m.node("Unsqueeze", bias, m.constant([1, 2]))
@@ -387,74 +342,53 @@ def _callers(m: Mutant) -> str:
     return m.node("Unsqueeze", made, m.constant([1])) if axes == "BST" else made
 
 
-def mask_term_added(m: Mutant) -> bool:
+def mask_term_added(m: Mutant) -> None:
     node = m.pick(m.nodes("Softmax"))
-    if node is None:
-        return False
     term = m.pick([_by_query, _by_key, _callers])(m)
-    if term is None:
-        return False
-    before = m.pick(
-        [
-            node.input[0],
-            *(x for n in m.graph.node if node.input[0] in n.output for x in n.input),
-        ]
-    )
-    if not m.is_float(before):
-        return False
-    return m.between(before, lambda x: m.node("Add", x, term))
+    makers = (n for n in m.graph.node if node.input[0] in n.output)
+    before = m.pick([node.input[0], *(x for n in makers for x in n.input)])
+    m.need(m.is_float(before))
+    m.between(before, lambda x: m.node("Add", x, term))
 
 
-def mask_changed(m: Mutant) -> bool:
+def mask_changed(m: Mutant) -> None:
     """And or Or with another condition; where an And, Or or Where is."""
     node = m.pick(m.nodes("And", "Or", "Where", "Not"))
-    hit = _hit(m, T.BOOL)
-    if node is None or hit is None:
-        return False
-    shaped = m.node("Unsqueeze", hit, m.constant(m.pick([[1, 3], [1, 2]])))
+    shaped = m.node("Unsqueeze", _hit(m, T.BOOL), m.constant(m.pick([[1, 3], [1, 2]])))
     node.input[0] = m.node(m.pick(["And", "Or", "Xor"]), node.input[0], shaped)
-    return True
 
 
-def mask_replaced(m: Mutant) -> bool:
+def mask_replaced(m: Mutant) -> None:
     """The mask is another input's: all ones, or what ids say."""
     mask = m.pick(v.name for v in m.graph.input if "mask" in v.name)
-    if mask is None:
-        return False
-    if m.rng.integers(2):
-        hit = _hit(m, m.types[mask].elem_type)
-        return hit is not None and m.between(mask, lambda x: m.node("Max", x, hit), one=True)
-    one = m.constant(np.ones(1, onnx.helper.tensor_dtype_to_np_dtype(m.types[mask].elem_type)))
-    return m.between(mask, lambda x: m.node("Max", x, one), one=bool(m.rng.integers(2)))
+    element = m.types[mask].elem_type
+    if by_ids := m.chance():
+        other = _hit(m, element)
+    else:
+        other = m.constant(np.ones(1, onnx.helper.tensor_dtype_to_np_dtype(element)))
+    m.between(mask, lambda x: m.node("Max", x, other), one=by_ids or m.chance())
 
 
 # Inputs, outputs, types
 
 
-def output_added(m: Mutant) -> bool:
+def output_added(m: Mutant) -> None:
     value = m.pick(m.floats())
-    if value is None or value in {v.name for v in m.graph.output}:
-        return False
-    m.graph.output.append(onnx.helper.make_tensor_value_info(value, FLOAT, None))
-    return True
+    m.need(value not in {v.name for v in m.graph.output})
+    m.graph.output.append(info(value, FLOAT, None))
 
 
-def output_taken_earlier(m: Mutant) -> bool:
+def output_taken_earlier(m: Mutant) -> None:
     at = m.pick(range(len(m.graph.output)))
     value = m.pick(m.floats(m.rank(m.graph.output[at].name)))
-    if value is None or value in {v.name for v in m.graph.output}:
-        return False
-    m.graph.output[at].CopyFrom(onnx.helper.make_tensor_value_info(value, FLOAT, None))
-    return True
+    m.need(value not in {v.name for v in m.graph.output})
+    m.graph.output[at].CopyFrom(info(value, FLOAT, None))
 
 
-def output_computed(m: Mutant) -> bool:
+def output_computed(m: Mutant) -> None:
     """What reads the result: scores behind a mask, pools, norms over another axis."""
-    value = m.pick(
-        v.name for v in m.graph.output if m.is_float(v.name) and (m.rank(v.name) or 0) > 1
-    )
-    if value is None:
-        return False
+    names = [v.name for v in m.graph.output if m.is_float(v.name)]
+    value = m.pick(name for name in names if (m.rank(name) or 0) > 1)
     axis = int(m.rng.integers(0, m.rank(value)))
     made = m.pick([
         lambda: m.node("Softmax", value, axis=axis),
@@ -467,8 +401,7 @@ def output_computed(m: Mutant) -> bool:
         lambda: m.node("Slice", value, *map(m.constant, ([0], [9], [axis]))),
         lambda: m.node("Slice", value, *map(m.constant, ([-1], [-(1 << 62)], [axis], [-1]))),
     ])()  # fmt: skip
-    m.graph.output.append(onnx.helper.make_tensor_value_info(made, FLOAT, None))
-    return True
+    m.graph.output.append(info(made, FLOAT, None))
 
 
 def _axes(m: Mutant, axis: int) -> dict[str, object]:
@@ -476,75 +409,58 @@ def _axes(m: Mutant, axis: int) -> dict[str, object]:
     return {"axes": [axis]} if opset < 18 else {}
 
 
-def input_renamed(m: Mutant) -> bool:
+def input_renamed(m: Mutant) -> None:
     """Names say nothing: two inputs exchange theirs, or one gets another."""
     from .forms import held, kind_of
 
     said, values = held(m.model), list(m.graph.input)
     names = {v.name: said.get(v.name) or kind_of(v.name) for v in values}
-    if len(values) < 2 or not all(names.values()):
-        return False
-    one, other = m.rng.choice(len(values), 2, replace=False)
-    others = {values[one].name: values[other].name, values[other].name: values[one].name}
-    if m.rng.integers(2):
-        others = {
-            values[one].name: m.pick(["x", "tokens", "mask", "past", "position", "state"])
-        }
-    if any(new in names and new not in others for new in others.values()):
-        return False
+    m.need(len(values) > 1 and all(names.values()))
+    one, other = (values[i].name for i in m.rng.choice(len(values), 2, replace=False))
+    others = {one: other, other: one}
+    if m.chance():
+        others = {one: m.pick(["x", "tokens", "mask", "past", "position", "state"])}
+    m.need(all(new in others or new not in names for new in others.values()))
     for node in m.graph.node:
-        if any(a.HasField("g") for a in node.attribute):
-            return False
+        m.need(not any(a.HasField("g") for a in node.attribute))
         node.input[:] = [others.get(name, name) for name in node.input]
     for value in values:
         old = value.name
         value.name = others.get(old, old)
         if old in others:
             m.model.metadata_props.add(key=f"holds.{value.name}", value=names[old])
-    return True
 
 
-def dimension_renamed(m: Mutant) -> bool:
+def dimension_renamed(m: Mutant) -> None:
     """Symbols say nothing: another one, the same for two, or none."""
     dims = [d for v in m.graph.input for d in v.type.tensor_type.shape.dim if d.dim_param]
     dim = m.pick(dims)
-    if dim is None:
-        return False
     dim.dim_param = m.pick([m.name(), m.pick(dims).dim_param, "sequence", "batch", "past"])
-    return True
 
 
-def types_stale(m: Mutant) -> bool:
+def types_stale(m: Mutant) -> None:
     """A type is written down that is not the value's."""
-    value = m.pick(m.floats())
-    if value is None:
-        return False
-    rank = m.pick([1, 2, 3, 4])
+    value, rank = m.pick(m.floats()), m.pick([1, 2, 3, 4])
     dims = [m.pick(["b", "s", 1, 8, 4]) for _ in range(rank)]
     kept = [v for v in m.graph.value_info if v.name != value]
     del m.graph.value_info[:]
-    m.graph.value_info.extend([*kept, onnx.helper.make_tensor_value_info(value, FLOAT, dims)])
-    return True
+    m.graph.value_info.extend([*kept, info(value, FLOAT, dims)])
 
 
-def constant_fed(m: Mutant) -> bool:
+def constant_fed(m: Mutant) -> None:
     """A caller may feed another constant."""
     tensor = m.pick(t for t in m.constants.values() if t.data_type in (T.FLOAT, T.INT64))
-    if tensor is None or any(v.name == tensor.name for v in m.graph.input):
-        return False
-    m.graph.input.append(
-        onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
-    )
-    return True
+    m.need(tensor.name not in {v.name for v in m.graph.input})
+    m.graph.input.append(info(tensor.name, tensor.data_type, list(tensor.dims)))
 
 
-def opset_changed(m: Mutant) -> bool:
+def opset_changed(m: Mutant) -> None:
     entry = next(entry for entry in m.model.opset_import if not entry.domain)
     entry.version += int(m.pick([-4, -1, 1, 2]))
-    return 7 <= entry.version <= 24
+    m.need(7 <= entry.version <= 24)
 
 
-MUTATIONS: dict[str, Callable[[Mutant], bool]] = {
+MUTATIONS: dict[str, Callable[[Mutant], None]] = {
     "a constant": constant_changed,
     "an axis": axis_changed,
     "a number": number_changed,
