@@ -68,10 +68,12 @@ def _net(net: Net, folder: Path, rounds: int) -> Iterator[Figure]:
     for what, ours in candidates.items():
         pair = measure([ours, plain], feed, rounds=rounds, runs=20, seconds=1.0, lockstep=True)
         times = [_MS * item.run.median if item.run else math.nan for item in pair]
-        yield Figure(f"{name}, {what}: run beside onnxruntime", *times, "ms")
+        yield Figure.beside(f"{name}, {what}: run beside onnxruntime", times, "ms")
         for precision, given in _PRECISIONS.items():
             both = beside_openvino(ours, net.path, feed, folder, rounds, given)
-            yield Figure(f"{name}, {what}: run beside OpenVINO, {precision}", *both, "ms")
+            yield Figure.beside(
+                f"{name}, {what}: run beside OpenVINO, {precision}", both, "ms"
+            )
         yield Figure(f"{name}, {what}: error", difference(exact, _outputs(ours, feed)[0]))
     for precision, given in _PRECISIONS.items():
         error = difference(exact, outputs_of_openvino(net.path, feed, given)[0])

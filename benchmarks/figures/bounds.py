@@ -30,6 +30,14 @@ class Figure:
     bound: float = math.nan
     difference: bool = False
 
+    @classmethod
+    def beside(
+        cls, what: str, both: Iterable[float], unit: str = "", bound: float = math.nan
+    ) -> Figure:
+        """Return the figure of a pair, ours first."""
+        ours, theirs = both
+        return cls(what, ours, theirs, unit, bound)
+
     @property
     def compared(self) -> float:
         """Ratio, difference or the figure itself: what the bound is on."""

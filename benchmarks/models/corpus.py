@@ -200,7 +200,9 @@ def _paragraphs(markup: str) -> Iterator[str]:
     import mwparserfromhell  # of the extra "bench", for the first call only
 
     code = mwparserfromhell.parse(_APPENDIX.split(_UNREAD.sub("", markup))[0])
-    unwanted = [tag for tag in code.filter_tags(recursive=False) if str(tag.tag) in _BLOCKS]
+    unwanted: list[object] = [
+        tag for tag in code.filter_tags(recursive=False) if str(tag.tag) in _BLOCKS
+    ]
     unwanted += [
         link
         for link in code.filter_wikilinks(recursive=False)

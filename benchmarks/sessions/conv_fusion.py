@@ -65,7 +65,7 @@ def measure_conv_fusion(folder: Path, rounds: int) -> list[Figure]:
         if net.name in _RUNS and importlib.util.find_spec("openvino") is not None:
             pair = beside_openvino(_ours(net, folder), net.path, net.feeds(), folder, rounds)
             what = f"{net.name}: run beside OpenVINO"
-            found.append(Figure(what, *pair, "ms", _BESIDE_OPENVINO))
+            found.append(Figure.beside(what, pair, "ms", _BESIDE_OPENVINO))
         for figure in found:
             print(figure.what, f"{figure.compared:.3g}", flush=True)
         figures += found
@@ -98,9 +98,15 @@ def measure_rapidocr(folder: Path, rounds: int) -> list[Figure]:
         if line[0] != line[1]
     ]
     return [
-        Figure("a page, end to end", *pair(lambda page: page["seconds"][0]), "ms", _PAGE),
-        Figure("a page, processor time", *pair(lambda page: page["seconds"][1]), "ms", _PAGE),
-        Figure("start of its three sessions", *pair(lambda page: page["start"]), "ms", _START),
+        Figure.beside(
+            "a page, end to end", pair(lambda page: page["seconds"][0]), "ms", _PAGE
+        ),
+        Figure.beside(
+            "a page, processor time", pair(lambda page: page["seconds"][1]), "ms", _PAGE
+        ),
+        Figure.beside(
+            "start of its three sessions", pair(lambda page: page["start"]), "ms", _START
+        ),
         Figure("lines that read otherwise", float(len(differing)), bound=0),
     ]
 
@@ -121,8 +127,8 @@ def _beside_onnxruntime(
         for spreads in ([item.run for item in found], [item.start for item in found])
     )
     return (
-        Figure(f"{net.name}: run", *run, "ms", bound),
-        Figure(f"{net.name}: start", *start, "ms"),
+        Figure.beside(f"{net.name}: run", run, "ms", bound),
+        Figure.beside(f"{net.name}: start", start, "ms"),
     )
 
 
@@ -137,7 +143,7 @@ def _written(net: Net, folder: Path) -> Iterator[Figure]:
     worst = max(map(difference, before, after))
     yield Figure(f"{net.name}: greatest difference to ORT_DISABLE_ALL", worst)
     counts = (float(_reorders(path, folder)) for path in (folded, net.path))
-    yield Figure(f"{net.name}: Reorder nodes", *counts)
+    yield Figure.beside(f"{net.name}: Reorder nodes", counts)
 
 
 def exact_outputs(path: Path, feed: dict[str, np.ndarray]) -> list[np.ndarray]:

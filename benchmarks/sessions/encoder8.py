@@ -94,10 +94,12 @@ def _encoder(
     ):
         pair = measure([one, plain], feed, rounds=rounds, runs=10, lockstep=True)
         times = [_MS * item.run.median if item.run else float("nan") for item in pair]
-        yield Figure(f"{name}, {what}", *times, "ms", bound)
+        yield Figure.beside(f"{name}, {what}", times, "ms", bound)
     if importlib.util.find_spec("openvino") is not None:
-        pair = beside_openvino(eight, path, full, folder, rounds, precision="")
-        yield Figure(f"{name}, encoder8, 8 x 128 tokens: run beside OpenVINO", *pair, "ms")
+        both = beside_openvino(eight, path, full, folder, rounds, precision="")
+        yield Figure.beside(
+            f"{name}, encoder8, 8 x 128 tokens: run beside OpenVINO", both, "ms"
+        )
 
 
 def _classifier(path: Path, tokenizer: Tokenizer, folder: Path) -> Iterator[Figure]:

@@ -213,7 +213,7 @@ def _beside_random(name: str, net: _Net, plan: PrecisionPlan) -> list[Figure]:
     ]
 
 
-class _Reader(CalibrationDataReader):  # type: ignore[misc]
+class _Reader(CalibrationDataReader):
     def __init__(self, samples: Sequence[Feed]) -> None:
         self._samples = iter(samples)
 

@@ -118,7 +118,7 @@ def _starts(
 
     Modes do not bind root: a process that only reads has no capabilities.
     """
-    is_root = reads_only and os.geteuid() == 0
+    is_root = reads_only and hasattr(os, "geteuid") and os.geteuid() == 0
     alone = ("setpriv", "--bounding-set=-all", "--inh-caps=-all") if is_root else ()
     environment = child_environment("benchmark")
     environment.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -15,6 +15,7 @@ from rich.console import Console
 from benchmarks.figures.bounds import Figure
 from examples.smollm2 import demo
 from examples.smollm2.demo import PLAIN, SECOND, Job, Measurement
+from examples.smollm2.generate import chat_prompt
 
 MATMULNBITS = "onnxruntime's own MatMulNBits quantizer"
 OURS_LONG = "ortplugins, longer text"
@@ -65,7 +66,7 @@ def measure_smollm2(folder: Path, rounds: int) -> list[Figure]:
 def _measure(
     model: demo.Model, direct: Path, folder: Path, rounds: int
 ) -> dict[str, Measurement]:
-    prompt = model.tokenizer.encode(demo.chat_prompt(demo.QUESTION)).ids
+    prompt = model.tokenizer.encode(chat_prompt(demo.QUESTION)).ids
     job = Job(str(model.path), prompt, TOKENS, str(model.path.with_name("logits.npy")))
     demo.in_child(dataclasses.replace(job, make_reference=True, tokens=0))
     cache: dict[str, Any] = {"cache_dir": str(folder)}

@@ -98,11 +98,12 @@ def _first_starts(folder: Path, rounds: int) -> list[Figure]:
             firsts.append(_start(Candidate(path, settings={**THREADS, **entries})))
         what = f"first start, SmolLM2 float, {', '.join(passes)}"
         times = (statistics.median(seconds[1:]) for seconds in (firsts, stock))
-        figures.append(Figure(what, *times, "s", bound=bound))
+        figures.append(Figure.beside(what, times, "s", bound))
     return figures
 
 
 def _start(candidate: Candidate) -> float:
-    os.sync()  # what the start before it wrote is not its own
+    if hasattr(os, "sync"):  # what the start before it wrote is not its own
+        os.sync()
     with SessionProcess() as process:
         return process.open(candidate).seconds
