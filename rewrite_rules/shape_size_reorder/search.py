@@ -3,8 +3,7 @@
 
 Every Shape and Size runs directly after its producer, and so does the small chain of integers
 that hangs on it. Of the others, several orders are made (the two native ones, and
-:mod:`.heuristics`) and simulated. In the best one, what is held at the peak without being used
-there is made later, as long as that lowers the peak and the budget lasts.
+:mod:`.heuristics`) and simulated; the best is taken.
 
 The result is an order that onnxruntime's ``PRIORITY_BASED`` runs as it is, or what the best of
 three files runs by default.
@@ -14,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -28,11 +27,6 @@ from rewrite_rules.shapes.proved_shapes import ConcreteShapes
 
 # A chain's tensors are shapes; anything larger is data.
 _CHAIN_BYTES = 4096
-# Nodes that all simulations of moves may run; about a second for a million.
-_MOVED_NODES = 100_000
-_MAX_MOVES = 150
-# Tensors tried at one peak.
-_TENSORS_AT_PEAK = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,8 +145,8 @@ def memory_order(
         live = model.live(order, inside, reuse)
         return SimulatedOrder(tuple(order), live, shape_distances(dependencies, order))
 
-    def simulate(order: Sequence[int]) -> npt.NDArray[np.int64]:
-        return model.live(order, inside, reuse)
+    def peak_of(order: Sequence[int]) -> int:
+        return _peak(model.live(order, inside, reuse))
 
     def settle(order: Sequence[int]) -> tuple[int, ...]:
         """Move shapes and chains to where they can run first; PRIORITY_BASED runs that."""
@@ -163,17 +157,15 @@ def memory_order(
     default = simulated(dependencies.default(), inner("default"))
     priority = simulated(dependencies.priority(), inner("priority"))
     best = settle(priority.order)
-    peak = _peak(simulate(best))
+    peak = peak_of(best)
     lowest = max(map(model.needed_by, range(len(dependencies.nodes))), default=0)
     for order in itertools.chain([default.order], candidate_orders(model, inside)):
         if peak <= lowest:
             break
         settled = settle(order)
-        reached = _peak(simulate(settled))
+        reached = peak_of(settled)
         if reached < peak:
             best, peak = settled, reached
-    if peak > lowest:
-        best = _lower_peak(best, model, simulate, settle)
     runs = file_order = best
     if for_default_order:
         # As it is, as wanted, and filled from its end on with what is to run first.
@@ -183,7 +175,7 @@ def memory_order(
                 (tuple(dependencies.default(file)), file)
                 for file in (tuple(range(len(best))), best, filled)
             ),
-            key=lambda pair: _peak(simulate(pair[0])),
+            key=lambda pair: peak_of(pair[0]),
         )
     orders = [order for found in bodies.values() for order in found]
     unknown_values = [name for order in orders for name in order.unknown_values]
@@ -219,51 +211,8 @@ def shape_distances(dependencies: Dependencies, order: Sequence[int]) -> tuple[i
     return tuple(result)
 
 
-def _lower_peak(
-    best: tuple[int, ...],
-    model: MemoryModel,
-    simulate: Callable[[Sequence[int]], npt.NDArray[np.int64]],
-    settle: Callable[[Sequence[int]], tuple[int, ...]],
-) -> tuple[int, ...]:
-    """Make tensors after the peak, one by one, as long as that lowers it.
-
-    ``settle`` makes an order one that runs as it is.
-    """
-    live, before = simulate(best), None
-    left = min(_MAX_MOVES, _MOVED_NODES // max(len(best), 1))
-    while best is not before:
-        before = best
-        for moved in itertools.islice(_moves(best, int(live.argmax()), model), left):
-            left -= 1
-            settled = settle(moved)
-            if _height(lower := simulate(settled)) < _height(live):
-                best, live = settled, lower
-                break
-    return best
-
-
-def _moves(order: tuple[int, ...], peak: int, model: MemoryModel) -> Iterator[list[int]]:
-    """Make later what step ``peak`` holds and only later steps read."""
-    step = ranks(order)
-    made = {value: step[node] for node, values in enumerate(model.makes) for value in values}
-    first: dict[int, int] = {}
-    for at, node in enumerate(order):
-        for value in model.reads[node]:
-            first.setdefault(value, at)
-    waiting = [value for value, at in first.items() if made[value] < peak < at]
-    waiting.sort(key=lambda value: -model.sizes[value])
-    for value in waiting[:_TENSORS_AT_PEAK]:
-        at, reader = made[value], first[value]
-        yield [*order[:at], *order[at + 1 : reader], order[at], *order[reader:]]
-
-
 def _peak(live: npt.NDArray[np.int64]) -> int:
     return int(live.max(initial=0))
-
-
-def _height(live: npt.NDArray[np.int64]) -> tuple[int, int]:
-    """A lower peak is better, then a shorter one."""
-    return _peak(live), int((live == _peak(live)).sum())
 
 
 def _chain_classes(model: MemoryModel) -> tuple[list[int], int]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -65,7 +66,9 @@ def _rows_width(value: ir.Value | None, flow: TokenFlow) -> int | None:
     if value is None or isinstance(flow.value(value), Side):
         return None
     match flow.tokens(value).axes:
-        case ((batch,), along, width) if batch == BATCH and along == (Sequence(),):
+        case ((batch,), (Sequence() as along,), width) if batch == BATCH:
+            if dataclasses.replace(along, wild=False) != Sequence():
+                return None
             sizes = [factor for factor in width if isinstance(factor, int)]
             return math.prod(sizes) if len(sizes) == len(width) else None
     return None

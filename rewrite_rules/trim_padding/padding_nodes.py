@@ -20,6 +20,7 @@ numbers. What is asked of each batch; where one does not hold, nothing is cut:
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -220,7 +221,7 @@ class PaddingNodes:
 
     def _asked(self, repeated: bool) -> Iterator[ir.Value]:
         """Ask what side values show, and what is added to scores beside the mask."""
-        asked = self._questions
+        op, asked, asks_finite = self._before, self._questions, self._flow.asks_finite
         for _, _, value, (axes, how) in _inputs(self._flow.read):
             whole = self._seen(value, how)
             for place in places_of(axes):
@@ -229,6 +230,8 @@ class PaddingNodes:
                     yield asked.low(whole, axes, place)
                 elif factor.zero:
                     yield asked.zero(whole, axes, place)
+                elif asks_finite and not factor.wild and whole.dtype.is_floating_point():
+                    yield op.Less(op.Abs(whole), op.number(whole, math.inf))
                 if repeated and factor.same and not factor.zero:
                     yield asked.same(whole, axes, place)
         for _, _, value, (axes, how) in _inputs(self._flow.opened):

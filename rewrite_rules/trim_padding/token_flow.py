@@ -41,6 +41,7 @@ from rewrite_rules.trim_padding.token_axes import (
     Axis,
     Sequence,
     Sizes,
+    changed,
     check_rows,
     sequences_of,
 )
@@ -101,14 +102,21 @@ class TokenFlow:
         opened: What is added to scores or hides some, by node and input, as in ``read``. It
             has to leave each position to see itself, and may not show what is hidden.
         keeps_one: Whether one position of the padding stays, to be among what is reduced.
+        asks_finite: Whether what is finite under the sample masks is taken to be, and asked to
+            be; else nothing rests on that.
         unpackable: Why other numbers at padded positions, or fewer rows, would show; or empty.
     """
 
     def __init__(
-        self, model: ir.Model, mask: ir.Value, rules: Mapping[tuple[str, str], Rule]
+        self,
+        model: ir.Model,
+        mask: ir.Value,
+        rules: Mapping[tuple[str, str], Rule],
+        asks_finite: bool = False,
     ) -> None:
         """Walk over the model; :class:`Stopped` where real positions may depend on padding."""
         self.mask, self.roles = mask, AxisRoles(model, [mask])
+        self.asks_finite = asks_finite
         rows, length = self.roles.dims(mask) or ()
         self.sizes = Sizes(rows, length)
         if not self.sizes.fits:
@@ -180,7 +188,11 @@ class TokenFlow:
                     )
                 axes = (*axes, (Sequence(),))
             seen = self.samples.seen(found.arrays, how)
-            self._flagged[key] = Tokens(self.samples.flagged(seen, axes))
+            axes = self.samples.flagged(seen, axes)
+            if found.varies and not self.asks_finite and seen[0].dtype.kind == "f":
+                # That it is 0 is asked; what else it is, samples can't know.
+                axes = changed(axes, lambda one: dataclasses.replace(one, wild=not one.zero))
+            self._flagged[key] = Tokens(axes)
         return self._flagged[key]
 
     def opens(self, node: ir.Node, index: int, how: How = How.NUMBERS) -> bool:

@@ -143,10 +143,12 @@ def _find_mask(model: ir.Model, name: str) -> TokenFlow:
     proofs: list[TokenFlow] = []
     stopped: list[Stopped] = []
     for mask in _candidates(model, name):
-        try:
-            proofs.append(TokenFlow(model, mask, RULES))
-        except Stopped as refusal:
-            stopped.append(refusal)
+        for asks_finite in (False, True):
+            try:
+                proofs.append(TokenFlow(model, mask, RULES, asks_finite))
+                break
+            except Stopped as refusal:
+                stopped.append(refusal)
     if len(proofs) > 1:
         raise Refusal(
             f"{_names(flow.mask for flow in proofs)} may each be the mask: name it by "
