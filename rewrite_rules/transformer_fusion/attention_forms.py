@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import onnx_ir as ir
@@ -106,15 +107,16 @@ class Attention:
     @property
     def never_fits(self) -> bool:
         """Whether sizes that kernels want to be the same are known to differ."""
-        both = (self.same_tokens(heads)[: 1 + self.cached] for heads in self.both)
-        if any(False in same for same in both):
-            return True
-        wanted, one = (*self.tokens, self.key_count), (1, ())
+        read = (self.query, *map(self.new, self.both))
+        for one, other in itertools.combinations(read, 2):
+            if False in same_tokens(one, other, self.facts)[: 1 + self.cached]:
+                return True
+        wanted = *self.tokens, self.key_count
         for mask in () if self.cached else self.masks:
             dims = self.layout.dims(self.facts.dims(mask.value) or (), mask.value.name)
             pairs = zip((dims[0], *dims[2:]), wanted, strict=True)
             if any(
-                None not in map(number, pair) and pair[0] not in (one, pair[1])
+                None not in map(number, pair) and pair[0] not in ((1, ()), pair[1])
                 for pair in pairs
             ):
                 return True

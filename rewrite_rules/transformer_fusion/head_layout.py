@@ -92,7 +92,9 @@ def rows_are(size: Dim, own: Dim, facts: ProvedShapes) -> bool:
     It does in each run whose inputs have one batch and length: others may be an error. Of what
     the graph itself cuts, one text for instance, it may make more.
     """
-    return size in ((1, ()), own) or (number(own) != 1 and facts.is_given(own))
+    if size in ((1, ()), own):
+        return True
+    return number(size) is None and number(own) != 1 and facts.is_given(own)
 
 
 def tokens_of(heads: ir.Value, facts: ProvedShapes) -> tuple[ir.Value, int]:

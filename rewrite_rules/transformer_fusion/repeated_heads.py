@@ -108,7 +108,10 @@ def _laid_out(
 def _own_heads(
     operand: ir.Value, chain: Sequence[tuple[ir.Node, int]], facts: ProvedShapes
 ) -> RepeatedHeads | None:
-    """Read heads that nothing repeats, from the first value that has an axis for them."""
+    """Read heads that nothing repeats, from the first value that has an axis for them.
+
+    No guess: a MatMul has the batch and heads in front, and the Transposes between say where.
+    """
     values = [operand, *(node.inputs[index] for node, index in chain)]
     for count in range(len(chain), -1, -1):
         source = values[count]
