@@ -586,12 +586,6 @@ CYCLES = {
 }
 
 
-@pytest.mark.parametrize("cycle", CYCLES)
-def test_graphs_that_go_round(tmp_path, cycle):
-    with pytest.raises((ModelFileError, PassError), match="cycle"):
-        optimised(written(CYCLES[cycle]), tmp_path)
-
-
 def conditional(
     text: str,
     own: Sequence[Callable[[float], onnx.TensorProto]],
@@ -652,34 +646,6 @@ def function(name: str, text: str) -> str:
     )
 
 
-@pytest.mark.parametrize("through", [0, 1, 5])
-@pytest.mark.parametrize("called", [True, False])
-def test_functions_that_call_themselves(tmp_path, through, called):
-    functions = "".join(
-        function(
-            f"F{i}", f"{DQ}  r = {FUNCTIONS}.F{(i + 1) % (through + 1)} (w, s)  o = Add (d, r)"
-        )
-        for i in range(through + 1)
-    )
-    text = f"d = {FUNCTIONS}.F0 (w, s)  y = MatMul (x, d)" if called else LINEAR
-    functions_are_refused(text, functions, tmp_path, r"(?i)cycl.*F0")
-
-
-def test_functions_that_double(tmp_path):
-    # 20 functions that each call the one before twice: a million nodes when inlined.
-    functions = function("F0", f"{DQ}  o = Identity (d)")
-    for i in range(1, 20):
-        call = f"{FUNCTIONS}.F{i - 1} (w, s)"
-        functions += function(f"F{i}", f"a = {call}  b = {call}  o = Add (a, b)")
-    text = f"d = {FUNCTIONS}.F19 (w, s)  y = MatMul (x, d)"
-    functions_are_refused(text, functions, tmp_path, r"F\d")
-
-
-def functions_are_refused(text: str, functions: str, folder: Path, match: str) -> None:
-    with pytest.raises((ModelFileError, PassError), match=match):
-        optimised(written(text, functions=functions), folder)
-
-
 def test_symbolic_sizes_that_double(tmp_path):
     # x (x.T), flattened, 40 times: a size with 2**40 factors.
     text, value = LINEAR, "x"
@@ -707,19 +673,39 @@ def test_sparse_constants_are_read(tmp_path, places, node):
     same_numbers(tmp_path)
 
 
+def errors() -> Iterator[tuple[str, onnx.ModelProto, str]]:
+    """Yield models that cannot be read, and what the error has to name."""
+    for name, text in CYCLES.items():
+        yield f"cycle-{name}", written(text), "cycle"
+    for through, called in itertools.product((0, 1, 5), (True, False)):
+        functions = ""
+        for i in range(through + 1):
+            call = f"{FUNCTIONS}.F{(i + 1) % (through + 1)} (w, s)"
+            functions += function(f"F{i}", f"{DQ}  r = {call}  o = Add (d, r)")
+        text = f"d = {FUNCTIONS}.F0 (w, s)  y = MatMul (x, d)" if called else LINEAR
+        proto = written(text, functions=functions)
+        yield f"function-{through}-{called}", proto, r"(?i)cycl.*F0"
+    # 20 functions that each call the one before twice: a million nodes when inlined.
+    functions = function("F0", f"{DQ}  o = Identity (d)")
+    for i in range(1, 20):
+        call = f"{FUNCTIONS}.F{i - 1} (w, s)"
+        functions += function(f"F{i}", f"a = {call}  b = {call}  o = Add (a, b)")
+    text = f"d = {FUNCTIONS}.F19 (w, s)  y = MatMul (x, d)"
+    yield "functions-that-double", written(text, functions=functions), r"F\d"
+    for places in ([9 * N], [-1], [[0, -1]], [0, 1], [0]):
+        proto = written(f"{DQ}  p = MatMul (x, d)  y = Add (p, sparse)")
+        values, where = tensor("sparse", [3], np.float32), tensor("places", places, np.int64)
+        dims = [1 << 40 if places == [0] else 1, N]
+        sparse = onnx.SparseTensorProto(values=values, indices=where, dims=dims)
+        proto.graph.sparse_initializer.append(sparse)
+        yield f"sparse-{places}", proto, "not a valid ONNX model"
+
+
 @pytest.mark.parametrize(
-    ("places", "dims"),
-    [
-        *(([9 * N], [1, N]), ([-1], [1, N]), ([[0, -1]], [1, N]), ([0, 1], [1, N])),
-        ([0], [1 << 40, N]),
-    ],
+    ("proto", "match"), [pytest.param(*rest, id=name) for name, *rest in errors()]
 )
-def test_a_damaged_sparse_constant_is_named(tmp_path, places, dims):
-    proto = written(f"{DQ}  p = MatMul (x, d)  y = Add (p, sparse)")
-    values, where = tensor("sparse", [3], np.float32), tensor("places", places, np.int64)
-    sparse = onnx.SparseTensorProto(values=values, indices=where, dims=dims)
-    proto.graph.sparse_initializer.append(sparse)
-    with pytest.raises(ModelFileError, match="not a valid ONNX model"):
+def test_an_error_says_what_is_wrong(tmp_path, proto, match):
+    with pytest.raises((ModelFileError, PassError), match=match):
         optimised(proto, tmp_path)
 
 
