@@ -25,7 +25,10 @@ RUN = ("python", "bash")
 # What a reader cannot run: output, pictures, settings of other programs.
 SHOWN = ("", "text", "toml", "json", "dockerfile", "protobuf")
 
-_REASON = re.compile(r"<!-- not run: (\S.*\S) -->")
+_FENCE, _NOT_RUN = re.compile(r"^ *```", re.M), re.compile(r"^ *<!-- not run", re.M)
+_BLOCK = re.compile(
+    r"(?:^<!-- not run: (\S[^\n]*\S) -->\n)?^```(\S*)\n(.*?)^```$", re.M | re.S
+)
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 _OF_THE_SHELL = re.compile(r"[$`*?~|&;<>(){}]")
 
@@ -45,34 +48,16 @@ class Block:
 
 def blocks_of(text: str, page: str) -> Iterator[Block]:
     """Yield the blocks of a page; ValueError for what would neither run nor say why not."""
-    opened: tuple[int, str, str | None] | None = None
-    body: list[str] = []
-    reason: tuple[int, str] | None = None
-    for number, line in enumerate(text.splitlines(), 1):
-        fence = re.fullmatch(r"(\s*)```(\S*)", line)
-        if opened is not None:
-            if fence is None:
-                body.append(line + "\n")
-                continue
-            start, language, why = opened
-            yield Block(page, start, language, "".join(body), why)
-            opened, body = None, []
-        elif fence is not None:
-            indent, language = fence.groups()
-            if indent or language not in (*RUN, *SHOWN):
-                raise ValueError(f"{page}:{number}: a fence that nobody runs: {line!r}")
-            if reason is not None and language not in RUN:
-                raise ValueError(f"{page}:{reason[0]}: a reason before what never runs")
-            opened = number + 1, language, reason and reason[1]
-            reason = None
-        elif reason is not None:
-            raise ValueError(f"{page}:{reason[0]}: a reason without a block right behind it")
-        elif (found := _REASON.fullmatch(line)) is not None:
-            reason = number, found[1]
-        elif line.lstrip().startswith("<!-- not run"):
-            raise ValueError(f"{page}:{number}: neither a reason nor text: {line!r}")
-    if opened is not None or reason is not None:
-        raise ValueError(f"{page}: its last fence or reason is open")
+    fences, reasons = len(_FENCE.findall(text)), len(_NOT_RUN.findall(text))
+    for block in _BLOCK.finditer(text):
+        reason, language, body = block.groups()
+        line = text.count("\n", 0, block.start(3)) + 1
+        if language not in (*RUN, *SHOWN) or (reason and language not in RUN):
+            raise ValueError(f"{page}:{line}: neither a block that runs nor one to show")
+        fences, reasons = fences - 2, reasons - bool(reason)
+        yield Block(page, line, language, body, reason)
+    if fences or reasons:
+        raise ValueError(f"{page}: a fence is open, or a reason is not right before a block")
 
 
 def commands(script: str) -> list[list[str]] | None:
