@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import onnx
-from builders.attention_forms import form
-from builders.decoders import changed
+from builders.attention_forms import FORMS
+from builders.decoders import CASES
 from builders.exports import DECODERS, ENCODERS, exported, fused
 from builders.text_cases import assert_page_has, markdown
 
@@ -32,33 +32,6 @@ FAMILIES = {
     "falcon": "Falcon",
     "bloom": "Bloom",
 }
-# Without a cache, rows of builders/attention_forms.txt.
-FORMS = {
-    "heads merged with the batch": "heads merged with the batch (Stable Diffusion, BART, OPT)",
-    "heads merged, a mask of four axes": "the same, a mask of four axes in between",
-    "heads merged, a bias of each head": "the same, a bias of each head (Bloom)",
-    "one head, a mask": "one head (VAE)",
-    "Einsum": "Einsum",
-    "Einsum, heads behind tokens": "Einsum of `[B, S, H, D]` (Keras)",
-    "a mask before the scale": "a mask before the scale",
-    "a mask subtracted": "a mask subtracted",
-    "a Where before the scale": "Where with the lowest number",
-    "a Where of another low number": "Where with a number of -1e8 or less",
-    "a Where of a number that scores may reach": "Where with a greater number",
-    "a mask of each window": "a mask of each window (Swin)",
-}
-# With a cache, cases of builders/decoders.txt.
-CACHED = {
-    "ALiBi": "ALiBi, with grouped heads too",
-    "ALiBi in two Adds": "ALiBi in two Adds (MPT)",
-    "soft caps": "soft caps (Gemma 2)",
-    "sinks, kept away from infinity": "sinks (gpt-oss)",
-}
-# Query heads that share keys in the graph, builders/decoders.py.
-LAYOUTS = {
-    "grouped on an axis": "query heads of a group on an axis",
-    "grouped in rows": "query heads of a group as rows of one",
-}
 
 
 def outcome(model: onnx.ModelProto) -> str:
@@ -80,8 +53,9 @@ def rows() -> Iterator[list[str]]:
     yield []
     yield ["form", "outcome"]
     yield ["---"] * 2
-    for table, build in ((FORMS, form), (CACHED, changed), (LAYOUTS, changed)):
-        yield from ([text, outcome(build(name))] for name, text in table.items())
+    for case in (*FORMS.values(), *CASES.values()):
+        if page := case.settings.get("page"):
+            yield [page, case.expected.removeprefix("attention: ")]
 
 
 def test_the_page_has_the_tables():
