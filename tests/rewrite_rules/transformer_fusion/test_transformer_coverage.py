@@ -4,6 +4,7 @@
 Run as a script, it prints the tables.
 """
 
+import collections
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,18 +45,23 @@ def outcome(model: onnx.ModelProto) -> str:
 
 
 def rows() -> Iterator[list[str]]:
-    yield ["model", "by dynamo", "by torchscript"]
-    yield ["---"] * 3
+    """Yield the tables, a row for each outcome."""
+    models = collections.defaultdict[tuple[str, ...], list[str]](list)
     for family, text in FAMILIES.items():
         names = [f"{family}-{exporter}-eager" for exporter in ("dynamo", "torchscript")]
         assert {*names} <= {*ENCODERS, *DECODERS}
-        yield [text, *(outcome(exported(name)) for name in names)]
-    yield []
-    yield ["form", "outcome"]
-    yield ["---"] * 2
+        models[tuple(outcome(exported(name)) for name in names)].append(text)
+    yield ["models", "by dynamo", "by torchscript"]
+    yield ["---"] * 3
+    yield from (["; ".join(names), *found] for found, names in models.items())
+    forms = collections.defaultdict[str, list[str]](list)
     for case in (*FORMS.values(), *CASES.values()):
         if page := case.settings.get("page"):
-            yield [page, case.expected.removeprefix("attention: ")]
+            forms[case.expected.removeprefix("attention: ")].append(page)
+    yield []
+    yield ["forms", "outcome"]
+    yield ["---"] * 2
+    yield from (["; ".join(names), found] for found, names in forms.items())
 
 
 def test_the_page_has_the_tables():
