@@ -12,11 +12,12 @@ import dataclasses
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from .processes import call
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -96,12 +97,7 @@ def run_blocks(blocks: list[Block], call: Callable[[list[str]], int], **names: o
 
 def _run_shell(block: Block) -> None:
     folder = Path(sys.executable).parent
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", block.text],
-        env={**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    done = call("bash", "-euo", "pipefail", "-c", block.text, PATH=path)
     assert done.returncode == 0, f"{block.where}: {done.returncode}\n{done.stderr}"
     sys.stdout.write(done.stdout)

@@ -32,7 +32,7 @@ def call(
         [*map(str, command)],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
         check=False,
         cwd=cwd,
         env={**os.environ, **variables},

@@ -8,7 +8,6 @@ all-MiniLM-L6-v2 from a wheel.
 """
 
 import json
-import os
 import subprocess
 import zipfile
 from pathlib import Path
@@ -19,6 +18,7 @@ import onnx
 import onnxruntime
 import pytest
 from builders.exports import exported
+from builders.processes import call
 from checks.environments import CACHE, python_with
 
 from ortplugins.quantization import quantize
@@ -141,19 +141,10 @@ def results(
 ) -> tuple[dict[str, npt.NDArray], list[str]]:
     """Run a program; return what it computed, and what was printed of its sessions."""
     output = folder / "results.npz"
-    done = subprocess.run(
-        [
-            python_with(CACHE / "packages" / kind, *ENVIRONMENTS[kind]),
-            *start,
-            Path(__file__).with_name("programs.py"),
-            program,
-            *arguments,
-            output,
-        ],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
+    python = python_with(CACHE / "packages" / kind, *ENVIRONMENTS[kind])
+    called = (program, *arguments, output)
+    script = Path(__file__).with_name("programs.py")
+    done = call(python, *start, script, *called, HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr
     with np.load(output) as content:
         arrays = dict(content)

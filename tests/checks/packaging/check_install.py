@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from builders.dequantized_models import DequantizedMatMul
+from builders.processes import call
 from builders.sessions import save
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -25,9 +26,7 @@ def python_of(folder: Path) -> Path:
 
 def run(*command: object, cwd: Path, status: int = 0) -> str:
     """Run a command and return what it printed; it has to end with a status."""
-    done = subprocess.run(
-        [str(item) for item in command], cwd=cwd, capture_output=True, text=True, check=False
-    )
+    done = call(*command, cwd=cwd)
     assert done.returncode == status, (
         f"{command}: {done.returncode}\n{done.stdout}{done.stderr}"
     )

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from builders.processes import call
 from checks.environments import CACHE, python_with
 
 from examples.embedder import make_model
@@ -285,14 +286,10 @@ def test_a_server_gives_what_stock_gives_for_less(
     with serve(server, home, tmp_path, EMBEDDER_STOCK="1") as running:
         assert set(running.wait_for_workers(WORKERS).values()) == {"stock"}
         stock = measure(running)
-    warm = subprocess.run(
-        [
-            *(home / "bin" / "ortplugins", "cache", "warm", model / "model.onnx"),
-            *("--set", "dq_matmulnbits_fusion.accuracy_level=0"),
-            *("--cache-dir", tmp_path / "cache"),
-        ],
-        capture_output=True,
-        text=True,
+    warm = call(
+        *(home / "bin" / "ortplugins", "cache", "warm", model / "model.onnx"),
+        *("--set", "dq_matmulnbits_fusion.accuracy_level=0"),
+        *("--cache-dir", tmp_path / "cache"),
     )
     assert warm.returncode == 0, warm.stderr
     with serve(server, home, tmp_path) as running:
@@ -334,13 +331,7 @@ def test_replicas_of_ray_come_and_go(model: Path, tmp_path: Path):
     with serve(server, home, tmp_path) as running:
         running.wait_for_workers(WORKERS)
         for count in (WORKERS + 1, 1):
-            done = subprocess.run(
-                [*scale, str(count)],
-                cwd=ROOT,
-                env=os.environ | {"RAY_ADDRESS": "auto"},
-                capture_output=True,
-                text=True,
-            )
+            done = call(*scale, count, cwd=ROOT, RAY_ADDRESS="auto")
             assert done.returncode == 0, done.stderr
             found = running.wait_for_workers(count)
             assert running.embed(TEXTS).shape == (len(TEXTS), 384)

@@ -5,10 +5,10 @@ A test fails where a defect is fixed: drop its workaround, and say so in
 docs/onnxruntime-findings.md.
 """
 
-import subprocess
 from pathlib import Path
 
 import pytest
+from builders.processes import call
 from checks.environments import CACHE, python_with
 from reproduce import FINDINGS
 
@@ -24,9 +24,7 @@ def test_the_defect_is_there(version: str, name: str, capsys: pytest.CaptureFixt
     assert f"`{name}`" in PAGE.read_text(encoding="utf-8")
     requirements = (f"onnxruntime=={version}", "numpy", "onnx==1.23.2", "onnxscript==0.7.2")
     python = python_with(CACHE / "upstream" / version, requirements)
-    done = subprocess.run(
-        [python, REPRODUCE, name], capture_output=True, text=True, timeout=120
-    )
+    done = call(python, REPRODUCE, name)
     reported = done.stdout.strip() or f"ends with {done.returncode}: {done.stderr[-500:]}"
     assert done.returncode == 0, reported
     with capsys.disabled():
