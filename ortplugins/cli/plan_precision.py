@@ -13,7 +13,7 @@ from ortplugins.cli import options as opt
 from ortplugins.cli.terminal import console, print_table, progress_bar
 
 if TYPE_CHECKING:
-    from ortplugins.static_qdq.search import CurvePoint, Unit
+    from ortplugins.static_qdq.plan import CurvePoint, Unit
 
 _SHOWN = 20
 

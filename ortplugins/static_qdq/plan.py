@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: MIT
 """Which activations of an 8-bit QDQ model deserve 16 bits: as few as a budget allows.
 
-The reference is the same model with all grids of its activations switched off. What shares a
-grid (a Reshape's input and output) is promoted as one. What the search finds is rewritten by
-:func:`.place_boundaries` and measured; where the rewrite refuses a tensor, the search goes on
-without it.
+1. Each grid is switched on alone, all others off: the error at the outputs that it causes by
+   itself ranks it. What shares a grid (a Reshape's input and output) is one unit. The
+   reference is the model with all grids of its activations switched off.
+2. From all on, grids are switched off in that order until the budget is met.
+3. What is found is rewritten by :func:`.place_boundaries` and measured; where the rewrite
+   refuses a tensor, or falls short of its simulation, the search goes on.
+
+Errors add up where they are small, so the order of step 1 is hard to beat: on MiniLM-L6 (96
+activations), from 1 to 24 promoted, a search that measures twelve candidates at each step
+finds sets whose error is smaller by 4 % at most.
 """
 
 from __future__ import annotations
@@ -13,7 +19,7 @@ import dataclasses
 import itertools
 import math
 import tempfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +31,7 @@ from ortplugins.model_io.saving import Progress
 from ortplugins.optimization.shape_inference import infer_shapes
 from ortplugins.quantization.statistics.collect import Calibration
 from ortplugins.samples.sources import CalibrationSource, KeptSamples
-from ortplugins.static_qdq.search import Promotion, Unit, promote
-from ortplugins.static_qdq.switched_model import SwitchedModel, add_switches
+from ortplugins.static_qdq.switched_model import Deviation, SwitchedModel, add_switches
 from rewrite_rules.graph.nodes import is_quantize_linear
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
@@ -41,19 +46,64 @@ from session_options.override_json import format_overrides
 _WIDER = {ir.DataType.UINT8: ir.DataType.UINT16, ir.DataType.INT8: ir.DataType.INT16}
 
 
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """What gets more bits together.
+
+    Attributes:
+        names: An activation, or several that share a grid; these are counted.
+        switches: That are on as long as it has 8 bits.
+        operator: What computes the first activation; empty for an input of the graph.
+        error: At the outputs, with only this in 8 bits: see :class:`Deviation`. NaN before it
+            is measured.
+    """
+
+    names: tuple[str, ...]
+    switches: tuple[str, ...]
+    operator: str
+    error: float = math.nan
+
+
+@dataclasses.dataclass(frozen=True)
+class CurvePoint:
+    """A step of the search.
+
+    Attributes:
+        promoted: Number of activations that have more bits.
+        added: Those that are new; none for the first point.
+        deviation: Of the outputs, simulated.
+    """
+
+    promoted: int
+    added: tuple[str, ...]
+    deviation: Deviation
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PrecisionPlan(Promotion):
-    """Which activations to promote, and what it brings; see also :class:`Promotion`.
+class PrecisionPlan:
+    """Which activations to promote, and what it brings.
 
     Attributes:
         overrides: For the pass MixedPrecisionBoundaries.
         mode: ``"int16"`` or ``"float"``: what was measured.
         activations: Quantised activations in the model.
+        ranking: All units, the worst in 8 bits first.
+        curve: Simulated error against number of promoted activations, step by step.
+        before: Deviation of the model with nothing promoted.
+        after: With what was promoted, measured on the model as it was made.
+        notes: What stood in the way.
+        promoted: The chosen activations, the most worthwhile first.
     """
 
     overrides: dict[str, tuple[TensorOverride, ...]]
     mode: str
     activations: int
+    ranking: tuple[Unit, ...]
+    curve: tuple[CurvePoint, ...]
+    before: Deviation
+    after: Deviation
+    notes: tuple[str, ...]
+    promoted: tuple[str, ...]
 
     def to_json(self) -> str:
         """Return the overrides, as the pass reads them."""
@@ -114,7 +164,11 @@ def plan_precision(
         for first, second in itertools.pairwise(sorted(places, key=lambda place: place.name)):
             if first.name == second.name:
                 groups.union(first, second)
-        wider = {tensor.name: _WIDER.get(tensor.grid.dtype) for tensor in places}
+        wider = {
+            tensor.name: (TensorOverride(quant_type=_WIDER[tensor.grid.dtype]),)
+            for tensor in places
+            if tensor.grid.dtype in _WIDER
+        }
         names = add_switches(instrumented, places)
         units = _units(groups, places, names)
         if not units:
@@ -125,24 +179,18 @@ def plan_precision(
             for name, reason in [*graph.refused.items()][:1]:
                 text += f" (of {name!r}: {reason})"
             raise QuantizationError(text)
-
-        def overrides(chosen: Sequence[str]) -> dict[str, tuple[TensorOverride, ...]]:
-            return {name: (TensorOverride(quant_type=wider[name]),) for name in chosen}
-
         count = len(graph.tensors)
-        found = promote(
+        return _search(
+            source,
+            dataclasses.replace(options, overrides=wider),
             units,
             SwitchedModel(instrumented, names, calibration),
             calibration,
             implied,
-            lambda chosen: _rewritten(source, options, overrides(chosen)),
             budget=budget,
             most=math.floor(max_16bit * count) if isinstance(max_16bit, float) else max_16bit,
-            of=f"{count} activations promoted",
+            count=count,
         )
-    return PrecisionPlan(
-        **vars(found), overrides=overrides(found.promoted), mode=mode, activations=count
-    )
 
 
 def _check_limits(budget: float | None, max_16bit: float | None) -> None:
@@ -212,9 +260,107 @@ def _units(
     return units
 
 
-def _rewritten(
-    model: ir.Model, options: BoundaryOptions, overrides: Overrides
-) -> tuple[ir.Model, dict[str, str]]:
+def _search(
+    model: ir.Model,
+    options: BoundaryOptions,
+    units: Sequence[Unit],
+    switched: SwitchedModel,
+    calibration: Calibration,
+    implied: Callable[[Collection[str]], Collection[str]],
+    *,
+    budget: float | None,
+    most: int | None,
+    count: int,
+) -> PrecisionPlan:
+    """Promote one unit after the other and measure, until the budget is met.
+
+    ``implied`` returns the names that have more bits as soon as others have. ``options``
+    have an override for each. ``budget`` is the cosine to reach, ``most`` how many names, of
+    ``count``, may be promoted.
+    """
+    switched.refer_to(switched.values())
+    measured = list(_each_alone(units, switched, calibration))
+    ordered = sorted(measured, key=lambda unit: -unit.error / len(unit.names))
+    unit_of = {name: unit for unit in measured for name in unit.names}
+    banned: set[Unit] = set()
+
+    def deviation(promoted: Iterable[Unit]) -> Deviation:
+        off = {switch for unit in promoted for switch in unit.switches}
+        return switched.compare(switched.values(frozenset(switched.switches) - off))
+
+    def with_next(promoted: Sequence[Unit]) -> tuple[Unit, ...]:
+        """Add the next of the ranking that may be promoted, and what it implies."""
+        for unit in ordered:
+            if unit not in promoted and unit not in banned:
+                closed = dict.fromkeys([*promoted, unit])
+                names = implied([name for each in closed for name in each.names])
+                found = (unit_of[name] for name in names if name in unit_of)
+                closed |= dict.fromkeys(each for each in found if each not in banned)
+                if most is None or _count(closed) <= most:
+                    return tuple(closed)
+        return ()
+
+    promoted: tuple[Unit, ...] = ()
+    now = before = deviation(())
+    curve = [CurvePoint(0, (), before)]
+    wanted, notes = budget, list[str]()
+    while True:
+        while (wanted is None or now.cosine < wanted) and (more := with_next(promoted)):
+            calibration.progress(_count(promoted), most or _count(units), "promoting")
+            added = tuple(name for u in more if u not in promoted for name in u.names)
+            promoted, now = more, deviation(more)
+            curve.append(CurvePoint(_count(promoted), added, now))
+        names = tuple(name for unit in promoted for name in unit.names)
+        chosen = {name: options.overrides[name] for name in names}
+        mixed, refused = _rewritten(model, dataclasses.replace(options, overrides=chosen))
+        if refused:
+            notes += [f"{name} stays: {reason}" for name, reason in refused.items()]
+            banned |= {unit_of[name] for name in refused}
+            promoted = tuple(unit for unit in promoted if unit not in banned)
+            now = deviation(promoted)
+            continue
+        after = switched.compare(SwitchedModel(mixed, (), calibration).values())
+        if wanted is None or budget is None or after.cosine >= budget:
+            break
+        if not with_next(promoted):
+            text = (
+                f"a cosine of {budget:.6g} is not reached: it is {after.cosine:.6g} with "
+                f"{len(names)} of {count} activations promoted"
+            )
+            if most is None:
+                raise QuantizationError(text)
+            notes.append(f"{text}, as many as max_16bit allows")
+            break
+        # What is made is less exact than its simulation by so much.
+        wanted = now.cosine + (budget - after.cosine) + 1e-6
+    return PrecisionPlan(
+        overrides=chosen,
+        mode=options.mode,
+        activations=count,
+        ranking=tuple(sorted(measured, key=lambda unit: -unit.error)),
+        curve=tuple(curve),
+        before=before,
+        after=after,
+        notes=tuple(notes),
+        promoted=names,
+    )
+
+
+def _each_alone(
+    units: Sequence[Unit], switched: SwitchedModel, calibration: Calibration
+) -> Iterator[Unit]:
+    """Yield units with the error of each."""
+    for done, unit in enumerate(units):
+        calibration.progress(done, len(units), f"ranking {unit.names[0]}")
+        error = switched.compare(switched.values(unit.switches)).error
+        yield dataclasses.replace(unit, error=error)
+
+
+def _count(units: Iterable[Unit]) -> int:
+    return sum(len(unit.names) for unit in units)
+
+
+def _rewritten(model: ir.Model, options: BoundaryOptions) -> tuple[ir.Model, dict[str, str]]:
     """Rewrite a copy; return it and what was refused, with the reason.
 
     Of tensors that are refused together, those that are refused alone.
@@ -227,6 +373,7 @@ def _rewritten(
         )
         return copy, [remark for remark in remarks if remark.outcome is Outcome.REFUSED]
 
+    overrides = options.overrides
     copy, refused = attempt(overrides)
     reasons = {remark.node: remark.reason for remark in refused if remark.node in overrides}
     alone = {name: why for name, why in reasons.items() if attempt({name: overrides[name]})[1]}

@@ -16,16 +16,23 @@ import dataclasses
 import enum
 import os
 import re
+import shutil
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from ortplugins.errors import CalibrationError, QuantizationError
-from ortplugins.model_io.loading import LoadedModel, ModelLike, load_model, same_kind
+from ortplugins.model_io.loading import (
+    LoadedModel,
+    ModelLike,
+    load_model,
+    same_kind,
+)
 from ortplugins.model_io.saving import (
     Progress,
     check_output,
@@ -36,7 +43,6 @@ from ortplugins.model_io.saving import (
 from ortplugins.quantization.selection import Pattern, check_names, matches
 from ortplugins.report import PassReport, Report
 from ortplugins.samples.sources import CalibrationSource, KeptSamples
-from ortplugins.static_qdq.staged import stage
 from rewrite_rules.closest_name import did_you_mean
 from rewrite_rules.graph.nodes import label
 from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
@@ -185,7 +191,7 @@ def quantize_static_mixed(
     }
     folder_of_output = None if output is None else output.absolute().parent
     with scratch_within(folder_of_output) as scratch:
-        path = stage(model_input, loaded, Path(scratch))
+        path = _staged(model_input, loaded, Path(scratch))
         with quantizer.quiet_quantizer() as warned:
             how = method, op_types, calibration_providers
             found, note = _ranges(path, loaded, data, ranges or {}, *how)
@@ -296,6 +302,26 @@ def _selected_nodes(option: str, patterns: Sequence[Pattern], graph: ir.Graph) -
     names = [node.name for node in graph if node.name]
     check_names(option, patterns, names)
     return [name for name in names if any(matches(pattern, name) for pattern in patterns)]
+
+
+def _staged(model: ModelLike, loaded: LoadedModel, folder: Path) -> Path:
+    """Save a model as it was given into a folder: onnxruntime writes beside it."""
+    path = folder / "model.onnx"
+    if isinstance(model, onnx.ModelProto):
+        proto = onnx.ModelProto()
+        proto.CopyFrom(model)
+        onnx.save_model(
+            proto, os.fspath(path), save_as_external_data=True, location="model.onnx.data"
+        )
+    elif isinstance(model, ir.Model):
+        save_with_data(loaded.model, path)
+    else:
+        # Not by onnx_ir: constants are initializers there, quantised in another way.
+        path = folder / Path(model).name
+        for name, file in {path.name: Path(model), **loaded.data_files}.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, folder / name)
+    return path
 
 
 def _ranges(

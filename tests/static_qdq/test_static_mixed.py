@@ -260,23 +260,6 @@ def test_regions_of_the_figure(promoted, activation):
     assert paths(result.model) == paths(theirs)
 
 
-def test_sixteen_bits_and_float_are_more_accurate():
-    feeds = samples()
-    expected = run(conv_net(), feeds[0])[0]
-    errors = {}
-    promote = ["a", "b", "c", "d", "e", "f"]
-    for name, options in {
-        "8 bits": {},
-        "16 bits": {"promote": promote},
-        "float": {"promote": promote, "mode": "float"},
-    }.items():
-        result = quantize_static_mixed(conv_net(), None, feeds, per_channel=False, **options)
-        errors[name] = np.abs(run(result.model, feeds[0])[0] - expected).max()
-    # What is left is the error of 8-bit weights.
-    assert errors["16 bits"] < 0.6 * errors["8 bits"]
-    assert errors["float"] < 0.6 * errors["8 bits"]
-
-
 U16 = [{"quant_type": "u16"}]
 
 
