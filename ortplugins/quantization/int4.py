@@ -4,9 +4,9 @@
     import modelopt.onnx.quantization.int4 as int4
     import ortplugins.quantization.int4 as int4
 
-A script changes that one line. Names, defaults and values are those of nvidia-modelopt 0.47.0;
-``docs/moving-from-modelopt.md`` says what differs, and what was broken. Below :func:`quantize`
-lies :func:`.quantize`, which has more to offer: formats, GPTQ, bounded memory, a report.
+A script changes that one line. Names, arguments, defaults and values are those of
+nvidia-modelopt 0.47.0, whose documentation holds here, too; ``docs/moving-from-modelopt.md``
+says what differs. Below :func:`quantize` lies :func:`.quantize`, which has more to offer.
 
 The primitives compute in the type of their arrays, float16, float32 or float64. With amax the
 greatest magnitude of a block, b bits,
@@ -17,13 +17,12 @@ greatest magnitude of a block, b bits,
                   codes = clip(rint(w / s) + z, 0, 2**b - 1)
     awq           s = clip(x^a / w^(1 - a), 1e-4, 1e4) / sqrt(max * min)
 
-The searches are for scripts that drive them: a session that computes activations, samples, and
+The searches take a ``wa_pack``, as :func:`find_quantizable_weights` makes it,
 
-    wa_pack = [(activation with .name, weight TensorProto, is weight [N, K], type, node name)]
+    [(activation with .name, weight TensorProto, is weight [N, K], type, node name)]
 
-as :func:`find_quantizable_weights` makes it. ``augmented_onnx_path`` is a file that the
-weights' external data lies beside, ``inputs`` are samples, name to array, and ``session`` has
-``run([activation], feed)``.
+samples ``inputs``, name to array, ``augmented_onnx_path``, which the weights' data lies
+beside, and a ``session`` with ``run([activation], feed)``.
 """
 
 from __future__ import annotations
@@ -71,11 +70,9 @@ from ortplugins.quantization.modelopt_arguments import (
     name_as_modelopt,
     providers_of,
     ratios,
-    rules_of,
     settings_of,
 )
 from ortplugins.quantization.weights.quantize import quantize as quantize_weights
-from ortplugins.quantization.weights.uses import WeightUse, find_uses
 
 Array = npt.NDArray[Any]
 WaPack = Sequence[tuple[Any, onnx.TensorProto, bool, int, str]]
@@ -112,34 +109,16 @@ def quantize(
 
     ``docs/moving-from-modelopt.md`` says which argument of :func:`.quantize` stands for which
     here, and where results differ. Round to nearest gives ModelOpt's ``rtn_dq``, its names,
-    scales and codes; the AWQ methods search as :func:`.quantize` does.
-
-    Args:
-        onnx_path: Path of a model, or a model; it is not changed.
-        calibration_method: ``"awq_lite"``, ``"awq_clip"``, ``"awq_full"``, ``"rtn_dq"`` or
-            ``"rtn"``, which is the same.
-        calibration_data_reader: Samples: an iterable of dicts, or an object with
-            ``get_next()``. None for random ones, with a warning.
-        calibration_eps: Where samples run, in this order: ``"cpu"``, ``"cuda:0"``,
-            ``"dml:0"``, ``"trt"``, ``"NvTensorRtRtx"``; absent providers are left out.
-        use_external_data_format: Accepted. As ModelOpt's, the result holds all its tensors.
-        use_zero_point: Whether codes are unsigned, with zero points.
-        block_size: Elements along K that share a scale, 128 by default; -1 for K.
-        nodes_to_exclude: Regular expressions for ``re.match`` with names of nodes, or of first
-            outputs where nodes have none, that stay in float.
-        log_level: ``"INFO"`` or ``"DEBUG"``: the report goes to the logger of this module.
-        input_shapes_profile: Options of each provider of ``calibration_eps``, a dict each.
-        kwargs: ModelOpt's; others are a TypeError that names the closest one.
-
-    Returns:
-        The quantised model, opset 21 or more.
+    scales and codes; the AWQ methods search as :func:`.quantize` does. The model that is given
+    is not changed; the result has opset 21 or more and holds all its tensors. The report goes
+    to the logger of this module.
 
     Raises:
         CalibrationError: If samples do not fit the model, or are none.
         ModelFileError: If the model can't be used, or there is nothing to quantise.
         QuantizationError: If an argument is out of range or asks for what only TensorRT has,
             or a weight holds NaN or infinite values.
-        TypeError: If a keyword is not ModelOpt's.
+        TypeError: If a keyword is not ModelOpt's; names the closest one.
     """
     method = _METHODS.get(calibration_method)
     if method is None:
@@ -147,22 +126,19 @@ def quantize(
             f"calibration_method is {calibration_method!r}: one of {', '.join(_METHODS)} is "
             "expected; ortplugins.quantization.quantize has GPTQ as well"
         )
-    settings = settings_of(kwargs)
+    source = load_model(onnx_path).model
+    settings = settings_of(source, nodes_to_exclude, kwargs)
     if method == "awq_gptq" and (clips := settings.pop("clip_ratios", None)):
         settings["gptq"] = {"ratios": clips}
     if method != "rtn":
         settings["calibration_data_reader"] = calibration_data_reader
         settings["calibration_providers"] = providers_of(calibration_eps, input_shapes_profile)
-    source = load_model(onnx_path).model
-    found = (use for _, use in find_uses(source, settings["op_types"]))
-    uses = [use for use in found if isinstance(use, WeightUse)]
     result = quantize_weights(
         source,
         method=method,
         block_size=128 if block_size is None else block_size,
         is_symmetric=not use_zero_point,
         grid="amax" if method == "rtn" else "positive",  # TensorRT reads the result
-        rules=rules_of(uses, nodes_to_exclude, kwargs),
         **settings,
     )
     if log_level in ("DEBUG", "INFO"):
@@ -193,20 +169,11 @@ def find_scales(
     use_zero_point: bool = False,
     num_bits: int = 4,
 ) -> tuple[Array, Array | None]:
-    """Return scales, and zero points where they are asked for, of blocks along an axis.
+    """Return scales, and zero points or None, of blocks along an axis, in ``w``'s type.
 
-    Args:
-        w: Float ``[K, N]``, or of more axes.
-        block_size: Neighbours that share a scale; -1 for all of them. The last block is filled
-            up with zeros.
-        quantize_axis: The axis that blocks run along.
-        alpha: What the range of symmetric blocks shrinks by: a number, or one for each block
-            in the order ``[N, blocks]``, flat or not, such as ``AWQClipHelper.best_alpha``.
-        use_zero_point: Whether to make zero points; ``alpha`` is ignored then.
-        num_bits: 2, 4 or 8.
-
-    Returns:
-        Scales and zero points (or None) in ``w``'s type and shape, but for the axis's blocks.
+    The range of symmetric blocks shrinks by ``alpha``: a number, or one for each block in the
+    order ``[N, blocks]``, such as ``AWQClipHelper.best_alpha``. The last block is filled up
+    with zeros.
     """
     form = BlockFormat(num_bits, block_size, not use_zero_point)
     rows = _rows(w, quantize_axis)
@@ -239,7 +206,7 @@ def rtn(
     blocks, scales, zeros = _on_grid(w, s, block_size, quantize_axis, zp)
     codes = (np.rint(blocks / scales) + zeros).clip(form.lowest_code, form.highest_code)
     dtype = np.uint8 if num_bits == 8 and zp is not None else np.int8
-    return _from_blocks(codes.astype(dtype), w, quantize_axis)
+    return _like(codes.astype(dtype), w, quantize_axis)
 
 
 def dq_tensor(
@@ -248,7 +215,20 @@ def dq_tensor(
     """Return ``(w - zp) * s`` for codes ``w``, in the type that numpy gives the product."""
     codes = w.astype(np.result_type(w, s))
     blocks, scales, zeros = _on_grid(codes, s, block_size, quantize_axis, zp)
-    return _from_blocks((blocks - zeros) * scales, w, quantize_axis)
+    return _like((blocks - zeros) * scales, w, quantize_axis)
+
+
+def quant_tensor(
+    w: Array,
+    block_size: int,
+    quantize_axis: int = 0,
+    alpha: float | Array = 1.0,
+    use_zero_point: bool = False,
+    num_bits: int = 4,
+) -> tuple[npt.NDArray[np.int8 | np.uint8], Array, Array | None]:
+    """Return codes, scales and zero points: :func:`find_scales`, then :func:`rtn`."""
+    grid = find_scales(w, block_size, quantize_axis, alpha, use_zero_point, num_bits)
+    return rtn(w, grid[0], block_size, quantize_axis, grid[1], num_bits), *grid
 
 
 def _rows(array: Array, axis: int) -> Array:
@@ -256,15 +236,10 @@ def _rows(array: Array, axis: int) -> Array:
     return np.moveaxis(array, axis, 0).reshape(array.shape[axis], -1)
 
 
-def _like(rows: Array, array: Array, axis: int) -> Array:
-    """Undo :func:`_rows`; the axis may have another size."""
+def _like(blocks: Array, array: Array, axis: int) -> Array:
+    """Undo :func:`.in_blocks` and :func:`_rows`; of a number for each block, the latter."""
+    rows = blocks.reshape(-1, blocks.shape[-1])[: array.shape[axis]]
     return np.moveaxis(rows.reshape(-1, *np.delete(array.shape, axis)), 0, axis)
-
-
-def _from_blocks(blocks: Array, array: Array, axis: int) -> Array:
-    """Undo :func:`.in_blocks`, and then :func:`_rows`."""
-    rows = blocks.reshape(-1, blocks.shape[-1])
-    return _like(rows[: array.shape[axis]], array, axis)
 
 
 def _on_grid(
@@ -284,19 +259,6 @@ def _on_grid(
     return in_blocks(rows, padded // len(scales)), scales[:, None], zeros
 
 
-def quant_tensor(
-    w: Array,
-    block_size: int,
-    quantize_axis: int = 0,
-    alpha: float | Array = 1.0,
-    use_zero_point: bool = False,
-    num_bits: int = 4,
-) -> tuple[npt.NDArray[np.int8 | np.uint8], Array, Array | None]:
-    """Return codes, scales and zero points: :func:`find_scales`, then :func:`rtn`."""
-    grid = find_scales(w, block_size, quantize_axis, alpha, use_zero_point, num_bits)
-    return rtn(w, grid[0], block_size, quantize_axis, grid[1], num_bits), *grid
-
-
 def get_act_scale(x: Array) -> Array:
     """Return the mean of abs(x) over tokens, ``[T, K]`` to ``[K]``."""
     mean: Array = np.abs(x).mean(0)
@@ -312,6 +274,15 @@ def get_weight_scale(weight: Array, block_size: int | None = None) -> Array:
     return _relative_magnitude(weight, -1 if block_size is None else block_size, tiny)
 
 
+def _relative_magnitude(weight: Array, block_size: int, least: Any) -> Array:
+    """Return the mean over columns of abs(w) / (its block's greatest + least), ``[K]``."""
+    size = BlockFormat(block_size=block_size).size_along(len(weight))
+    blocks = np.abs(in_blocks(weight, size))
+    relative = blocks / (blocks.max(axis=1, keepdims=True) + least)
+    mean: Array = relative.reshape(-1, weight.shape[1])[: len(weight)].mean(1)
+    return mean
+
+
 def get_scale(x_max: Array, w_max: Array, alpha: float) -> Array:
     """Return AWQ's scales ``[K]``: ``x^alpha / w^(1 - alpha)``, normalised."""
     tiny = np.finfo(w_max.dtype).tiny
@@ -321,10 +292,9 @@ def get_scale(x_max: Array, w_max: Array, alpha: float) -> Array:
 
 
 class AWQLiteHelper:
-    """The search for the exponent of one weight ``[K, N]``.
+    """The exponents of one weight ``[K, N]``, with a ``loss`` that whoever searches fills in.
 
-    ``loss`` has a place for each exponent; whoever searches fills it in. ``best_scale``
-    ``[K]`` and ``best_alpha`` are None before :meth:`update_best_params`.
+    ``best_alpha`` and ``best_scale``, ``[K]``, are None before :meth:`update_best_params`.
     """
 
     alpha_step: float = ALPHA_STEP
@@ -348,10 +318,10 @@ class AWQLiteHelper:
 
 
 class AWQClipHelper:
-    """The search for what each block of one weight is clipped to.
+    """What each block of one weight may be clipped to: ``alphas``, 1.0 last.
 
-    ``alphas`` are the ratios, 1.0 last; ``loss`` has float32 ``[N, blocks]`` for each.
-    ``w_amax``, ``best_loss`` and ``best_alpha`` are ``[N * blocks]``, column by column.
+    ``loss`` has float32 ``[N, blocks]`` for each; ``w_amax``, ``best_loss`` and ``best_alpha``
+    are ``[N * blocks]``, column by column.
     """
 
     min_alpha: float = LEAST_RATIO
@@ -387,7 +357,7 @@ def clip_search(
     """Fill in a clip helper: for each block, the squared error of what it adds to products.
 
     Of an activation ``[..., K]`` that is longer, ``max_tokens`` and up to twice as many tokens
-    are taken, evenly spread. ``awqclip_bsz_col`` columns of ``w`` are worked on at a time.
+    are taken, evenly spread.
     """
     size = awq_clip.block_size
     tokens = x.reshape(-1, x.shape[-1])
@@ -420,13 +390,10 @@ def run_awq_scale_search_per_node(
     layer_info: Mapping[str, Mapping[str, Any]] | None = None,
     **kwargs: Any,
 ) -> tuple[list[Any], dict[str, Array]]:
-    """Search the scales of each weight by itself; return ``awq_lite`` and ``clip_alphas``.
+    """Search the scales of each weight by itself; fill in ``awq_lite`` and ``clip_alphas``.
 
-    ``awq_lite`` has a place for each weight and gets an :class:`AWQLiteHelper` there;
-    ``clip_alphas`` gets each :attr:`AWQClipHelper.best_alpha` if clips are searched, too. The
-    fast path takes activations from ``output_data``, by sample, then by weight, and sets them
-    to None. ``layer_info`` has ``"precision"`` and ``"block_size"`` by weight where they are
-    others; keywords are those of the helpers.
+    The fast path takes activations from ``output_data``, by sample, then by weight, and sets
+    them to None. Keywords are those of the helpers.
     """
     for index, (activation, weight, transposed, _, _) in enumerate(wa_pack):
         w = _matrix(weight, transposed, augmented_onnx_path)
@@ -464,11 +431,7 @@ def run_awq_scale_search_per_subgraph(
     tqdm_msg_append_str: str,
     **kwargs: Any,
 ) -> list[Any]:
-    """Search one vector of scales for all weights of an activation; return ``awq_lite``.
-
-    The maps are those of :func:`get_act_to_weight_map_and_act_to_wa_pack_map`; the second, and
-    the text for a progress bar, are not used.
-    """
+    """Search one vector of scales for all weights of an activation; fill in ``awq_lite``."""
     alphas = exponents(kwargs.get("awqlite_alpha_step", AWQLiteHelper.alpha_step))
     form = BlockFormat(4, block_size, not use_zero_point, "amax")
     for activation, indices in act_to_wa_pack_map.items():
@@ -519,10 +482,9 @@ def get_act_to_weight_map_and_act_to_wa_pack_map(
 def get_parent_child_nodes_map(
     graph: onnx.GraphProto, wa_pack: WaPack, nodes_to_exclude: Collection[str]
 ) -> tuple[dict[str, list[onnx.NodeProto]], dict[str, list[onnx.NodeProto]]]:
-    """Return the quantised MatMul and Gemm nodes behind each node that makes an activation.
+    """Return the nodes of a ``wa_pack`` by what makes their activation; readers by tensor.
 
-    By the parent's name, ``"root_0"`` for graph inputs; and, by the name of a tensor, all the
-    nodes that read it.
+    Of graph inputs the former is called ``"root_0"``.
     """
     producers = {name: node.name for node in graph.node for name in node.output}
     consumers: dict[str, list[onnx.NodeProto]] = {}
@@ -565,25 +527,10 @@ def _losses(
     x: Array, weights: Sequence[Array], form: BlockFormat, alphas: Sequence[float]
 ) -> dict[float, float]:
     """Return the squared error of products for each exponent, on all columns."""
-    choice = search_scales(
-        weights,
-        np.abs(x).mean(axis=0, dtype=np.float32),
-        x.astype(np.float32, copy=False),
-        None,
-        [form] * len(weights),
-        alphas=alphas,
-        all_columns=True,
-    )
-    return dict(choice.losses)
-
-
-def _relative_magnitude(weight: Array, block_size: int, least: Any) -> Array:
-    """Return the mean over columns of abs(w) / (its block's greatest + least), ``[K]``."""
-    size = BlockFormat(block_size=block_size).size_along(len(weight))
-    blocks = np.abs(in_blocks(weight, size))
-    relative = blocks / (blocks.max(axis=1, keepdims=True) + least)
-    mean: Array = relative.reshape(-1, weight.shape[1])[: len(weight)].mean(1)
-    return mean
+    x = x.astype(np.float32, copy=False)
+    mean_abs, forms = np.abs(x).mean(axis=0, dtype=np.float32), [form] * len(weights)
+    found = search_scales(weights, mean_abs, x, None, forms, alphas=alphas, all_columns=True)
+    return dict(found.losses)
 
 
 def _matrix(weight: onnx.TensorProto, transposed: bool, model_path: str) -> Array:

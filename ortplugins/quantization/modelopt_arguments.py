@@ -14,7 +14,7 @@ import onnxruntime
 
 from ortplugins.errors import OrtpluginsWarning, QuantizationError
 from ortplugins.quantization.weights.recipe import Rule
-from ortplugins.quantization.weights.uses import WeightUse
+from ortplugins.quantization.weights.uses import WeightUse, find_uses
 from rewrite_rules.closest_name import did_you_mean
 
 ALPHA_STEP = 0.1  # of exponents
@@ -27,8 +27,8 @@ _PROVIDERS = {
     "trt": "TensorrtExecutionProvider",
     "NvTensorRtRtx": "NvTensorRTRTXExecutionProvider",
 }
-# What changes nothing, with the value for which that need not be said: weights that read one
-# activation get the same scales, and max_calibration_memory of quantize() bounds the memory.
+# What changes nothing, with its default: weights that read one activation get the same scales,
+# and max_calibration_memory of quantize() bounds the memory.
 _WITHOUT_EFFECT = {
     "awqclip_bsz_col": None,
     "enable_fast_path_using_high_sysram": False,
@@ -47,37 +47,43 @@ _SENSITIVE = re.compile(
 _OUR_CODES = re.compile(r"(?P<weight>.+)\.u?int[48]_block-?\d+(_transposed)?(_\d+)?")
 
 
-def settings_of(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate keywords into settings of our quantizer."""
+def settings_of(
+    model: ir.Model, excluded: Sequence[str] | None, kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Translate keywords, and patterns for the start of names, into our settings."""
     for name in kwargs:
         if name not in _KEYWORDS:
             hint = did_you_mean(name, _KEYWORDS) or f"; there are {', '.join(_KEYWORDS)}"
             raise TypeError(f"quantize() got an unexpected keyword argument {name!r}{hint}")
-    if kwargs.get("force_fp16"):
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    if given.get("force_fp16"):
         raise QuantizationError(
             "force_fp16 is not done here: convert the model to float16 before, with "
             "onnxruntime's or onnxconverter_common's converter, and quantise the result"
         )
     for name, usual in _WITHOUT_EFFECT.items():
-        if kwargs.get(name, usual) not in (usual, None):
+        if given.get(name, usual) != usual:
             _warn(f"{name} has no effect")
-    axis = kwargs.get("gather_quantize_axis")
+    axis = given.get("gather_quantize_axis")
     if axis not in (None, 1, -1):
         raise QuantizationError(
             f"gather_quantize_axis is {axis!r}: blocks of Gather's tables run along their "
             "rows here (1 or -1), so that a row is dequantised by itself"
         )
+    op_types = ("MatMul", "Gemm") if axis is None else ("MatMul", "Gemm", "Gather")
     settings: dict[str, Any] = {
-        "op_types": ("MatMul", "Gemm") if axis is None else ("MatMul", "Gemm", "Gather"),
-        "quant_format": "QDQ_transposed" if kwargs.get("use_column_major") else "QDQ",
-        "fold_scales": kwargs.get("awqlite_fuse_nodes", True),
+        "op_types": op_types,
+        "quant_format": "QDQ_transposed" if given.get("use_column_major") else "QDQ",
+        "fold_scales": given.get("awqlite_fuse_nodes", True),
     }
-    if "awqlite_alpha_step" in kwargs:
-        settings["alphas"] = exponents(kwargs["awqlite_alpha_step"])
-    if "awqclip_alpha_step" in kwargs or "awqclip_alpha_min" in kwargs:
-        least = kwargs.get("awqclip_alpha_min", LEAST_RATIO)
-        settings["clip_ratios"] = ratios(least, kwargs.get("awqclip_alpha_step", RATIO_STEP))
-    return settings
+    if "awqlite_alpha_step" in given:
+        settings["alphas"] = exponents(given["awqlite_alpha_step"])
+    if not given.keys().isdisjoint(("awqclip_alpha_min", "awqclip_alpha_step")):
+        least = given.get("awqclip_alpha_min", LEAST_RATIO)
+        settings["clip_ratios"] = ratios(least, given.get("awqclip_alpha_step", RATIO_STEP))
+    found = (use for _, use in find_uses(model, op_types))
+    uses = [use for use in found if isinstance(use, WeightUse)]
+    return settings | {"rules": _rules(uses, excluded, given)}
 
 
 def exponents(step: float) -> list[float]:
@@ -101,41 +107,38 @@ def _check(name: str, value: float) -> None:
 
 
 def providers_of(
-    names: Iterable[str], profile: Sequence[Mapping[str, str]] | None
+    names: Sequence[str], profiles: Sequence[Mapping[str, str]] | None
 ) -> list[str | tuple[str, dict[str, Any]]]:
     """Return onnxruntime's providers for ModelOpt's names, those that there are."""
-    names = list(names)
-    if profile is not None and len(profile) != len(names):
+    profiles = [{}] * len(names) if profiles is None else profiles
+    if len(profiles) != len(names):
         raise QuantizationError(
-            f"input_shapes_profile has {len(profile)} entries for {len(names)} calibration_eps"
+            f"input_shapes_profile has {len(profiles)} entries for {len(names)} "
+            "calibration_eps"
         )
     available = onnxruntime.get_available_providers()
     found: list[str | tuple[str, dict[str, Any]]] = []
-    for name, given in zip(names, profile or [{}] * len(names), strict=True):
+    for name, profile in zip(names, profiles, strict=True):
         kind, _, device = name.partition(":")
         if kind not in _PROVIDERS or (device and not device.isdigit()):
             raise QuantizationError(
                 f"calibration_eps has {name!r}: {', '.join(_PROVIDERS)} are expected, with a "
                 "device's number after a colon"
             )
-        options: dict[str, Any] = dict(given)
+        options: dict[str, Any] = dict(profile)
         if kind in ("cuda", "dml"):
             options.setdefault("device_id", int(device or 0))
         if (provider := _PROVIDERS[kind]) in available:
             found.append((provider, options) if options else provider)
     if not found:
         _warn(f"this onnxruntime has none of calibration_eps {names}: samples run on the CPU")
-        found.append("CPUExecutionProvider")
-    return found
+    return found or ["CPUExecutionProvider"]
 
 
-def rules_of(
-    uses: Sequence[WeightUse], excluded: Sequence[str] | None, kwargs: Mapping[str, Any]
+def _rules(
+    uses: Sequence[WeightUse], excluded: Sequence[str] | None, given: Mapping[str, Any]
 ) -> list[Rule]:
-    """Return the rules of a model: tables' blocks, wider weights, and what stays in float.
-
-    ``excluded`` are regular expressions for the start of names.
-    """
+    """Return the rules of a model: tables' blocks, wider weights, and what stays in float."""
     if isinstance(excluded, str):
         raise QuantizationError("nodes_to_exclude is a string: a list of patterns is expected")
     try:
@@ -145,9 +148,9 @@ def rules_of(
             f"nodes_to_exclude: {error.pattern!r} is not a regular expression: {error}"
         ) from error
     left = [use.label for use in uses if any(p.match(use.label) for p in patterns)]
-    wider = _wider([use.label for use in uses if use.activation is not None], kwargs)
+    wider = _wider([use.label for use in uses if use.activation is not None], given)
     return [
-        Rule(":table", block_size=kwargs.get("gather_block_size", 32), optional=True),
+        Rule(":table", block_size=given.get("gather_block_size", 32), optional=True),
         # ModelOpt's 8 bits are per column.
         *(Rule(_exactly(label), bits=8, block_size=-1) for label in wider),
         *(Rule(_exactly(label), keep_float=True) for label in left),
@@ -159,35 +162,32 @@ def _exactly(label: str) -> re.Pattern[str]:
     return re.compile(rf"\A{re.escape(label)}\Z")
 
 
-def _wider(labels: Sequence[str], kwargs: Mapping[str, Any]) -> list[str]:
-    """Return the nodes whose weights get 8 bits."""
-    if layers := kwargs.get("layers_8bit"):
-        return _listed(layers.split(",") if isinstance(layers, str) else layers, labels)
-    wider = sensitive(labels) if kwargs.get("enable_mixed_quant") else []
-    if not wider and kwargs.get("enable_mixed_quant"):
+def _wider(labels: Sequence[str], given: Mapping[str, Any]) -> list[str]:
+    """Return the nodes whose weights get 8 bits: those that are listed, or ModelOpt's."""
+    layers = given.get("layers_8bit", ())
+    found: list[str] = []
+    for name in layers.split(",") if isinstance(layers, str) else layers:
+        layer = name.strip()
+        matching = [label for label in labels if _path(layer) in _path(label)]
+        if layer and not matching:
+            _warn(f"layers_8bit: {layer!r} matches no node")
+        found += matching if layer else []
+    if layers or not given.get("enable_mixed_quant"):
+        return list(dict.fromkeys(found))
+    if not (found := sensitive(labels)):
         _warn(
             "enable_mixed_quant has no effect: no node is named as in "
             "/model/layers.0/attn/v_proj/MatMul; name them with layers_8bit"
         )
-    return wider
+    return found
 
 
-def _listed(layers: Iterable[str], labels: Sequence[str]) -> list[str]:
-    """Return the nodes whose names hold one of some names, part by part."""
-
-    def parts(name: str) -> str:
-        return f".{name.lstrip('/').replace('/', '.')}."
-
-    found: list[str] = []
-    for layer in filter(None, map(str.strip, layers)):
-        matching = [label for label in labels if parts(layer) in parts(label)]
-        if not matching:
-            _warn(f"layers_8bit: {layer!r} matches no node")
-        found += matching
-    return list(dict.fromkeys(found))
+def _path(name: str) -> str:
+    """Return a name as parts between dots."""
+    return f".{name.lstrip('/').replace('/', '.')}."
 
 
-def sensitive(labels: Sequence[str]) -> list[str]:
+def sensitive(labels: Iterable[str]) -> list[str]:
     """Return ModelOpt's choice: of a kind the first and last eighth, each third between."""
     kinds: dict[str, list[tuple[int, str]]] = {}
     for label in labels:
