@@ -113,12 +113,12 @@ class _Source:
         for name in names:
             value = values[name]
             if shapes:
-                value = _appended(model, "Shape", value, {})
+                value = appended(model, "Shape", value, {})
             elif value.is_graph_input():
                 continue  # taken from the sample
             elif value.dtype is ir.DataType.BFLOAT16:
                 # onnxruntime has no numpy arrays of these.
-                value = _appended(model, "Cast", value, {"to": ir.DataType.FLOAT.value})
+                value = appended(model, "Cast", value, {"to": ir.DataType.FLOAT.value})
             outputs[name] = value
         session, made = None, [value.name for value in outputs.values()]
         if outputs:
@@ -239,7 +239,7 @@ def without_padding(
             yield name, array
 
 
-def _appended(
+def appended(
     model: ir.Model, op_type: str, value: ir.Value, attributes: Mapping[str, int]
 ) -> ir.Value:
     """Add a node that reads a value; return its output."""
@@ -348,7 +348,7 @@ def open_detached(
 def run_sample(
     session: onnxruntime.InferenceSession, names: Sequence[str | None], feed: Feed, what: str
 ) -> list[npt.NDArray[Any]]:
-    """Run a session; an error names the sample."""
+    """Return outputs, all where none is named; an error names the sample."""
     try:
         arrays: list[npt.NDArray[Any]] = session.run(names, feed)
     except Exception as error:  # onnxruntime's own classes, none is documented

@@ -33,6 +33,7 @@ from ortplugins.quantization.statistics.accumulator import (
 )
 from ortplugins.quantization.statistics.collect import (
     Calibration,
+    appended,
     detach_tensors,
     open_for_samples,
     run_sample,
@@ -155,7 +156,7 @@ class PairedModels:
                     if model == _QUANTIZED:
                         weights = self._put_in_weights(part, ScratchWriter(path))
                     session = self._open(part, inputs | weights)
-                arrays = run_sample(session, made, inputs | weights, f"sample {index}")
+                arrays = run_sample(session, (), inputs | weights, f"sample {index}")
                 for folder, array in zip(folders.values(), arrays, strict=True):
                     np.save(folder / f"{model}-{index}.npy", array, allow_pickle=False)
             path.unlink(missing_ok=True)
@@ -193,7 +194,9 @@ class PairedModels:
             value.shape = ir.Shape([None] * array.ndim)
         for value in [value for value in part.inputs if value.name in self._halved]:
             _cast_input(part, value)
-        session = self._open_part(part)
+        functions = list(self._model.functions.values())
+        model = ir.Model(part, ir_version=self._model.ir_version, functions=functions)
+        session = open_for_samples(model, self._folder, self._providers)
         # onnxruntime has no numpy arrays of bfloat16, and knows now which outputs are.
         halved = {o.name for o in session.get_outputs() if o.type == "tensor(bfloat16)"}
         if not halved:
@@ -201,12 +204,8 @@ class PairedModels:
         self._halved |= halved
         for place, value in enumerate(part.outputs):
             if value.name in halved:
-                part.outputs[place] = _cast_output(part, value)
-        return self._open_part(part)
-
-    def _open_part(self, part: ir.Graph) -> onnxruntime.InferenceSession:
-        functions = list(self._model.functions.values())
-        model = ir.Model(part, ir_version=self._model.ir_version, functions=functions)
+                to = {"to": ir.DataType.FLOAT.value}
+                part.outputs[place] = appended(model, "Cast", value, to)
         return open_for_samples(model, self._folder, self._providers)
 
 
@@ -217,16 +216,6 @@ def _cast_input(part: ir.Graph, value: ir.Value) -> None:
     node.replace_input_with(0, value)
     node.outputs[0].name = f"{value.name}.bfloat16"
     part.insert_before(part[0], node)
-
-
-def _cast_output(part: ir.Graph, value: ir.Value) -> ir.Value:
-    """Return a value of bfloat16 in float32, under its name."""
-    node = ir.node("Cast", [value], {"to": ir.DataType.FLOAT.value})
-    (output,) = node.outputs
-    output.name, value.name = value.name, f"{value.name}.bfloat16"
-    output.type = ir.TensorType(ir.DataType.FLOAT)
-    part.append(node)
-    return output
 
 
 def _add_drift(quantized: Array, floats: Array, sums: Array, unit: float) -> None:
