@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import onnx_ir as ir
 
-from rewrite_rules.graph.nodes import inline_functions
+from rewrite_rules.graph.nodes import inline_functions, label
 
 _CONVERTER = "onnxscript.version_converter"
 # onnxscript's converter says so where it hands a model of an opset below 18 to ONNX's own.
@@ -36,6 +36,9 @@ def convert_opset(model: ir.Model, opset: int) -> str:
         return found[0]
     if converted.graph.opset_imports.get("", 0) < opset:
         return "onnx.version_converter gave up"
+    noted = {label(node): node.metadata_props for node in model.graph.all_nodes()}
+    for node in converted.graph.all_nodes():  # ONNX's own converter drops it
+        node.metadata_props.update(noted.get(label(node), {}))
     model.graph = converted.graph
     model.functions.clear()
     return ""
