@@ -89,13 +89,12 @@ class WeightOnlyQuantization(Pass):
         scratch = tempfile.TemporaryDirectory(prefix="ortplugins-")
         model.meta[_SCRATCH] = scratch
         report = quantize_graph(plan, recipe, Path(scratch.name))
-        others = {row.node for row in plan.others}  # which may be hundreds: counted below
         for node in report.nodes:
             if node.quantized:
                 what = f"{node.weight!r} -> {node.bits} bits, block_size {node.block_size}"
                 error = f"relative error of the weight {node.weight_error:.2g}"
                 context.remarks.fired(node.node, f"{what}, {error}")
-            elif node.node not in others:
+            else:
                 context.remarks.refused(node.node, node.reason)
         for note in (*report.notes, str(report.coverage)):
             context.remarks.note("model", note)

@@ -243,8 +243,6 @@ def _executor(scheduler: str) -> Iterator[Executor | None]:
 
 def _print(report: QuantizeReport, all_nodes: bool) -> None:
     """Print the sum, then what was refused, or every node."""
-    from ortplugins.quantization.weights.plan import OTHER_OPERATOR
-
     out = console()
     if all_nodes:
         rows = [
@@ -263,10 +261,7 @@ def _print(report: QuantizeReport, all_nodes: bool) -> None:
         print_table(headings, rows)
     else:
         for node in report.refused:
-            if not node.reason.startswith(OTHER_OPERATOR):  # which may be hundreds
-                out.print(
-                    f"refused {node.node}: {node.reason}", style="yellow", soft_wrap=True
-                )
+            out.print(f"refused {node.node}: {node.reason}", style="yellow", soft_wrap=True)
         print_coverage(report.coverage)
     for note in report.notes:
         out.print(f"note: {note}", soft_wrap=True)

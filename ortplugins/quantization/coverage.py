@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import onnx_ir as ir
 
 from ortplugins.model_io.loading import initializer_tensors
-from rewrite_rules.graph.nodes import label
 from rewrite_rules.graph.parameters import int_attribute
 
 _FLOATS = frozenset({
@@ -97,42 +96,16 @@ class Coverage:
         return f"{text}; float: {', '.join(shown)}" if shown else text
 
 
-@dataclasses.dataclass(frozen=True)
-class FloatWeight:
-    """A float constant, and the first node that reads it, shapes and casts looked through."""
-
-    value: ir.Value
-    tensor: ir.TensorProtocol
-    readers: tuple[ir.Node, ...]
-
-    @property
-    def is_vector(self) -> bool:
-        """Whether it has one axis at most."""
-        return sum(size != 1 for size in self.tensor.shape.numpy()) < 2
-
-
-def float_weights(
-    model: ir.Model, planned: Mapping[ir.Value, Collection[ir.Node]]
-) -> Iterator[FloatWeight]:
-    """Yield what stays float beside planned weights, whose nodes are to read codes."""
-    for value, tensor in initializer_tensors(model):
-        if tensor.dtype in _FLOATS:
-            given = planned.get(value, ())
-            uses = [use for use in _readers(value) if use[0] not in given]
-            if uses and not any(_is_of_codes(*use) for use in uses):
-                yield FloatWeight(value, tensor, tuple(node for node, _ in uses))
-
-
 def coverage(
     model: ir.Model,
     planned: Mapping[ir.Value, Collection[ir.Node]] | None = None,
-    reasons: Mapping[str, str] | None = None,
+    why: Callable[[ir.Node], str] = lambda node: "",
 ) -> Coverage:
     """Count the weights of a model, planned ones as quantised; their codes have no bytes yet.
 
-    ``reasons`` are those of nodes, by name.
+    ``why`` says why a node reads floats.
     """
-    planned, reasons = planned or {}, reasons or {}
+    planned = planned or {}
     elements = size = 0
     for value, tensor in initializer_tensors(model):
         if value in planned:
@@ -142,12 +115,15 @@ def coverage(
             elements += count
             size += tensor.nbytes if belongs else 0
     rest: dict[tuple[str, str], list[ir.TensorProtocol]] = {}
-    for weight in float_weights(model, planned):
-        operators = ", ".join(sorted({node.op_type for node in weight.readers}))
-        known = (reasons.get(label(node)) for node in weight.readers)
-        reason = next(filter(None, known), "")
-        key = (VECTORS, "") if weight.is_vector else (operators, reason)
-        rest.setdefault(key, []).append(weight.tensor)
+    for value, tensor in initializer_tensors(model):
+        uses = [use for use in _readers(value) if use[0] not in planned.get(value, ())]
+        if tensor.dtype not in _FLOATS or not uses or any(_is_of_codes(*use) for use in uses):
+            continue
+        operators = ", ".join(sorted({node.op_type for node, _ in uses}))
+        reason = next(filter(None, (why(node) for node, _ in uses)), "")
+        is_vector = sum(size != 1 for size in tensor.shape.numpy()) < 2
+        key = (VECTORS, "") if is_vector else (operators, reason)
+        rest.setdefault(key, []).append(tensor)
     rows = [
         FloatWeights(
             operators,

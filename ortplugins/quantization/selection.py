@@ -9,7 +9,6 @@ import re
 from collections.abc import Collection, Iterable
 
 from ortplugins.errors import QuantizationError
-from rewrite_rules.closest_name import did_you_mean
 
 # A name; a glob where it has one of *?[; a regular expression, found anywhere in the name,
 # where it starts with "re:" or was compiled.
@@ -28,16 +27,11 @@ def matches(pattern: Pattern, name: str) -> bool:
 
 def check_names(option: str, patterns: Iterable[Pattern], names: Collection[str]) -> None:
     """Refuse patterns of an option that mean none of some names, with the closest of these."""
-    wrong = []
-    for pattern in patterns:
-        if any(matches(pattern, name) for name in names):
-            continue
-        if _expression(pattern) is None:
-            hint = did_you_mean(text_of(pattern), names)
-            wrong.append(f"no node that can be quantised is called {pattern!r}{hint}")
-        else:
-            hint = _nearest(text_of(pattern), names)
-            wrong.append(f"{text_of(pattern)!r} matches no node that can be quantised{hint}")
+    wrong = [
+        f"{text_of(pattern)!r} matches no node that can be quantised{_nearest(pattern, names)}"
+        for pattern in patterns
+        if not any(matches(pattern, name) for name in names)
+    ]
     if wrong:
         raise QuantizationError(f"{option}: {'; '.join(wrong)}")
 
@@ -57,9 +51,9 @@ def _expression(pattern: Pattern) -> re.Pattern[str] | None:
     return re.compile(rf"\A{fnmatch.translate(pattern)}") if is_glob else None
 
 
-def _nearest(pattern: str, names: Collection[str]) -> str:
+def _nearest(pattern: Pattern, names: Collection[str]) -> str:
     """Return what patterns could have meant: names, and parts of paths, that resemble them."""
-    words = re.findall(r"\w{2,}", pattern.removeprefix(_REGEX))
+    words = re.findall(r"\w{2,}", text_of(pattern).removeprefix(_REGEX))
     parts = dict.fromkeys(part for name in names for part in (name, *re.split("[./]", name)))
     near = [
         found

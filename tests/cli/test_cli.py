@@ -154,7 +154,7 @@ optimize m.onnx -o missing/o.onnx => missing/o.onnx | folder
 optimize m.onnx -o m.onnx --force => m.onnx | the model itself
 optimize lost.onnx -o o.onnx => lost.onnx | 'w' | lost.onnx.data | missing
 quantize f.onnx => give --output, or --dry-run
-quantize f.onnx -o o.onnx --rule 'haed={bits: 8}' => no node that can be quantised is called 'haed'
+quantize f.onnx -o o.onnx --rule 'haed={bits: 8}' => 'haed' matches no node that can be quantised
 quantize f.onnx -o o.onnx --rule head => a pattern and its settings are expected
 quantize f.onnx -o o.onnx --rule head=[1] => rule 'head' is [1]: float, or settings
 quantize f.onnx -o o.onnx --rule head={ => is not YAML

@@ -115,6 +115,7 @@ def test_the_command_ends_with_figures_where_there_is_a_text(source, monkeypatch
     shown = printed(*arguments, "int4")
     assert "perplexity" in shown and "top-1 agreement" in shown
     assert "quantised weights" in shown and "float: Gather, 1 weights, " in shown
+    assert "refused" not in shown  # a table that nobody asked for
     result = as_json(*arguments, "more", "--method", "gptq")
     found = result["evaluation"]
     (table, *_) = result["coverage"]["rest"]
@@ -251,12 +252,3 @@ def test_folders_that_are_not_a_run_s_are_refused(calls):
     made(calls)
     with filelock.FileLock("run/lock"), pytest.raises(UsageError, match="another run uses it"):
         made(calls)
-
-
-def test_the_command_has_it(calls):
-    np.savez("x.npz", **SAMPLES[0])
-    arguments = ["quantize", "model.onnx", "--samples", "x.npz", "--run-folder", "run"]
-    for method, passes in (("gptq", 1), ("awq_lite", 0)):
-        calls["collect"] = 0
-        done = ortplugins_command(*arguments, "--method", method, "-o", f"{method}.onnx")
-        assert (done.returncode, done.stderr, calls["collect"]) == (0, "", passes)

@@ -117,13 +117,6 @@ def scheduler():
         yield cluster.scheduler_address
 
 
-def test_workers_of_a_dask_cluster(floats, expected, tmp_path, scheduler):
-    from distributed import Client
-
-    with Client(scheduler) as client, client.get_executor() as executor:
-        assert written(executor, floats, tmp_path) == expected
-
-
 def test_the_command_line_finds_a_scheduler(floats, expected, tmp_path, scheduler):
     np.savez(tmp_path / "samples.npz", x=np.stack([sample["x"] for sample in samples()]))
     output = tmp_path / "q.onnx"

@@ -338,7 +338,7 @@ def test_what_was_quantised_stays(again: dict):
     _, result = quantized(PRODUCT, {"W": normal(K, N)})
     assert "W.outlier_rows" in arrays_of(read(result.model))
     samples = [{"x": with_outliers(64)}]
-    with pytest.raises(ModelFileError, match=r"the model is already quantised \(2 nodes\)"):
+    with pytest.raises(ModelFileError, match="the model is already quantised"):
         quantize(read(result.model), calibration_data_reader=samples, **again)
 
 

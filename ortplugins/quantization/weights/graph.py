@@ -23,7 +23,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortplugins.quantization.methods.nearest import Floats
-from ortplugins.quantization.tensor_reference import TensorReference
+from ortplugins.quantization.tensor_reference import ScratchWriter, TensorReference
 from ortplugins.quantization.weights.folds import described, find_folds, insert_mul
 from ortplugins.quantization.weights.layer_forms import LayerWriter
 from ortplugins.quantization.weights.plan import WeightPlan
@@ -36,10 +36,12 @@ from rewrite_rules.graph.parameters import float_attribute, int_attribute
 from rewrite_rules.weights.bit_packing import pack_rows
 
 
-def write_codes(plan: WeightPlan, recipe: Recipe, done: Collection[Weight] = ()) -> None:
+def write_codes(
+    plan: WeightPlan, recipe: Recipe, writer: ScratchWriter, done: Collection[Weight] = ()
+) -> None:
     """Have nodes read codes, and divide the activations whose weights were scaled.
 
-    Weights that are ``done`` are in the graph already.
+    Weights that are ``done`` are in the graph already; scales that change are written again.
     """
     names = FreshNames(plan.model)
     weights = [w for group in plan.groups for w in group.weights if w not in done]
@@ -51,8 +53,9 @@ def write_codes(plan: WeightPlan, recipe: Recipe, done: Collection[Weight] = ())
     for weight in weights:
         for divisor in divisors[weight.uses[0].weight]:
             # The codes stay.
-            scales = weight.scales.map("r+")
-            scales /= divisor[:, None] if weight.k_last else divisor
+            scales = weight.scales.map()
+            quotient = scales / (divisor[:, None] if weight.k_last else divisor)
+            weight.scales = writer.append(quotient.astype(scales.dtype))
         _read_through_dequantize(weight, names)
         for use in weight.uses:
             layers.write(weight, use)

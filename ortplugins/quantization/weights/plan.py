@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -15,8 +16,7 @@ from ortplugins.model_io.loading import lift_constants
 from ortplugins.quantization.checkpoints.checkpoint import Checkpoint
 from ortplugins.quantization.checkpoints.imatrix import Imatrix
 from ortplugins.quantization.checkpoints.layers import Layer
-from ortplugins.quantization.coverage import Coverage, coverage, float_weights
-from ortplugins.quantization.encoders import INTEGER_PRODUCTS
+from ortplugins.quantization.coverage import Coverage, coverage
 from ortplugins.quantization.experts.unroll import Experts, unroll_mixtures
 from ortplugins.quantization.kv_cache import find_caches
 from ortplugins.quantization.weights.layer_forms import check_layers
@@ -32,10 +32,6 @@ from ortplugins.quantization.weights.weight import Group, Weight
 from rewrite_rules.dq_matmulnbits_fusion.kernels import fitting_block_size
 from rewrite_rules.graph.nodes import inline_functions, label
 
-OTHER_OPERATOR = "no weights of"
-
-_KERNELS = INTEGER_PRODUCTS | {"MatMulNBits", "GatherBlockQuantized"}
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WeightPlan:
@@ -46,23 +42,23 @@ class WeightPlan:
     # Every node with a constant matrix, in the model's order: a use of one of the weights, or
     # the report of a node that keeps its own.
     nodes: list[WeightUse | NodeReport]
-    others: list[NodeReport]  # nodes of other operators that hold weights
     coverage: Coverage  # less the bytes of codes
     notes: list[str]
-    experts: list[Experts]  # that are to be one operator each
+    # Experts that are to be one operator each, and why other mixtures stay, by node.
+    mixtures: tuple[list[Experts], dict[str, str]]
 
 
 def plan_weights(
     model: ir.Model,
     recipe: Recipe,
     checkpoint: Checkpoint | None = None,
-    experts: list[Experts] | None = None,
+    mixtures: tuple[list[Experts], dict[str, str]] | None = None,
     imatrix: Imatrix | None = None,
 ) -> WeightPlan:
     """Find what is to be quantised.
 
     Functions of the model are inlined; the graph's larger Constant nodes become initializers.
-    Mixtures of experts are unrolled, unless ``experts`` says that they are.
+    Mixtures of experts are unrolled, unless ``mixtures`` says that they are.
     """
     if imatrix is not None:
         imatrix.check(recipe)
@@ -76,11 +72,11 @@ def plan_weights(
     except ValueError as error:
         raise ModelFileError(str(error)) from None
     lift_constants(model)
-    reasons: dict[str, str] = {}
-    if experts is None:
-        experts, reasons = unroll_mixtures(model, recipe, checkpoint)
+    if mixtures is None:
+        mixtures = unroll_mixtures(model, recipe, checkpoint)
         if checkpoint is not None:
             checkpoint.put_floats(model)
+    experts, reasons = mixtures
     members = {name for each in experts for names in each.products for name in names}
     found = list(find_uses(model, recipe.op_types))
     uses = [use for _, use in found if isinstance(use, WeightUse)]
@@ -89,24 +85,28 @@ def plan_weights(
     named = (name for use in uses for name in use.names)
     names = list(dict.fromkeys([*labels, *named, *reasons, *stacks]))
     notes = recipe.check_against(uses, names)
-    nodes, weights = _chosen(found, recipe, checkpoint, members)
+    nodes, weights = _chosen(found, recipe, checkpoint, members, _places(model))
     check_layers(model, weights)
     functions = [NodeReport(name, "function", reason=reason) for name, reason in left.items()]
     nodes = [*functions, *nodes, *_other_readers(weights, set(labels))]
-    others = _other_operators(model, nodes, reasons)
-    nodes += [row for row in others if row.node in reasons]
-    others = [row for row in others if row.node not in reasons]
-    rows = [row for row in (*nodes, *others) if isinstance(row, NodeReport)]
+    nodes += [
+        NodeReport(name, node.op_type, reason=reasons[name])
+        for node in model.graph.all_nodes()
+        if (name := label(node)) in reasons and name not in labels
+    ]
+    why = {row.node: row.reason for row in nodes if isinstance(row, NodeReport)}
     planned: dict[ir.Value, list[ir.Node]] = {}
     for weight in weights:
         planned.setdefault(weight.uses[0].weight, []).extend(use.node for use in weight.uses)
-    covered = coverage(model, planned, {row.node: row.reason for row in rows})
+    covered = coverage(
+        model, planned, lambda node: why.get(label(node)) or _not_asked(node, recipe)
+    )
     methods = dict.fromkeys(weight.method for weight in weights)
     groups = [group for method in methods for group in _grouped(weights, method)]
     notes += recipe.without_effect(group.method for group in groups)
     notes += [] if checkpoint is None else checkpoint.notes()
     notes += [] if imatrix is None else imatrix.give(groups)
-    return WeightPlan(model, groups, nodes, others, covered, notes, experts)
+    return WeightPlan(model, groups, nodes, covered, notes, mixtures)
 
 
 def _chosen(
@@ -114,6 +114,7 @@ def _chosen(
     recipe: Recipe,
     checkpoint: Checkpoint | None,
     experts: Collection[str],
+    places: Mapping[ir.Value, int],
 ) -> tuple[list[WeightUse | NodeReport], list[Weight]]:
     """Return the use of each node with a constant, or why it stays in float; the weights.
 
@@ -147,9 +148,23 @@ def _chosen(
         if not reason:
             name, k_last = use.weight.name or "", use.stored_k_last
             key = (use.weight, k_last, form, method)
-            weight = Weight(name, use.K, use.N, k_last, form, method, layer, is_expert)
+            weight = Weight(
+                name, places[use.weight], use.K, use.N, k_last, form, method, layer, is_expert
+            )
             weights.setdefault(key, weight).uses.append(use)
     return nodes, list(weights.values())
+
+
+def _places(model: ir.Model) -> dict[ir.Value, int]:
+    """Return the place of each value among those of its name, which subgraphs may repeat."""
+    places: dict[ir.Value, int] = {}
+    counts = collections.Counter[str | None]()
+    for node in model.graph.all_nodes():
+        for value in node.inputs:
+            if value is not None and value not in places:
+                places[value] = counts[value.name]
+                counts[value.name] += 1
+    return places
 
 
 def _other_readers(weights: Iterable[Weight], reported: Collection[str]) -> list[NodeReport]:
@@ -166,25 +181,13 @@ def _other_readers(weights: Iterable[Weight], reported: Collection[str]) -> list
     return list(rows.values())
 
 
-def _other_operators(
-    model: ir.Model, found: Sequence[WeightUse | NodeReport], reasons: Mapping[str, str]
-) -> list[NodeReport]:
-    """Report the nodes of other operators that hold weights, vectors apart."""
-    reported = {row.node if isinstance(row, NodeReport) else row.label for row in found}
-    rows = []
-    for weight in float_weights(model, {}):
-        node, size = weight.readers[0], weight.tensor.nbytes
-        name = label(node)
-        if weight.is_vector or name in reported:
-            continue
-        reason = f"{OTHER_OPERATOR} {node.op_type} are quantised"
-        if node.op_type in OP_TYPES and not node.domain:
-            reason = f"{node.op_type} is not among op_types"
-        reason = reasons.get(name, reason)
-        given = weight.value.name or ""
-        row = NodeReport(name, node.op_type, given, bytes_before=size, bytes_after=size)
-        rows.append(dataclasses.replace(row, reason=reason))
-    return rows
+def _not_asked(node: ir.Node, recipe: Recipe) -> str:
+    """Say why nobody looks at the weights of a node; nothing where op_types has it."""
+    if node.op_type in recipe.op_types and not node.domain:
+        return ""
+    if node.op_type in OP_TYPES and not node.domain:
+        return f"{node.op_type} is not among op_types"
+    return f"no weights of {node.op_type} are quantised"
 
 
 def check_not_empty(plan: WeightPlan, recipe: Recipe) -> None:
@@ -195,10 +198,8 @@ def check_not_empty(plan: WeightPlan, recipe: Recipe) -> None:
         return
     refused = [node for node in plan.nodes if isinstance(node, NodeReport)]
     left = [node for node in refused if not node.reason.startswith("already quantised")]
-    kernels = sum(node.op_type in _KERNELS for node in plan.model.graph.all_nodes())
-    done = kernels + len(refused) - len(left)
-    if done and not left:
-        reason = f"the model is already quantised ({done} nodes)"
+    if not left and (refused or plan.coverage.quantized_elements):
+        reason = f"the model is already quantised: {plan.coverage}"
     elif refused:
         reason = "; ".join(f"{node.node}: {node.reason}" for node in refused[:3])
         reason += f"; and {len(refused) - 3} more" if len(refused) > 3 else ""
@@ -258,7 +259,7 @@ def reported(
         return size if first else 0
 
     rows = []
-    for node in [*plan.nodes, *plan.others]:
+    for node in plan.nodes:
         if isinstance(node, NodeReport):
             before = once(node.bytes_before, "float", values.get(node.weight, node.weight))
             after = once(node.bytes_after, "kept", node.weight)

@@ -45,7 +45,7 @@ from ortplugins.quantization.weights.plan import (
 from ortplugins.quantization.weights.recipe import Recipe, read_recipe
 from ortplugins.quantization.weights.report import QuantizeReport
 from ortplugins.quantization.weights.run import quantize_graph
-from ortplugins.quantization.weights.run_folder import NOTHING_KEPT, RunFolder
+from ortplugins.quantization.weights.run_folder import RunFolder
 from ortplugins.samples.sources import KeptSamples
 from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
 from rewrite_rules.dq_matmulnbits_fusion.kernels import (
@@ -169,16 +169,16 @@ def quantize(
         return QuantizeResult(None, reported(plan, chosen), None)
     notes = _raise_opset(loaded.model, chosen, plan)
     if notes:  # the conversion made new nodes
-        plan = plan_weights(loaded.model, chosen, given, plan.experts, matrix)
+        plan = plan_weights(loaded.model, chosen, given, plan.mixtures, matrix)
     with contextlib.ExitStack() as stack:
-        kept = NOTHING_KEPT
+        kept = None
         if run_folder is not None:
             files = [*_files_of(model, loaded), *(given.files if given else ())]
             files += [matrix.path] if matrix else []
             kept = stack.enter_context(RunFolder.opened(run_folder))
         # The system's own folder may be memory, or too small; the output has to fit anyway.
         beside = None if target is None else target.absolute().parent
-        place = Path(os.path.abspath(work_dir)) if work_dir else kept.path or beside
+        place = Path(os.path.abspath(work_dir)) if work_dir else kept.path if kept else beside
         scratch = Path(stack.enter_context(scratch_within(place)))
         calibration = None
         needed = chosen.needs_statistics and (matrix is None or chosen.kv_bits)
@@ -190,7 +190,7 @@ def quantize(
                 max_calibration_memory,
                 progress or (lambda done, total, what: None),
             )
-        if run_folder is not None:
+        if kept is not None:
             kept.identify(files, chosen, calibration)
         report = quantize_graph(
             plan,
@@ -208,7 +208,7 @@ def quantize(
         if chosen.for_kernels or chosen.fuse_tables:
             _to_kernels(loaded.model, chosen, report)
         if target is None:
-            _into_memory(loaded.model, scratch)
+            _into_memory(loaded.model, [scratch, *([kept.path] if kept else [])])
         else:
             if external_data is None:
                 external_data = has_data_file(loaded, loaded.model)
@@ -317,11 +317,11 @@ def _to_kernels(model: ir.Model, recipe: Recipe, report: QuantizeReport) -> None
             )
 
 
-def _into_memory(model: ir.Model, scratch: Path) -> None:
-    """Read the tensors that lie in files which are about to go."""
+def _into_memory(model: ir.Model, folders: Sequence[Path]) -> None:
+    """Read the tensors that lie in folders which are about to go."""
     for value, tensor in initializer_tensors(model):
         if isinstance(tensor, ir.ExternalTensor):
-            if Path(tensor.path).is_relative_to(scratch):
+            if any(Path(tensor.path).is_relative_to(folder) for folder in folders):
                 (value.const_value,) = ir.external_data.convert_tensors_from_external([tensor])
         elif isinstance(tensor, ir.LazyTensor):
             # Made from such files, by the fusion's rules; of whole bytes all.

@@ -15,10 +15,9 @@ A file has the fields of :class:`Recipe`; ``rules`` are settings by pattern, or 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from ortplugins.quantization.schema import (
     setting,
 )
 from ortplugins.quantization.selection import Pattern, check_names, matches, text_of
-from ortplugins.quantization.weights.uses import OP_TYPES, WeightUse, readers_of
+from ortplugins.quantization.weights.uses import OP_TYPES, ROLES, WeightUse
 from rewrite_rules.closest_name import did_you_mean
 
 # What each method does: scales per input channel, ratios per block, error feedback.
@@ -62,11 +61,6 @@ ROUTER = "it chooses experts (a rule ':router': {keep_float: false} quantises it
 ROTATION = "its rows, as cosines of positions, multiply all that is rotated"
 
 _KERNEL_BLOCK_SIZES = (16, 32, 64, 128, 256, -1)
-# Patterns that no name is needed for.
-_HEAD, _TABLE, _ROUTER = ":head", ":table", ":router"
-_PRODUCTS = frozenset({"FusedMatMul", "Gemm", "MatMul"})
-# What may stand between the product of a head and the output of the model.
-_BEHIND_HEAD = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Tanh"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,18 +122,8 @@ class Rule:
 
     def means(self, use: WeightUse) -> bool:
         """Whether the rule is for a node."""
-        if self.nodes == _HEAD:
-            if use.activation is not None:
-                return _is_head(use.node.outputs[0])
-            readers = (node for node, _ in readers_of(use.weight) if node is not None)
-            return any(
-                node.op_type in _PRODUCTS and _is_head(node.outputs[0]) for node in readers
-            )
-        if self.nodes == _TABLE:
-            return use.node.op_type == "Gather"
-        if self.nodes == _ROUTER:
-            return use.is_router
-        return any(matches(self.nodes, name) for name in use.names)
+        named = any(matches(self.nodes, name) for name in use.names)
+        return named or self.nodes in use.roles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +156,6 @@ class Recipe:
         quant_format: QDQ, QDQ_transposed or MatMulNBits. ``"QDQ"`` has codes ``[K, N]``,
             blocks along axis 0; ``"QDQ_transposed"`` codes ``[N, K]``, and a Transpose;
             ``"MatMulNBits"`` is for onnxruntime alone (Gather becomes GatherBlockQuantized).
-            onnxruntime's ``QuantFormat`` is taken, too.
         half_scales: Whether scales of float32 weights are stored in float16, behind a Cast
             that onnxruntime folds when a session starts. Half a bit less for each weight in
             blocks of 32. Not where MatMulNBits or GatherBlockQuantized is written, which take
@@ -237,13 +220,8 @@ class Recipe:
         gptq: Any = self.gptq
         if not isinstance(gptq, GptqOptions):
             gptq = GptqOptions(**check_keys("gptq", gptq, GptqOptions))
-        read = {
-            "quant_format": _format_name(self.quant_format),
-            "rules": _rules(self.rules),
-            "gptq": gptq,
-        }
-        for name, value in read.items():
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "gptq", gptq)
+        object.__setattr__(self, "rules", _rules(self.rules))
         check_settings(self)
         for name in ("alphas", "clip_ratios"):
             if (given := getattr(self, name)) is not None:
@@ -345,14 +323,11 @@ class Recipe:
 
     def check_against(self, uses: Sequence[WeightUse], names: Collection[str]) -> list[str]:
         """Check that every pattern means a node; return notes on optional ones that do not."""
-        roles = [rule for rule in self.rules if rule.nodes in (_HEAD, _TABLE, _ROUTER)]
-        for rule in roles:
-            if not (rule.optional or any(map(rule.means, uses))):
-                raise QuantizationError(
-                    f"rules: {rule.nodes!r} matches no node that can be quantised"
-                )
-        others = [rule for rule in self.rules if rule not in roles]
-        check_names("rules", [rule.nodes for rule in others if not rule.optional], names)
+        roles = {role for use in uses for role in use.roles}
+        others = [rule for rule in self.rules if rule.nodes not in ROLES]
+        wanted = [rule.nodes for rule in self.rules if not rule.optional]
+        check_names("rules", [nodes for nodes in wanted if nodes in ROLES], roles)
+        check_names("rules", [nodes for nodes in wanted if nodes not in ROLES], names)
         return [
             f"{text_of(rule.nodes)!r} matches no node"
             for rule in others
@@ -370,23 +345,6 @@ def _rules(given: Any) -> tuple[Rule, ...]:
 def _within(given: Sequence[float] | None, least: float) -> bool:
     """Whether all of some numbers, if any are given, are of this and up to 1."""
     return given is None or (bool(given) and all(least <= number <= 1 for number in given))
-
-
-def _format_name(quant_format: str | enum.Enum) -> str:
-    """Read a format by our name or onnxruntime's."""
-    name = quant_format.name if isinstance(quant_format, enum.Enum) else quant_format
-    for known in QUANT_FORMATS:
-        if str(name).lower() == known.lower():
-            return known
-    return "MatMulNBits" if name == "QOperator" else str(name)
-
-
-def _is_head(value: ir.Value) -> bool:
-    """Whether a product is an output of the model, or becomes one element by element."""
-    if value.is_graph_output():
-        return True
-    readers: Iterator[ir.Node] = iter({use.node for use in value.uses()})
-    return any(node.op_type in _BEHIND_HEAD and _is_head(node.outputs[0]) for node in readers)
 
 
 # 4 bits cost most in the head. Rows of most models hold whole blocks of 64: of a tied table

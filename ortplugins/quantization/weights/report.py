@@ -63,9 +63,9 @@ class QuantizeReport:
 
     Attributes:
         method: What was asked for.
-        nodes: One entry per node with a constant matrix, in the model's order; then what else
-            reads the float numbers of a quantised one, and nodes of other operators that hold
-            float weights of two axes and more.
+        nodes: One entry per node of the operators that were asked for with a constant matrix,
+            in the model's order; then what else reads the float numbers of a quantised one,
+            and mixtures of experts that stay in float. For all others see ``coverage``.
         coverage: Which share of all weights is quantised, and what holds the rest.
         notes: Things to know that belong to no node.
     """
@@ -128,8 +128,9 @@ class QuantizeReport:
 
     def __str__(self) -> str:
         before, after = self.bytes_before / 1e6, self.bytes_after / 1e6
+        refused = f", {len(self.refused)} refused" if self.refused else ""
         text = (
-            f"{self.method}: {len(self.quantized)} quantised, {len(self.refused)} refused; "
+            f"{self.method}: {len(self.quantized)} quantised{refused}; "
             f"{before:.1f} -> {after:.1f} MB"
         )
         if self.quantized:

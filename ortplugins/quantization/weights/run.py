@@ -47,7 +47,7 @@ from ortplugins.quantization.weights.quantize_group import (
 )
 from ortplugins.quantization.weights.recipe import METHODS, Recipe
 from ortplugins.quantization.weights.report import QuantizeReport
-from ortplugins.quantization.weights.run_folder import NOTHING_KEPT, RunFolder
+from ortplugins.quantization.weights.run_folder import RunFolder
 from ortplugins.quantization.weights.uses import WeightUse
 from ortplugins.quantization.weights.weight import UNREACHED, Group, Weight
 from rewrite_rules.graph.nodes import captures
@@ -69,7 +69,7 @@ def quantize_graph(
     *,
     executor: concurrent.futures.Executor | None = None,
     max_memory: int = 1 << 30,
-    folder: RunFolder = NOTHING_KEPT,
+    folder: RunFolder | None = None,
     progress: Progress | None = None,
 ) -> QuantizeReport:
     """Quantise what a plan names; the graph's new tensors lie in files of the scratch folder.
@@ -81,6 +81,7 @@ def quantize_graph(
     if recipe.for_integers:
         quantize_products(plan, recipe, calibration)
         return _with_caches(plan, recipe, calibration)
+    folder = folder or RunFolder(scratch)
     run = _Run(plan, recipe, scratch, calibration, folder, executor, max_memory)
     at_once, in_order = _schedule(plan, recipe, calibration)
     total, done = sum(group.elements for group in (*at_once, *in_order)), 0
@@ -100,9 +101,9 @@ def quantize_graph(
         for use in weight.uses
     }
     level, writer = recipe.accuracy_level or 0, ScratchWriter(scratch / "experts")
-    joined, notes = write_experts(plan.model, plan.experts, weights, level, writer)
+    joined, notes = write_experts(plan.model, plan.mixtures[0], weights, level, writer)
     plan.notes.extend(notes)
-    write_codes(plan, recipe, joined)
+    write_codes(plan, recipe, ScratchWriter(scratch / "scales"), joined)
     return _with_caches(plan, recipe, calibration, joined)
 
 
@@ -261,10 +262,7 @@ class _Run:
         for batch in itertools.chain([{}], batches):
             for name, found in batch.items():
                 arrays = {} if found is None else found.arrays()
-                if self._folder.path:
-                    known[name] = self._folder.keep_statistics(keys[name], arrays)
-                else:
-                    known[name] = {k: self._writer(k).append(a) for k, a in arrays.items()}
+                known[name] = self._folder.keep_statistics(keys[name], arrays)
             batch.clear()  # in files now
             ready = [group for group in waiting if known.keys() >= set(group.names)]
             waiting = [group for group in waiting if group not in ready]
@@ -279,7 +277,7 @@ class _Run:
         """Remove statistics that are kept for no other run."""
         for name, reference in statistics.items():
             # Tokens are read again where some weights get 8 bits.
-            if not self._folder.path and (name == "gram" or not self._recipe.share_of_8_bits):
+            if not self._folder.kept and (name == "gram" or not self._recipe.share_of_8_bits):
                 Path(reference.path).unlink(missing_ok=True)
 
     def _quantized(
@@ -321,12 +319,11 @@ class _Run:
             quantize_group, recipe=self._recipe, coordinator=this_process()
         )
         futures: dict[concurrent.futures.Future[Group], Group] = {}
-        paired = self._writer("statistics")
+        paired = ScratchWriter(self._scratch / f"paired{next(self._numbers)}")
         try:
             for group in groups:
-                self._make_room(group, threads)
-                kept = self._folder.codes(group.for_worker())
-                if kept is not None:
+                self._prepare(group, threads)
+                if (kept := self._folder.codes(group)) is not None:
                     group.take_in(kept)
                     yield group
                     continue
@@ -334,6 +331,7 @@ class _Run:
                     (request,) = self._requests([group]).values()
                     found = models.statistics(request, paired)
                     group.statistics = [found] if found else []
+                self._folder.reserve_codes(group)
                 futures[executor.submit(quantize, group.for_worker())] = group
             for future, group in futures.items():
                 self._folder.keep_codes(future.result())
@@ -346,10 +344,6 @@ class _Run:
             raise
         paired.path.unlink(missing_ok=True)
 
-    def _writer(self, kind: str) -> ScratchWriter:
-        """Return the writer of a new file."""
-        return ScratchWriter(self._scratch / f"{kind}{next(self._numbers)}")
-
     def _requests(self, groups: Iterable[Group]) -> dict[str, ActivationRequest]:
         """Ask for each activation once, for the most that a group wants of it, by its name."""
         found: dict[str, ActivationRequest] = {}
@@ -357,24 +351,22 @@ class _Run:
             steps, k = METHODS[group.method], group.weights[0].K
             # Feedback between rows needs all tokens, and so may the next run; searches of
             # scales and ranges find the same in twice as many as there are channels.
-            tokens = math.inf if "gptq" in steps or self._folder.path else 2 * k
+            tokens = math.inf if "gptq" in steps or self._folder.kept else 2 * k
             for name in group.names:
                 request = ActivationRequest(name, k, bool(steps), _SAMPLED_TOKENS, tokens)
                 both = request, found.get(name, request)
                 found[name] = max(both, key=lambda r: (r.gram, r.gram_tokens))
         return found
 
-    def _make_room(self, group: Group, threads: int) -> None:
-        """Give weights space for their codes."""
+    def _prepare(self, group: Group, threads: int) -> None:
+        """Say where floats are, and how codes are to lie."""
         group.threads = threads
         for weight in group.weights:
             # onnxruntime (1.32) reads rows of 2 bits that end within a byte wrongly.
             within_byte = weight.form.bits == 2 and weight.N % 4 != 0
             by_rows = weight.is_table or weight.is_expert or within_byte
-            k_last = self._recipe.quant_format != "QDQ" or by_rows
-            floats = self._floats.refer_to(weight.uses[0].tensor)
-            # A file for each, as workers write at the same time.
-            weight.make_room(floats, self._writer("codes"), k_last)
+            weight.k_last = self._recipe.quant_format != "QDQ" or by_rows
+            weight.floats = self._floats.refer_to(weight.uses[0].tensor)
 
 
 def _replace_weights(models: PairedModels, group: Group) -> None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""A folder that keeps what a run of the quantiser has found, for the next one.
+"""Statistics and codes of a run of the quantiser in files, which may be kept for the next one.
 
-Statistics and codes of a group of weights are files, called by a digest of all that they are
-made of: model, samples, options, versions. So an interrupted run goes on, another method finds
-the statistics, and what belongs to another model or version is not found. An entry is two
-files; the .json comes last, and only an entry with its .json counts.
+What belongs to an activation, or to a group of weights, is an entry, called by a digest of all
+that it is made of: model, samples, options, versions. So an interrupted run goes on, another
+method finds the statistics, and what belongs to another model or version is not found. The
+.json of an entry comes last, and only an entry with its .json counts.
 """
 
 from __future__ import annotations
@@ -33,21 +33,20 @@ from ortplugins.quantization.weights.weight import Errors, Group
 from ortplugins.samples.sources import KeptSamples
 
 _MARK = "ortplugins-run"
-_UNFINISHED = ".unfinished"
 
 
 class RunFolder:
-    """A run folder in use; with ``path`` None, what keeps nothing in its place."""
+    """A folder in use; nothing is looked for in one that is not ``kept``, a scratch folder."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path, *, kept: bool = False) -> None:
         """Take the folder as it is; see :meth:`opened`."""
-        self.path, self._recipe = path, Recipe()
+        self.path, self.kept, self._recipe = path, kept, Recipe()
         self._identity: Mapping[str, Any] = {}
 
     @classmethod
     @contextlib.contextmanager
     def opened(cls, path: str | os.PathLike[str]) -> Iterator[RunFolder]:
-        """Open a folder, made where there is none; no other run can meanwhile.
+        """Open a folder to keep, made where there is none; no other run can meanwhile.
 
         Raises:
             UsageError: If the folder is not a run folder and not empty, or in use.
@@ -63,9 +62,7 @@ class RunFolder:
         except filelock.Timeout:
             raise UsageError(f"{folder}: another run uses it") from None
         try:
-            for left in folder.glob(f"*{_UNFINISHED}"):
-                left.unlink()
-            yield cls(folder)
+            yield cls(folder, kept=True)
         finally:
             lock.release()
 
@@ -88,6 +85,12 @@ class RunFolder:
         text = json.dumps([self._identity, parts], sort_keys=True, default=str)
         return hashlib.blake2b(text.encode(), digest_size=20).hexdigest()
 
+    def writer(self, name: str) -> ScratchWriter:
+        """Return what writes a new file."""
+        path = self.path / f"{name}.bin"
+        path.unlink(missing_ok=True)
+        return ScratchWriter(path)
+
     def statistics(self, key: str) -> dict[str, TensorReference] | None:
         """Return the statistics of an activation by name; None where there are none."""
         found = self._read(f"statistics-{key}")
@@ -96,8 +99,11 @@ class RunFolder:
     def keep_statistics(
         self, key: str, arrays: Mapping[str, npt.NDArray[Any]]
     ) -> dict[str, TensorReference]:
-        """Write the statistics of an activation and return where they are."""
-        return self._write(f"statistics-{key}", arrays, {})
+        """Write the statistics of an activation, a file for each; return where they are."""
+        entry = f"statistics-{key}"
+        found = {n: self.writer(f"{entry}-{n}").append(array) for n, array in arrays.items()}
+        self._seal(entry, found, {})
+        return found
 
     def codes_key(self, group: Group) -> str:
         """Return the key of the codes of a group, whatever its statistics are by now."""
@@ -108,7 +114,7 @@ class RunFolder:
             undecided=group.undecided,
             weights=[
                 (
-                    weight.name,
+                    (weight.name, weight.place),
                     weight.stored_k_last,
                     weight.layer and weight.layer.name,
                     (dataclasses.asdict(weight.form), weight.k_last),
@@ -118,79 +124,78 @@ class RunFolder:
             options=(recipe.alphas, recipe.clip_ratios, dataclasses.asdict(recipe.gptq)),
         )
 
+    def reserve_codes(self, group: Group) -> None:
+        """Give the weights of a group space for their codes, in one file."""
+        writer = self.writer(f"codes-{self.codes_key(group)}")
+        for weight in group.weights:
+            weight.make_room(writer)
+
     def codes(self, group: Group) -> Group | None:
-        """Fill a worker's copy of a group with its codes; None where there are none."""
+        """Return a worker's copy of a group that has its codes; None where there are none."""
         read = self._read(f"codes-{self.codes_key(group)}")
         if read is None:
             return None
         references, found = read
-        for name, target in _files(group):
-            target.map("r+")[...] = references[name].map()
-        for weight, errors in zip(group.weights, found["errors"], strict=True):
+        copy = group.for_worker()
+        for name, reference in references.items():
+            number, _, kind = name.partition(".")
+            setattr(copy.weights[int(number)], kind, reference)
+        for weight, errors in zip(copy.weights, found["errors"], strict=True):
             weight.errors = Errors(*errors)
-        scales = references.get("channel_scales")
-        group.channel_scales = None if scales is None else np.array(scales.map())
-        group.reached, group.alpha = found["reached"], found["alpha"]
-        return group
+        scales = found["channel_scales"]
+        copy.channel_scales = None if scales is None else np.array(scales, np.float32)
+        copy.reached, copy.alpha = found["reached"], found["alpha"]
+        return copy
 
     def keep_codes(self, group: Group) -> None:
-        """Write what became of a group."""
-        if self.path is None:
-            return
-        arrays = {name: target.map() for name, target in _files(group)}
-        if group.channel_scales is not None:
-            arrays["channel_scales"] = group.channel_scales
-        errors = [weight.errors for weight in group.weights]
-        more = {"errors": errors, "reached": group.reached, "alpha": group.alpha}
-        self._write(f"codes-{self.codes_key(group)}", arrays, more)
+        """Have the codes of a group count, which are in their files."""
+        references = {
+            f"{number}.{kind}": reference
+            for number, weight in enumerate(group.weights)
+            for kind, reference in weight.files()
+        }
+        scales = group.channel_scales
+        found = {
+            "errors": [weight.errors for weight in group.weights],
+            "reached": group.reached,
+            "alpha": group.alpha,
+            "channel_scales": None if scales is None else scales.tolist(),
+        }
+        self._seal(f"codes-{self.codes_key(group)}", references, found)
 
     def _read(self, name: str) -> tuple[dict[str, TensorReference], dict[str, Any]] | None:
-        if self.path is None:
+        if not self.kept:
             return None
-        data = self.path / f"{name}.bin"
         try:
             content = json.loads((self.path / f"{name}.json").read_text(encoding="utf-8"))
-            if digest_of_files([data]) != content.get("digest"):
+            references = {
+                key: TensorReference(str(self.path / file), offset, tuple(shape), dtype)
+                for key, (file, offset, shape, dtype) in content["arrays"].items()
+            }
+            if _digest(references) != content["digest"]:
                 return None  # the machine went down before it was on the disk
         except (FileNotFoundError, ValueError):  # none, or not all of its JSON
             return None
-        references = {
-            key: TensorReference(str(data), offset, tuple(shape), dtype)
-            for key, (offset, shape, dtype) in content["arrays"].items()
-        }
         return references, content
 
-    def _write(
-        self, name: str, arrays: Mapping[str, npt.NDArray[Any]], more: Mapping[str, Any]
-    ) -> dict[str, TensorReference]:
-        assert self.path is not None
-        data, about = (self.path / f"{name}{suffix}" for suffix in (".bin", ".json"))
-        unfinished = Path(f"{data}{_UNFINISHED}"), Path(f"{about}{_UNFINISHED}")
-        unfinished[0].touch()  # there may be no array
-        writer = ScratchWriter(unfinished[0])
-        written = {key: writer.append(array) for key, array in arrays.items()}
+    def _seal(
+        self, name: str, references: Mapping[str, TensorReference], more: Mapping[str, Any]
+    ) -> None:
+        if not self.kept:
+            return
         content = {
-            "digest": digest_of_files([unfinished[0]]),
-            "arrays": {key: (r.offset, r.shape, r.dtype) for key, r in written.items()},
+            "digest": _digest(references),
+            "arrays": {
+                key: (Path(r.path).name, r.offset, r.shape, r.dtype)
+                for key, r in references.items()
+            },
             **more,
         }
-        unfinished[1].write_text(json.dumps(content), encoding="utf-8")
-        for path, final in zip(unfinished, (data, about), strict=True):
-            os.replace(path, final)
-        return {
-            key: dataclasses.replace(reference, path=str(data))
-            for key, reference in written.items()
-        }
+        (self.path / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
 
 
-NOTHING_KEPT = RunFolder(None)
-
-
-def _files(group: Group) -> Iterator[tuple[str, TensorReference]]:
-    """Name every tensor that a worker writes."""
-    for number, weight in enumerate(group.weights):
-        for kind, target in weight.files():
-            yield f"{number}.{kind}", target
+def _digest(references: Mapping[str, TensorReference]) -> str:
+    return digest_of_files(dict.fromkeys(Path(r.path) for r in references.values()))
 
 
 def _digest_of_samples(samples: KeptSamples) -> str:

@@ -25,6 +25,8 @@ from rewrite_rules.graph.parameters import constant, int_attribute, source_of
 from rewrite_rules.remarks import Refusal
 
 OP_TYPES = ("MatMul", "Gemm", "Gather")
+ROLES = (":head", ":table", ":router")
+"""What patterns may call nodes by what they do."""
 
 SCOPES = "pkg.torch.onnx.name_scopes"  # of a node, in its metadata
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
@@ -35,6 +37,9 @@ _QUANTISED = frozenset({"DequantizeLinear", "DequantizeBFP", "QuantizeLinear"})
 _CODES = frozenset({"GatherBlockQuantized", "MatMulIntegerToFloat", "MatMulNBits"})
 _PARTS = frozenset({"Cast", "Gather", "Mul", "QuantizeLinear", "ReduceSum", "Reshape"})
 _SPREAD = frozenset({"Cast", "Mul", "Reshape", "Unsqueeze"})
+_PRODUCTS = frozenset({"FusedMatMul", "Gemm", "MatMul"})
+# What may stand between the product of a head and the output of the model.
+_BEHIND_HEAD = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Tanh"})
 _RESHAPING = frozenset({"Cast", "Reshape", "Squeeze", "Unsqueeze", "Transpose"})
 
 
@@ -70,6 +75,18 @@ class WeightUse:
     def names(self) -> list[str]:
         """What patterns may call it: the node, the weight, and modules that it is part of."""
         return [self.label, self.weight.name or "", *modules_of(self.node)]
+
+    @functools.cached_property
+    def roles(self) -> set[str]:
+        """Which of :data:`ROLES` it has; a Gather of the head's table is one, too."""
+        readers = [self.node]
+        if self.activation is None:
+            readers = [node for node, _ in readers_of(self.weight) if node is not None]
+        products = (node for node in readers if node.op_type in _PRODUCTS)
+        has = any(_is_head(node.outputs[0]) for node in products), self.activation is None
+        return {
+            role for role, it_is in zip(ROLES, (*has, self.is_router), strict=True) if it_is
+        }
 
     @functools.cached_property
     def is_rotation(self) -> bool:
@@ -183,6 +200,13 @@ def _use(node: ir.Node, index: int, operand: ir.Value, main: ir.Graph) -> Weight
         wanted_k_last=k_last,
         activation=product.x,
         no_statistics=_no_statistics(product, product.x, main),
+    )
+
+
+def _is_head(value: ir.Value) -> bool:
+    """Whether a product is an output of the model, or becomes one element by element."""
+    return value.is_graph_output() or any(
+        node.op_type in _BEHIND_HEAD and _is_head(node.outputs[0]) for node, _ in value.uses()
     )
 
 

@@ -56,6 +56,7 @@ class Weight:
     """A float matrix ``[K, N]`` in one form, and its codes once it is quantised."""
 
     name: str  # of the initializer
+    place: int  # among constants of that name, which those of sibling subgraphs may have
     K: int  # size along which the blocks run
     N: int  # number of columns
     stored_k_last: bool  # the initializer is [N, K]
@@ -83,11 +84,10 @@ class Weight:
         """Whether a Gather reads it."""
         return any(use.activation is None for use in self.uses)
 
-    def make_room(self, floats: TensorReference, writer: ScratchWriter, k_last: bool) -> None:
+    def make_room(self, writer: ScratchWriter) -> None:
         """Reserve space for its codes in a file, to be written by others."""
         blocks, form = self.form.blocks(self.K), self.form
-        grid = (self.N, blocks) if k_last else (blocks, self.N)
-        self.floats, self.k_last = floats, k_last
+        grid = (self.N, blocks) if self.k_last else (blocks, self.N)
         self.codes = writer.reserve((-(-self.elements * form.bits // 8),), np.uint8)
         self.scales = writer.reserve(grid, np.dtype(form.scale_type))
         if not form.is_symmetric:
@@ -172,6 +172,8 @@ class Group:
             self.method, self.reason = "rtn", UNREACHED
         for mine, quantized in zip(self.weights, found.weights, strict=True):
             mine.method, mine.errors = self.method, quantized.errors
+            mine.codes, mine.scales = quantized.codes, quantized.scales
+            mine.zero_points, mine.offsets = quantized.zero_points, quantized.offsets
 
     def reads_of(self, activation: ir.Value) -> list[tuple[ir.Node, int]]:
         """Return where an activation meets the weights of the group."""
