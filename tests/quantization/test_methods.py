@@ -341,12 +341,14 @@ def test_reported_errors_are_those_between_the_two_models(settings):
         assert rows[name].output_error == pytest.approx(error, rel=1e-3), name
 
 
+@pytest.mark.parametrize("within", [False, True])  # what the branches multiply
 @pytest.mark.parametrize("sign", [1, -1])
-def test_branches_that_call_their_values_alike_are_kept_apart(sign, tmp_path):
+def test_branches_that_call_their_values_alike_are_kept_apart(sign, within, tmp_path):
     def branch(seed: int) -> str:
         numbers = ", ".join(map(str, 0.3 * normal(8, 8, seed=seed).reshape(-1)))
         weight = f"W = Constant <value = float[8, 8] {{ {numbers} }}> ()"
-        return f"(float[T, 8] u) {{ {weight} [m{seed}] u = MatMul(h, W) }}"
+        read = "i" if within else "h"
+        return f"(float[T, 8] u) {{ {weight} i = Neg(h) [m{seed}] u = MatMul({read}, W) }}"
 
     text = f"""g (float[T, 8] x) => (float[T, 8] y) {{
         [p] h = MatMul(x, P) s = ReduceMax <keepdims = 0> (x) c = Greater(s, zero)
