@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -110,10 +110,15 @@ _SIZE_UNITS = {"": 1, "b": 1} | {
 
 def parse_size(key: str, text: str) -> int:
     """Read a size in bytes: 500MB and 10GB are powers of 1000, 1GiB is a power of 1024."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([a-z]*)", text.strip().lower())
-    if found is None or found[2] not in _SIZE_UNITS:
+    if (size := parse_amount(text, _SIZE_UNITS)) is None:
         raise OptionError(f"{key} is {text!r}: a size such as 500MB, 10GB or 1GiB is expected")
-    return int(float(found[1]) * _SIZE_UNITS[found[2]])
+    return int(size)
+
+
+def parse_amount(text: str, units: Mapping[str, int]) -> float | None:
+    """Read a number with one of the units; None for anything else."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([a-z]*)", text.strip().lower())
+    return float(found[1]) * units[found[2]] if found and found[2] in units else None
 
 
 def parse_dims(key: str, text: str) -> dict[str, int]:

@@ -91,11 +91,6 @@ class Plan(_General):
         """Whether there is anything to do."""
         return bool(self.passes or self.hint)
 
-    def without(self, name: str) -> Plan:
-        """Return the plan without one of its passes."""
-        left = tuple(item for item in self.passes if item.name != name)
-        return dataclasses.replace(self, passes=left)
-
     def fingerprint(self) -> list[dict[str, Any]]:
         """Return what the result depends on, as JSON: passes, versions, options."""
         return [

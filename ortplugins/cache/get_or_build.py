@@ -205,10 +205,12 @@ def _built_apart(
     """Build for one session, in a temporary folder, as its cache cannot be written."""
     import tempfile  # with what it needs some milliseconds, which others have no use for
 
-    root = str(cache.root)
-    if reason := request.has_to_be_kept:
-        text = f"{reason}, as it cannot be kept in its cache in {root!r}: {error}"
-        raise PassError(text) from error
+    root, plan = str(cache.root), request.plan
+    if plan.hint and plan.hint_seconds:  # each start of each worker would measure
+        raise PassError(
+            f"hint {plan.hint}: nothing is measured, as it cannot be kept in its cache in "
+            f"{root!r}: {error}"
+        ) from error
     warn_caller(f"ortplugins works without its cache in {root!r}: {error}", OrtpluginsWarning)
     with contextlib.ExitStack() as unused:
         try:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from ortplugins.cli import options as opt
 from ortplugins.cli.terminal import print_table
 from ortplugins.known_starts import cache_folder
 from session_options import PrepackedWeights
+from session_options.keys import parse_amount
 from session_options.plan import HINT_KEY
 
 if TYPE_CHECKING:
@@ -35,11 +35,10 @@ _AGES = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 def parse_age(text: str) -> float:
     """Read an age as seconds: 45min, 12h, 30d, 2w."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([a-z]*)", text.strip().lower())
-    if found is None or found[2] not in _AGES:
+    if (age := parse_amount(text, _AGES)) is None:
         expected = "an age such as 45min, 12h, 30d or 2w is expected"
         raise typer.BadParameter(f"{text!r}: {expected}")
-    return float(found[1]) * _AGES[found[2]]
+    return age
 
 
 def _store(cache_dir: str = "") -> Any:

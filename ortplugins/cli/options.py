@@ -103,13 +103,6 @@ def refuse_without_effect(context: typer.Context, why: str, *names: str) -> None
             raise typer.BadParameter(f"has no effect {why}", param_hint=parameter.opts[0])
 
 
-def check_absent(*paths: Path | None, force: bool) -> None:
-    """Find out what would fail at the end, before the work."""
-    for path in paths:
-        if path is not None and path.exists() and not force:
-            raise FileExistsError(f"{path}: exists; --force overwrites it")
-
-
 def parse_settings(settings: list[str] | None, param_hint: str = "--set") -> dict[str, str]:
     """Read KEY=VALUE pairs."""
     pairs = {}

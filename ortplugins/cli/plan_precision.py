@@ -63,8 +63,10 @@ def plan_precision(
         raise typer.BadParameter("give inputs to measure with", param_hint="--samples")
     if budget is None and max_16bit is None:
         raise typer.BadParameter("give --budget, --max-16bit or both", param_hint="--budget")
-    opt.check_absent(output, force=force)
+    from ortplugins.model_io.saving import check_absent
     from ortplugins.static_qdq import plan
+
+    check_absent([] if output is None else [output], force)
 
     with progress_bar() as bar:
         found = plan.plan_precision(

@@ -36,10 +36,11 @@ def report(
     """
     from ortplugins.html_report.facts import gather_facts
     from ortplugins.html_report.page import write_page
+    from ortplugins.model_io.saving import check_absent
 
     if not measure:
         opt.refuse_without_effect(context, "with --no-measure", "rounds")
-    opt.check_absent(output, facts, force=force)
+    check_absent([path for path in (output, facts) if path], force)
     command = shlex.join(["ortplugins", *sys.argv[1:]])
     found = gather_facts(
         model, measure=measure, rounds=rounds, command=command, **inputs, **chosen

@@ -104,7 +104,7 @@ class DifferenceSum:
 def differences_of(
     values: Iterable[tuple[int, str, npt.NDArray[Any], npt.NDArray[Any]]],
 ) -> dict[str, Difference]:
-    """Return how far values are apart over all samples, from what :func:`.run_both` yields."""
+    """Return how far the values that :meth:`.ModelPair.run` yields are apart, over samples."""
     sums: dict[str, DifferenceSum] = {}
     for _, name, a, b in values:
         sums.setdefault(name, DifferenceSum(name)).add(a, b)

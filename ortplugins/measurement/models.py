@@ -216,8 +216,13 @@ class ModelPair:
 
     def run(self) -> Iterator[tuple[int, str, npt.NDArray[Any], npt.NDArray[Any]]]:
         """Run each sample through both; yield sample, output, a's array and b's."""
-        sessions = [("model a", self.a), ("model b", self.b)]
-        return run_both(sessions, self.outputs, self.feeds)
+        for index, feed in enumerate(self.feeds):
+            found = [
+                fetch(session, self.outputs, feed, f"model {which}, sample {index}")
+                for which, session in (("a", self.a), ("b", self.b))
+            ]
+            for name, x, y in zip(self.outputs, *found, strict=True):
+                yield index, name, x, y
 
     def _check_inputs(self) -> None:
         """Let b take fewer inputs than a, for which nothing was left to read them."""
@@ -303,21 +308,6 @@ def _with_uses(values: Sequence[ir.Value], session: Any) -> Sequence[ir.Value]:
         return values
     inputs = {value.name: value for value in graph.inputs}
     return [inputs.get(value.name, value) for value in values]
-
-
-def run_both(
-    sessions: Sequence[tuple[str, onnxruntime.InferenceSession]],
-    names: Sequence[str],
-    feeds: KeptSamples,
-) -> Iterator[tuple[int, str, npt.NDArray[Any], npt.NDArray[Any]]]:
-    """Run each sample through two sessions; yield sample, value and the array of each."""
-    for index, feed in enumerate(feeds):
-        found = [
-            fetch(session, names, feed, f"{what}, sample {index}")
-            for what, session in sessions
-        ]
-        for name, x, y in zip(names, *found, strict=True):
-            yield index, name, x, y
 
 
 def fetch(

@@ -150,7 +150,9 @@ def build_artifact(
             text = f"{error}; the model is optimised without this pass"
             warn_caller(text, OrtpluginsWarning)
             failed.append(text)
-            request = request._replace(plan=request.plan.without(error.name))
+            left = tuple(x for x in request.plan.passes if x.name != error.name)
+            plan = dataclasses.replace(request.plan, passes=left)
+            request = request._replace(plan=plan)
             # It may have left the model half rewritten, and files.
             loaded = request.load()
             for path in folder.iterdir():

@@ -68,13 +68,6 @@ class BuildRequest(NamedTuple):
         return "bytes" if isinstance(self.source, bytes) else os.fspath(self.source)  # type: ignore[arg-type]
 
     @property
-    def has_to_be_kept(self) -> str:
-        """Why nothing is built where it cannot be kept; empty where it is."""
-        # Else every start of every worker would measure for a minute.
-        measures = self.plan.hint and self.plan.hint_seconds
-        return f"hint {self.plan.hint}: nothing is measured" if measures else ""
-
-    @property
     def final_graph(self) -> bool:
         """Whether the session runs no optimiser."""
         return self.optimizers.level == "ORT_DISABLE_ALL"

@@ -311,22 +311,20 @@ class Start:
         baked = "baked" in artifact.flags
         level = {"graph_optimization_level": "ORT_DISABLE_ALL"} if baked else {}
         self._open_with(model, given, artifact.settings, {**written, **level})
-        if baked and not known and self._overrides(artifact.source):
-            if self._options.enable_profiling:
-                os.unlink(self._session.end_profiling())
-            self._open_with(model, given, artifact.settings, written)
-            note = "free dimensions are overridden, so onnxruntime optimises at this start"
-            report = {**report, "notes": [*report["notes"], note]}
+        if baked and not known:
+            from ortplugins.runtime.session_settings import overrides_dimensions
+
+            if overrides_dimensions(self._session, artifact.source):
+                if self._options.enable_profiling:
+                    os.unlink(self._session.end_profiling())
+                self._open_with(model, given, artifact.settings, written)
+                note = "free dimensions are overridden, so onnxruntime optimises at this start"
+                report = {**report, "notes": [*report["notes"], note]}
         if "trims" in artifact.flags:
             from ortplugins.runtime.copied_options import trim_memory
 
             trim_memory()
         return report
-
-    def _overrides(self, described: Mapping[str, Any]) -> bool:
-        from ortplugins.runtime.session_settings import overrides_dimensions
-
-        return overrides_dimensions(self._session, described)
 
     def _settings_of_written_model(self, artifact: Artifact) -> dict[str, str]:
         """Return what makes ``optimized_model_filepath`` a model with data of its own.

@@ -23,7 +23,14 @@ import onnx_ir as ir
 from onnxscript.rewriter import MatchContext, MatchResult, RewriteRule, RewriteRuleClassBase
 
 from rewrite_rules.conv_fusion.affine import ANY, KINDS, OFFSETS, SCALES, Affines, Kind
-from rewrite_rules.conv_fusion.linear import LEAST_FACTOR, Affine, Float64, Linear, Linears
+from rewrite_rules.conv_fusion.linear import (
+    LEAST_FACTOR,
+    Affine,
+    Float64,
+    Linear,
+    Linears,
+    like,
+)
 from rewrite_rules.graph.nodes import label, made_by, producer
 from rewrite_rules.graph.parameters import ints_attribute, source_of
 from rewrite_rules.remarks import Refusal, Remarks
@@ -52,12 +59,6 @@ class Folding:
 def emit_constant(op: Any, array: Float64) -> ir.Value:
     """Emit a float32 constant."""
     return op.Constant(value=ir.tensor(np.asarray(array, np.float32)))  # type: ignore[no-any-return]
-
-
-def like(value: ir.Value, made: ir.Value) -> ir.Value:
-    """Return what was emitted, of the type and shape of a value."""
-    made.type, made.shape = value.type, value.shape
-    return made
 
 
 class Differs(Exception):

@@ -24,8 +24,8 @@ from rewrite_rules.conv_fusion.fold_rules import (
     Folding,
     FoldingRule,
     emit_constant,
-    like,
 )
+from rewrite_rules.conv_fusion.linear import like
 from rewrite_rules.graph.nodes import producer
 from rewrite_rules.graph.parameters import float_attribute
 

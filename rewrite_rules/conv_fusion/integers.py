@@ -23,8 +23,8 @@ import numpy as np
 import onnx_ir as ir
 
 from rewrite_rules.conv_fusion.affine import ANY
-from rewrite_rules.conv_fusion.fold_rules import Differs, Folding, FoldingRule, like
-from rewrite_rules.conv_fusion.linear import Linear, Weight
+from rewrite_rules.conv_fusion.fold_rules import Differs, Folding, FoldingRule
+from rewrite_rules.conv_fusion.linear import Linear, Weight, like
 from rewrite_rules.graph.nodes import input_of, made_by, producer
 from rewrite_rules.graph.parameters import constant
 from rewrite_rules.remarks import Refusal

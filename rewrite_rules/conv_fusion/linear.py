@@ -251,11 +251,10 @@ class Linears:
             inputs.append(self._new_bias(linear))
         if op_type == "Gemm":
             attributes["beta"] = 1.0
-        made: ir.Value = getattr(op, op_type)(*inputs, **attributes, _name=node.name)
-        made.type, made.shape = node.outputs[0].type, node.outputs[0].shape
+        made = getattr(op, op_type)(*inputs, **attributes, _name=node.name)
+        made = like(node.outputs[0], made)
         if op_type == "MatMul" and linear.bias.any():
-            made = op.Add(made, self._new_bias(linear))
-            made.type, made.shape = node.outputs[0].type, node.outputs[0].shape
+            made = like(node.outputs[0], op.Add(made, self._new_bias(linear)))
         return made
 
     def _weight(self, node: ir.Node) -> Weight:
@@ -332,6 +331,12 @@ class Linears:
 
         shape = tuple(tensor.shape.numpy())
         return _register(graph, ChunkedTensor(raised, ir.DataType.UINT8, shape, name))
+
+
+def like(value: ir.Value, made: ir.Value) -> ir.Value:
+    """Return what was emitted, of the type and shape of a value."""
+    made.type, made.shape = value.type, value.shape
+    return made
 
 
 def _register(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
