@@ -322,14 +322,9 @@ def _encoder(
             f"{vectors[1].shape[1]}: they are not the same encoder"
         )
     cosine = float((vectors[0] * vectors[1]).sum(1).mean())
-    agreement = _rank_correlation(*(_similarities(rows) for rows in vectors))
+    pairs_of_texts = np.triu_indices(len(vectors[0]), 1)
+    agreement = _rank_correlation(*((rows @ rows.T)[pairs_of_texts] for rows in vectors))
     return Evaluation(own[0], own[1], len(found), cosine=cosine, ranking_agreement=agreement)
-
-
-def _similarities(vectors: _Floats) -> _Floats:
-    """Return the similarities of all pairs of different texts."""
-    pairs: _Floats = (vectors @ vectors.T)[np.triu_indices(len(vectors), 1)]
-    return pairs
 
 
 def _rank_correlation(a: _Floats, b: _Floats) -> float:

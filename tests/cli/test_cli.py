@@ -27,12 +27,9 @@ from rich.console import Console
 from rich.progress import TimeRemainingColumn
 
 import ortplugins
-import session_options
 from ortplugins.cli import COMMANDS, terminal
 from ortplugins.report import Report
 from ortplugins.runtime.machine import instruction_sets
-from session_options.keys import options_of
-from session_options.plan import GENERAL_OPTIONS
 
 SCRIPT = (os.path.join(sysconfig.get_path("scripts"), "ortplugins"),)
 MODULE = (sys.executable, "-m", "ortplugins")
@@ -396,22 +393,6 @@ def test_verbose_shows_what_fired_under_its_own_name(main, tmp_path):
     assert name not in main("inspect", "m.onnx").stdout
     fired = main("inspect", "m.onnx", "-v").stdout.splitlines()[1]
     assert fired.startswith(f"fired   dq_matmulnbits_fusion: {name}: ")
-
-
-def test_every_session_key_has_a_row(ortp):
-    header, rule, *rows = ortp("passes", "--format", "markdown").stdout.splitlines()
-    assert header == "| Session key | Default | What it does |"
-    assert rule == "|---|---|---|"
-    keys = [row.split("`")[1] for row in rows]
-    expected = []
-    for name, cls in session_options.registered_passes().items():
-        expected.append(session_options.enable_key(name))
-        expected += [session_options.option_key(name, spec.name) for spec in options_of(cls)]
-        for spec in options_of(cls):
-            assert any(spec.help in row for row in rows)
-    expected += [f"ortplugins.{spec.name}" for spec in GENERAL_OPTIONS]
-    assert keys == expected
-    assert all(row.count("|") == 4 for row in rows)
 
 
 PASSES_OF_ANOTHER_PACKAGE = """
