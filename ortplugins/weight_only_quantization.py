@@ -12,7 +12,7 @@ import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
 from session_options import Pass, option
-from session_options.builtin_passes import ACCURACY_LEVELS, level_text
+from session_options.builtin_passes.dq_matmulnbits_fusion import ACCURACY_LEVELS, level_text
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from session_options import keys
-from session_options.keys import PREFIX, OptionError, Scalar, option
+from session_options.keys import PREFIX, Option, OptionError, Scalar
 from session_options.passes import Pass
 from session_options.registry import find, pass_names, resolve, version_of
 
@@ -26,59 +25,7 @@ HINT_KEY = f"{PREFIX}.hint"
 HINTS = ("latency", "throughput", "memory", "start")
 
 
-@dataclasses.dataclass(frozen=True)
-class _General:
-    """Options that belong to no pass."""
-
-    cache_dir: str = option(
-        "",
-        "Where optimised models are kept; else the environment variable ORTPLUGINS_CACHE_DIR, "
-        "else the user's cache directory.",
-    )
-    cache_limit: str = option(
-        "",
-        "Size that the cache is kept below, 10GB for instance: the least recently used "
-        "entries go first; else the environment variable ORTPLUGINS_CACHE_LIMIT, else no "
-        "limit.",
-    )
-    strict: bool = option(
-        False, "An exception inside a pass raises; else it warns and the others run."
-    )
-    bake: bool = option(
-        True, "Keep onnxruntime's own optimisations in the cache too (CPU sessions)."
-    )
-    retry_failed: bool = option(
-        False,
-        "Run a pass again that failed when a model was built; else the model stays cached "
-        "without it, until a version changes.",
-    )
-    hint: str = option(
-        "",
-        "What to optimise for: the first start measures passes and session settings on this "
-        "machine, beside plain onnxruntime, and keeps what gains. Replaces passes.",
-        choices=("", *HINTS),
-    )
-    hint_seconds: int = option(
-        60, "Seconds that measuring for a hint may take; 0 to measure nothing."
-    )
-    hint_error: float = option(
-        0.0,
-        "Greatest difference to ORT_DISABLE_ALL, over the greatest output, that a hint may "
-        "accept; 0 for twice plain onnxruntime's own difference.",
-    )
-    hint_dims: str = option(
-        "", "Sizes to measure a hint at, batch=8,sequence=128 for instance; else typical ones."
-    )
-    hint_samples: str = option(
-        "", "An .npz file of inputs to measure with, for a model that runs on no made-up ones."
-    )
-
-
-GENERAL_OPTIONS = keys.options_of(_General)
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan(_General):
+class Plan(NamedTuple):
     """What to do to a model before the session.
 
     Attributes:
@@ -86,6 +33,16 @@ class Plan(_General):
     """
 
     passes: tuple[Pass, ...] = ()
+    cache_dir: str = ""
+    cache_limit: str = ""
+    strict: bool = False
+    bake: bool = True
+    retry_failed: bool = False
+    hint: str = ""
+    hint_seconds: int = 60
+    hint_error: float = 0.0
+    hint_dims: str = ""
+    hint_samples: str = ""
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
@@ -109,8 +66,46 @@ class Plan(_General):
 
     def entries(self) -> dict[str, str]:
         """Return the session entries that :func:`read_entries` reads the plan from."""
-        general = {spec.name: getattr(self, spec.name) for spec in GENERAL_OPTIONS}
-        return entries_of(self.passes, **general)
+        general = self._asdict()
+        return entries_of(general.pop("passes"), **general)
+
+
+_GENERAL_HELP = {
+    "cache_dir": (
+        "Where optimised models are kept; else the environment variable ORTPLUGINS_CACHE_DIR, "
+        "else the user's cache directory."
+    ),
+    "cache_limit": (
+        "Size that the cache is kept below, 10GB for instance: the least recently used "
+        "entries go first; else the environment variable ORTPLUGINS_CACHE_LIMIT, else no "
+        "limit."
+    ),
+    "strict": "An exception inside a pass raises; else it warns and the others run.",
+    "bake": "Keep onnxruntime's own optimisations in the cache too (CPU sessions).",
+    "retry_failed": (
+        "Run a pass again that failed when a model was built; else the model stays cached "
+        "without it, until a version changes."
+    ),
+    "hint": (
+        "What to optimise for: the first start measures passes and session settings on this "
+        "machine, beside plain onnxruntime, and keeps what gains. Replaces passes."
+    ),
+    "hint_seconds": "Seconds that measuring for a hint may take; 0 to measure nothing.",
+    "hint_error": (
+        "Greatest difference to ORT_DISABLE_ALL, over the greatest output, that a hint may "
+        "accept; 0 for twice plain onnxruntime's own difference."
+    ),
+    "hint_dims": (
+        "Sizes to measure a hint at, batch=8,sequence=128 for instance; else typical ones."
+    ),
+    "hint_samples": (
+        "An .npz file of inputs to measure with, for a model that runs on no made-up ones."
+    ),
+}
+GENERAL_OPTIONS = tuple(
+    Option(name, Plan._field_defaults[name], help, ("", *HINTS) if name == "hint" else ())
+    for name, help in _GENERAL_HELP.items()
+)
 
 
 def make_plan(passes: Sequence[Pass], **general: Any) -> Plan:
@@ -126,8 +121,7 @@ def make_plan(passes: Sequence[Pass], **general: Any) -> Plan:
         raise OptionError(
             f"{HINT_KEY} chooses the passes, and {names[0]!r} is switched on: leave one out"
         )
-    ordered = tuple(sorted(passes, key=lambda item: (item.position, item.name)))
-    return Plan(**general, passes=ordered)
+    return Plan(tuple(sorted(passes, key=lambda item: (item.position, item.name))), **general)
 
 
 def read(options: SessionConfig | None) -> Plan:
@@ -179,7 +173,7 @@ def read_option_files(plan: Plan) -> Plan:
     Done once, where a plan enters ``ortplugins``: everything after it, the key of the cache
     entry above all, sees the content and not the name, so a file that changes is noticed.
     """
-    return dataclasses.replace(plan, passes=tuple(map(_with_files_read, plan.passes)))
+    return plan._replace(passes=tuple(map(_with_files_read, plan.passes)))
 
 
 def _with_files_read(item: Pass) -> Pass:
@@ -188,6 +182,8 @@ def _with_files_read(item: Pass) -> Pass:
         if not spec.may_name_file or not value.startswith("@"):
             continue
         text = file_text(value[1:], f"{keys.option_key(item.name, spec.name)} is {value!r}")
+        import dataclasses
+
         try:
             item = dataclasses.replace(item, **{spec.name: text})  # type: ignore[type-var]
         except OptionError as error:
@@ -277,15 +273,15 @@ def entries_of(
             text = keys.format_value(getattr(item, spec.name))
             entries[keys.option_key(name, spec.name)] = text
     for key, value in settings.items():
-        name, _, field = key.removeprefix(f"{PREFIX}.").partition(".")
+        name, _, option = key.removeprefix(f"{PREFIX}.").partition(".")
         if name not in classes:
             raise OptionError(
                 f"option {key!r}: {name!r} is not among the passes {list(classes)}"
             )
         options = [spec.name for spec in keys.options_of(classes[name])]
-        if field not in options:
-            raise OptionError(f"option {key!r} is unknown: {keys.closest(field, options)}")
-        entries[keys.option_key(name, field)] = keys.format_value(value)
+        if option not in options:
+            raise OptionError(f"option {key!r} is unknown: {keys.closest(option, options)}")
+        entries[keys.option_key(name, option)] = keys.format_value(value)
     make_plan(read_entries(entries.get).passes, **general)
     return entries
 

@@ -9,7 +9,6 @@ import os
 import sys
 from typing import TYPE_CHECKING, NamedTuple
 
-from session_options import builtin_passes
 from session_options.caller_warnings import warn_caller
 from session_options.keys import OptionError, closest
 from session_options.passes import Pass
@@ -25,17 +24,19 @@ class PassWarning(UserWarning):
     """A pass of another package cannot be used."""
 
 
-_CLASSES = (
-    builtin_passes.TrimPadding,
-    builtin_passes.MixedPrecisionBoundaries,
-    builtin_passes.DqMatMulNBitsFusion,
-    builtin_passes.TransformerFusion,
-    builtin_passes.ConvFusion,
-    builtin_passes.ShapeSizeReorder,
-    builtin_passes.PrepackedWeights,
-)
+_PACKAGE = "session_options.builtin_passes"
+
+# Our pass classes by name, or where they are: a start imports those that it switches on.
 BUILTIN_PASSES: dict[str, str | type[Pass]] = {
-    **{cls.name: cls for cls in _CLASSES},
+    "trim_padding": f"{_PACKAGE}.trim_padding:TrimPadding",
+    "mixed_precision_boundaries": (
+        f"{_PACKAGE}.mixed_precision_boundaries:MixedPrecisionBoundaries"
+    ),
+    "dq_matmulnbits_fusion": f"{_PACKAGE}.dq_matmulnbits_fusion:DqMatMulNBitsFusion",
+    "transformer_fusion": f"{_PACKAGE}.transformer_fusion:TransformerFusion",
+    "conv_fusion": f"{_PACKAGE}.conv_fusion:ConvFusion",
+    "shape_size_reorder": f"{_PACKAGE}.shape_size_reorder:ShapeSizeReorder",
+    "prepacked_weights": f"{_PACKAGE}.prepacked_weights:PrepackedWeights",
     # Quantisers work on files, which rules must not; so this one is in the package above.
     "weight_only_quantization": "ortplugins.weight_only_quantization:WeightOnlyQuantization",
 }

@@ -151,8 +151,7 @@ def build_artifact(
             warn_caller(text, OrtpluginsWarning)
             failed.append(text)
             left = tuple(x for x in request.plan.passes if x.name != error.name)
-            plan = dataclasses.replace(request.plan, passes=left)
-            request = request._replace(plan=plan)
+            request = request._replace(plan=request.plan._replace(passes=left))
             # It may have left the model half rewritten, and files.
             loaded = request.load()
             for path in folder.iterdir():

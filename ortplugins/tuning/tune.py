@@ -564,7 +564,7 @@ def _graph_key(change: Change) -> tuple[Any, ...]:
 
 def _with_change(request: BuildRequest, change: Change) -> BuildRequest:
     """Return the request of a session that differs by a change."""
-    plan = dataclasses.replace(plan_from_settings(change.passes, change.options), strict=True)
+    plan = plan_from_settings(change.passes, change.options)._replace(strict=True)
     entries = {key: text for key, text in change.settings.items() if "." in key}
     merged = tuple({**dict(request.optimizers.entries), **entries}.items())
     optimizers = request.optimizers._replace(entries=merged)

@@ -509,7 +509,7 @@ def with_optimizers(**fields: Any) -> Any:
 
 
 def with_plan(**fields: Any) -> Any:
-    return lambda r: r._replace(plan=dataclasses.replace(r.plan, **fields))
+    return lambda r: r._replace(plan=r.plan._replace(**fields))
 
 
 ORDER = ortplugins.ShapeSizeReorder()

@@ -35,7 +35,7 @@ from session_options import (
     registered_passes,
 )
 from session_options.keys import options_of, stored
-from session_options.plan import make_plan, plan_from_settings
+from session_options.plan import GENERAL_OPTIONS, make_plan, plan_from_settings
 from session_options.registry import (
     BUILTIN_PASSES,
     NO_ENTRY_POINTS,
@@ -88,6 +88,11 @@ def test_fields_are_the_options():
         assert all(spec.help.endswith(".") for spec in options_of(cls))
 
 
+def test_general_options_are_the_plans_fields():
+    general = {spec.name: spec.default for spec in GENERAL_OPTIONS}
+    assert Plan._field_defaults == {"passes": (), **general}
+
+
 @pytest.mark.parametrize(
     "field",
     [dataclasses.field(default=1), option(None, "Has no type."), option((), "Is a list.")],
@@ -135,7 +140,7 @@ def test_what_is_configured_is_read(accuracy_level, slow_kernels, general):
     item = DqMatMulNBitsFusion(accuracy_level, slow_kernels)
     options = ort.SessionOptions()
     configure(options, item, **general)
-    assert read(options) == Plan(passes=(item,), **general)  # type: ignore[arg-type]
+    assert read(options) == Plan((item,), **general)  # type: ignore[arg-type]
 
 
 def a_pass(called: str, position: int = 50) -> Pass:

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: MIT
+"""Options of MixedPrecisionBoundaries."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from session_options.keys import OptionError, option, option_key
+from session_options.passes import Pass
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from rewrite_rules.remarks import PassContext
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedPrecisionBoundaries(Pass):
+    """DQ -> Q where regions of 8-bit and of 16-bit (or float) activations meet.
+
+    Changes a model that is quantised already; it keeps what it computes outside of the
+    regions, and refines the grids inside.
+    """
+
+    name: ClassVar[str] = "mixed_precision_boundaries"
+    summary: ClassVar[str] = (
+        "give chosen activations of a QDQ model 16 bits, or leave them float"
+    )
+    # Before the fusions, which take away the DQ nodes of weights.
+    position: ClassVar[int] = 10
+
+    # Kept as canonical JSON, whatever was given.
+    overrides: str | Mapping[str, Any] = option(
+        "",
+        "Types, scales and ranges of single tensors, and who reads them converted, in the "
+        "schema of onnxruntime's TensorQuantOverrides: JSON, or @file.json (session entries "
+        "end at 8,192 bytes); in Python a dict as well.",
+        may_name_file=True,
+    )
+    promote: str = option(
+        "",
+        "Tensors, or nodes with what they compute, that get 16 bits: names, separated by "
+        "commas.",
+    )
+    mode: str = option(
+        "int16",
+        "What becomes of the regions: 'int16' quantises them with 16 bits, for NPUs; 'float' "
+        "takes their quantisation out, which on CPUs is faster than 16 bits.",
+        choices=("int16", "float"),
+    )
+    target: str = option(
+        "cpu",
+        "What the result runs on: 'qnn' keeps every DQ->Q, which such accelerators run as a "
+        "Convert; 'cpu' drops a 16-bit pair that gives back the 8-bit values before it.",
+        choices=("cpu", "qnn"),
+    )
+    merge: bool = option(
+        False,
+        "Where one region leads straight into another, drop the 8-bit pair between them: more "
+        "accurate, but the numbers change.",
+    )
+    float_limit_mb: int = option(
+        1024,
+        "In mode 'float': megabytes that weights of float regions may take as float "
+        "constants; beyond, they are dequantised at every inference.",
+    )
+
+    def __post_init__(self) -> None:
+        """Check the options; bring overrides into their canonical form."""
+        if self.overrides and not self.overrides_file:
+            from rewrite_rules.mixed_precision_boundaries.tensor_overrides import OverrideError
+            from session_options.override_json import format_overrides
+
+            try:
+                text = format_overrides(self.overrides)
+            except OverrideError as error:
+                key = option_key(self.name, "overrides")
+                raise OptionError(f"{key}: {error}") from None
+            object.__setattr__(self, "overrides", text)
+        elif isinstance(self.overrides, Mapping):
+            object.__setattr__(self, "overrides", "")
+        super().__post_init__()
+
+    @property
+    def overrides_file(self) -> str:
+        """The path that ``overrides`` names, empty if it names none."""
+        is_named = isinstance(self.overrides, str) and self.overrides.startswith("@")
+        return str(self.overrides)[1:] if is_named else ""
+
+    def rewrite(self, model: ir.Model, context: PassContext) -> None:
+        """Place boundaries and fold pairs; see :mod:`.place`."""
+        from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
+        from rewrite_rules.mixed_precision_boundaries.place import (
+            BoundaryOptions,
+            place_boundaries,
+        )
+        from session_options.override_json import read_overrides
+
+        key = option_key(self.name, "overrides")
+        if self.overrides_file:
+            raise OptionError(f"{key} is {self.overrides!r}, and nobody has read that file")
+        options = BoundaryOptions(
+            overrides=read_overrides(self.overrides or "{}"),
+            promote=frozenset(filter(None, map(str.strip, self.promote.split(",")))),
+            mode=self.mode,
+            target=self.target,
+        )
+        if not options.overrides and not options.promote:
+            context.remarks.note(
+                "model", "nothing is to change its precision: give overrides, or promote"
+            )
+        place_boundaries(model, options, context)
+        fold_pairs(model, self.target, context, merge=self.merge)
+
+    def rearrange(self, model: ir.Model, context: PassContext) -> None:
+        """Dequantise constants of float regions; see :mod:`.float_region_constants`.
+
+        After all fusions, which may have taken the codes.
+        """
+        from rewrite_rules.mixed_precision_boundaries.float_region_constants import (
+            unpack_constants,
+        )
+
+        unpack_constants(model, self.float_limit_mb, context)
+
+    def takes_part_in(self, stage: str) -> bool:
+        """Whether there is something to do: other modes have no float regions."""
+        return super().takes_part_in(stage) and (stage != "rearrange" or self.mode == "float")

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: MIT
+"""Options of PrepackedWeights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from session_options.keys import option
+from session_options.passes import Pass
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rewrite_rules.remarks import PassContext
+
+
+@dataclasses.dataclass(frozen=True)
+class PrepackedWeights(Pass):
+    """Kernels' packed weights in the file, mapped and shared by all processes."""
+
+    name: ClassVar[str] = "prepacked_weights"
+    summary: ClassVar[str] = "keep packed weights in the file, shared instead of on the heap"
+    position: ClassVar[int] = 90
+
+    verify: str = option(
+        "size",
+        "What a start checks of the files: 'size', or 'digest', which reads them whole. "
+        "onnxruntime before 1.32 computes wrong numbers, silently, from packed weights that "
+        "were damaged.",
+        choices=("size", "digest"),
+        shapes_result=False,
+    )
+    limit_mb: int = option(
+        0,
+        "Megabytes of disk that a model may take, 0 for any number; above, nothing is packed.",
+    )
+    parallel: bool = option(
+        False,
+        "Pack on all threads at the start (session.prepack.enable_parallel): a quicker start "
+        "on many cores, for a higher peak of memory.",
+    )
+    trim: bool = option(
+        True,
+        "Give freed memory back to the system after the start (glibc's malloc_trim).",
+        shapes_result=False,
+    )
+    timeout: int = option(
+        1800, "Seconds that packing may take before it is given up.", shapes_result=False
+    )
+
+    def finish(self, model_path: Path, context: PassContext) -> None:
+        """Pack in place; see :mod:`.prepack`."""
+        from rewrite_rules.prepacked_weights.prepack import prepack
+
+        prepack(model_path, context, limit_mb=self.limit_mb, seconds=self.timeout)
+
+    def session_settings(self) -> Mapping[str, str]:
+        """Packing in parallel, where it is asked for."""
+        return {"session.prepack.enable_parallel": "1"} if self.parallel else {}
+
+    def gives_memory_back(self) -> bool:
+        """Return whether what packing left on the heap goes back to the system."""
+        return self.trim
+
+    def child_seconds(self) -> int:
+        """The time for packing, and as much for what comes before, ten minutes at least."""
+        return self.timeout + max(600, self.timeout)
+
+    def checks_digests(self) -> bool:
+        """Whether a start has to read the files whole."""
+        return self.verify == "digest"

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: MIT
+"""Options of TransformerFusion."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, ClassVar
+
+from session_options.keys import option
+from session_options.passes import Pass
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from rewrite_rules.remarks import PassContext
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerFusion(Pass):
+    """Attention, rotary embeddings, projections and norms, whoever exported the model."""
+
+    name: ClassVar[str] = "transformer_fusion"
+    summary: ClassVar[str] = "fuse attention, rotary embeddings, and norms with residuals"
+    # After the weights are those of MatMulNBits.
+    position: ClassVar[int] = 60
+    asks_for_trials: ClassVar[bool] = True
+
+    rotary: bool = option(
+        True, "Rotary embeddings, found by what they compute, as one node (CPU sessions)."
+    )
+    attention: bool = option(
+        True,
+        "Attention with a cache in the fastest form for one token and for a prompt, chosen at "
+        "each run (CPU sessions).",
+    )
+    projections: bool = option(
+        True, "One MatMulNBits for Q, K, V and one for gate, up (CPU sessions)."
+    )
+
+    grouped_queries: bool = option(
+        True,
+        "One MatMul for all query heads that share a key or value head, instead of repeated "
+        "heads; standard operators, for every provider.",
+    )
+    norms: bool = option(
+        True,
+        "Root-mean-square norms as one node, and each norm with the residual sum before it "
+        "(CPU sessions: the operators are onnxruntime's own).",
+    )
+    activations: bool = option(True, "Gelu by tanh as one FastGelu (CPU sessions).")
+
+    kv_cache: str = option(
+        "exported",
+        "'shared': past inputs may be buffers longer than the cache, bound as present outputs "
+        "too (IOBinding); new keys and values are appended in place, and the attention mask "
+        "says how much they hold. An error where GroupQueryAttention does not fit.",
+        choices=("exported", "shared"),
+    )
+
+    def rewrite(self, model: ir.Model, context: PassContext) -> None:
+        """Rewrite in place; see :mod:`.fuse`."""
+        from rewrite_rules.transformer_fusion.fuse import TransformerOptions, fuse_transformer
+
+        fuse_transformer(model, TransformerOptions(**dataclasses.asdict(self)), context)

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: MIT
+"""Options of TrimPadding."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, ClassVar
+
+from session_options.keys import OptionError, option, option_key
+from session_options.passes import Pass
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from rewrite_rules.remarks import PassContext
+
+
+@dataclasses.dataclass(frozen=True)
+class TrimPadding(Pass):
+    """Inputs cut behind the longest row of a batch, outputs padded back: encoders."""
+
+    name: ClassVar[str] = "trim_padding"
+    summary: ClassVar[str] = "leave out padding behind the longest row of a batch"
+    # The proof reads the operators of exporters, before anything is fused.
+    position: ClassVar[int] = 5
+    asks_for_trials: ClassVar[bool] = True
+
+    multiple: int = option(
+        1, "The length that is computed is a multiple of this, or the length that was given."
+    )
+    mask: str = option(
+        "",
+        "Name of the input that says which positions are real, of shape [batch, sequence]; "
+        "empty to find it by its use.",
+    )
+    pack: bool = option(
+        False,
+        "Run projections, feed-forward layers and norms on the real tokens of a batch only, "
+        "gathered from all rows: for rows of mixed lengths.",
+    )
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        if self.multiple < 1:
+            key = option_key(self.name, "multiple")
+            raise OptionError(f"{key} is {self.multiple}: 1 or more is expected")
+
+    def rewrite(self, model: ir.Model, context: PassContext) -> None:
+        """Trim in place; see :mod:`rewrite_rules.trim_padding.trim`."""
+        from rewrite_rules.trim_padding.trim import trim_padding
+
+        trim_padding(model, context, multiple=self.multiple, mask=self.mask, pack=self.pack)
