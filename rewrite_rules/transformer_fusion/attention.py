@@ -102,7 +102,7 @@ class FuseAttention(RewriteRuleClassBase):
         self._cache = shared
         # What layers share.
         self._conditions = Conditions()
-        self._masks: dict[object, tuple[ir.Value, ir.Value, ir.Value]] = {}
+        self._masks: dict[object, tuple[ir.Value, ir.Value]] = {}
         self._shared: dict[object, ir.Value] = {}
         self._places: dict[ir.Node, int] = {}
 
@@ -205,9 +205,10 @@ class FuseAttention(RewriteRuleClassBase):
             def others(op: Any) -> Sequence[ir.Value]:
                 return either(op, long, functools.partial(by_text, found), found.any_tokens)
 
+        whole = functools.partial(found.whole, mask=answers.mask)
         if answers.standard is None:
-            return form, found.whole(op)
-        return form, either(op, answers.standard, found.whole, others, name)
+            return form, whole(op)
+        return form, either(op, answers.standard, whole, others, name)
 
     def _in_buffers(self, op: Any, found: Attention) -> Sequence[ir.Value]:
         assert self._cache is not None
@@ -286,30 +287,19 @@ class FuseAttention(RewriteRuleClassBase):
         """Emit the sum of the masks, once for all layers that add it."""
         if not found.masks:
             return found
-        key = (
-            found.masks,
-            found.layout,
-            None if found.cached else (found.tokens[1], found.key_count),
-        )
+        key = found.masks, found.layout
         if key not in self._masks:
             self._masks[key] = self._emit_mask(op, found)
-        mask, full, repeated = self._masks[key]
-        return dataclasses.replace(found, mask=mask, full_mask=full, repeated_mask=repeated)
+        mask, repeated = self._masks[key]
+        return dataclasses.replace(found, mask=mask, repeated_mask=repeated)
 
-    def _emit_mask(self, op: Any, found: Attention) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """Emit the mask, with all rows and columns, and with those of each head of a group."""
+    def _emit_mask(self, op: Any, found: Attention) -> tuple[ir.Value, ir.Value]:
+        """Emit the mask, and with the rows of each head of a group."""
         ranks = (len(self._facts.dims(mask.value) or ()) for mask in found.masks)
         repeated: Any = None
         for mask, rank in zip(found.masks, ranks, strict=True):
             repeated = mask.added(op, found.layout.rank - rank, repeated)
-        total = full = found.layout.emit(op, repeated)
-        dims = self._facts.dims(total, 4)
-        if not found.cached and dims is not None and (1, ()) in dims[2:]:
-            # The kernel wants a row for each query.
-            axis = found.read_keys.length_axis
-            keys = op.Shape(found.keys, start=axis, end=axis + 1)
-            full = op.Expand(total, ints(op, 1, 1, found.sizes(op)[1], keys))
-        return total, full, repeated
+        return found.layout.emit(op, repeated), repeated
 
 
 _REFUSALS: tuple[tuple[Callable[[FuseAttention, Attention], bool], str], ...] = (

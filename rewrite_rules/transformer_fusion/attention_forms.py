@@ -47,8 +47,8 @@ class Attention:
         cached: Whether keys and values are caches, to which all forms add the new ones.
         cap: ``cap * tanh(scale q k' / cap)`` stands for the scores; 0 for none.
         sinks: A score of each head, ``[1, H, 1, 1]``, that takes a part of the weights.
-        mask: The sum of the masks for ``[B, H, S, T]``; None for nothing. ``full_mask`` has a
-            row for each query and a column for each key, ``repeated_mask`` r times the rows.
+        mask: The sum of the masks for ``[B, H, S, T]``; None for nothing.
+        repeated_mask: The same with r times the rows.
         joins: Whether a form returns the new cache as well, made of the old one.
     """
 
@@ -67,7 +67,6 @@ class Attention:
     cap: float = 0.0
     sinks: ir.Value | None = None
     mask: ir.Value | None = None
-    full_mask: ir.Value | None = None
     repeated_mask: ir.Value | None = None
     joins: bool = False
 
@@ -295,9 +294,11 @@ class Attention:
         last = op.Cast(op.Sub(length, ints(op, 1)), to=ir.DataType.INT32)
         return self.by_kernel(op, op.Expand(last, batch), total)
 
-    def whole(self, op: Any) -> list[Any]:
-        """Emit ``[B, S, H * D]`` by the standard operator, whose kernel needs no Transpose."""
-        mask = self.full_mask
+    def whole(self, op: Any, mask: ir.Value | None) -> list[Any]:
+        """Emit ``[B, S, H * D]`` by the standard operator, whose kernel needs no Transpose.
+
+        ``mask`` has a row for each query and a column for each key.
+        """
         if any(not (heads.split or is_transposed_heads(heads.source)) for heads in self.both):
             # A cache keeps its layout.
             stored = [self._stored(op, heads) for heads in self.both]

@@ -17,10 +17,10 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript import TapeBuilder
 
-from rewrite_rules.shapes.dimensions import number
+from rewrite_rules.shapes.dimensions import Dims, number
 from rewrite_rules.transformer_fusion.attention_forms import Attention
 from rewrite_rules.transformer_fusion.head_layout import in_order, ints, unproved_splits
-from rewrite_rules.transformer_fusion.long_texts import is_long
+from rewrite_rules.transformer_fusion.long_texts import is_long, key_count
 from rewrite_rules.transformer_fusion.masks import HIDDEN, VISIBLE
 
 Build = Callable[[Any], Sequence[ir.Value]]
@@ -48,10 +48,12 @@ class Uncached:
     Attributes:
         standard: The standard operator computes the same, and texts are short.
         texts: Texts are long, and a kernel computes the same of each: None for never.
+        mask: What the standard operator reads, with a row for each query.
     """
 
     standard: ir.Value | None
     texts: ir.Value | None
+    mask: ir.Value | None
 
 
 def either(
@@ -113,9 +115,8 @@ class Conditions:
         splits = unproved_splits(op, found.splits, found.facts)
         key = found.mask, found.tokens, found.key_count, *batches, count(found.query), *splits
         if key not in self._uncached:
-            unproved = [*_unproved(op, found), *(ask() for ask in splits.values())]
-            fits = functools.reduce(op.And, unproved) if unproved else None
-            self._uncached[key] = _ask_uncached(op, found, fits)
+            asked = [*_unproved(op, found), *(ask() for ask in splits.values())]
+            self._uncached[key] = _ask_uncached(op, found, asked)
         return self._uncached[key]
 
 
@@ -169,18 +170,10 @@ def _ask(op: Any, mask: ir.Value, length: ir.Value, some: ir.Value) -> Answers:
     return Answers(*either(op, is_one, one, several, dtype=ir.DataType.BOOL))
 
 
-def _ask_uncached(op: Any, found: Attention, fits: ir.Value | None) -> Uncached:
-    mask, long = found.mask, is_long(found, op)
-    if mask is None:
-        if long is None or fits is None:
-            return Uncached(fits if long is None else op.Not(long), long)
-        return Uncached(op.And(fits, op.Not(long)), op.And(fits, long))
-
-    def no(op: Any) -> Sequence[ir.Value]:
-        return [_false(op), _false(op)]
-
-    def any_length(op: Any) -> Sequence[ir.Value]:
-        return [_sees(op, mask), _false(op)]
+def _ask_uncached(op: Any, found: Attention, asked: list[ir.Value]) -> Uncached:
+    """Emit the answers, if possible without an If: that costs as much as ten small nodes."""
+    mask: Any = found.mask
+    dims, long = found.facts.dims(mask, 4), is_long(found, op)
 
     def long_ones(op: Any) -> Sequence[ir.Value]:
         # NaN is not like itself. Bools of one byte: a mask may be as large as scores.
@@ -194,37 +187,62 @@ def _ask_uncached(op: Any, found: Attention, fits: ir.Value | None) -> Uncached:
 
         return either(op, texts, by_text, any_length, dtype=ir.DataType.BOOL)
 
-    def fitting(op: Any) -> Sequence[ir.Value]:
-        if long is None:
-            return any_length(op)
-        return either(op, long, long_ones, any_length, dtype=ir.DataType.BOOL)
+    def any_length(op: Any) -> Sequence[ir.Value]:
+        return [_sees(op, mask), _false(op)]
 
-    if fits is None:
-        standard, texts = fitting(op)
+    if mask is None or long is None or (dims is not None and number(dims[2]) == 1):
+        if mask is not None:
+            asked.append(_sees(op, mask))
+        if mask is not None and long is not None:  # NaN is not like itself
+            total = op.ReduceSum(mask, keepdims=0)
+            asked.append(op.Equal(total, total))
+        fits = _all(op, *asked)
+        short = None if long is None else op.Not(long)
     else:
-        standard, texts = either(op, fits, fitting, no, dtype=ir.DataType.BOOL)
-    return Uncached(standard, None if long is None else texts)
+        fits = _all(op, *asked)
+        short, long = either(op, long, long_ones, any_length, dtype=ir.DataType.BOOL)
+    rows = _with_rows(op, found, dims, short)
+    return Uncached(
+        _all(op, fits, short), None if long is None else _all(op, fits, long), rows
+    )
+
+
+def _with_rows(op: Any, found: Attention, dims: Dims | None, short: ir.Value | None) -> Any:
+    """Emit the mask with a row for each query, which long texts need not hold."""
+    if found.mask is None or dims is None or (1, ()) not in dims[2:]:
+        return found.mask
+    count = found.sizes(op)[1]
+    if short is not None and number(dims[2]) == 1:
+        count = op.Mul(count, op.Cast(short, to=ir.DataType.INT64))
+    return op.Expand(found.mask, ints(op, 1, 1, count, key_count(op, found)))
+
+
+def _all(op: Any, *answers: ir.Value | None) -> ir.Value | None:
+    """Emit whether all answers are yes, but for those that need not be asked."""
+    known = [answer for answer in answers if answer is not None]
+    return functools.reduce(op.And, known) if known else None
 
 
 def _unproved(op: Any, found: Attention) -> list[ir.Value]:
     """Emit the questions for sizes that the standard operator wants, unless proved."""
-    facts, keys, mask = found.facts, found.read_keys, found.full_mask
+    facts, keys, one = found.facts, found.read_keys, (1, ())
     batch, length = found.sizes(op)
     asked = list[ir.Value]()
-    if not all(map(number, map(facts.count, (found.query, keys.source)))):
-        read = [in_order(value) for value in (found.query, keys.source)]
-        asked.append(op.Cast(op.Mul(*map(op.Size, read)), to=ir.DataType.BOOL))
+    read = {facts.count(value): in_order(value) for value in (keys.source, found.query)}
+    if not all(map(number, read)):
+        asked.append(
+            op.Cast(functools.reduce(op.Mul, map(op.Size, read.values())), to=ir.DataType.BOOL)
+        )
     for heads in found.both:
         if not found.same_tokens(heads)[0]:
             asked.append(op.Equal(batch, found.new_sizes(op, heads)[0]))
-    dims = None if mask is None else facts.dims(mask, 4)
-    if mask is not None and dims is not None:
+    dims = facts.dims(found.mask, 4)
+    if found.mask is not None and dims is not None:
         asked += _of_more_texts(op, found, batch)
-        if dims[2] != found.tokens[1]:
-            asked.append(op.Equal(_size(op, mask, 2), length))
-        if dims[3] != found.key_count:
-            count = _size(op, keys.source, keys.length_axis)
-            asked.append(op.Equal(_size(op, mask, 3), count))
+        if dims[2] not in (one, found.tokens[1]):
+            asked.append(op.Equal(_size(op, found.mask, 2), length))
+        if dims[3] not in (one, found.key_count):
+            asked.append(op.Equal(_size(op, found.mask, 3), key_count(op, found)))
     return asked
 
 

@@ -41,7 +41,7 @@ def is_long(found: Attention, op: Any) -> ir.Value | None:
     if found.mask is not None and (dims is None or dims[1] != (1, ())):
         return None
     made: ir.Value = op.LessOrEqual(
-        ints(op, _LONG), op.Mul(found.sizes(op)[1], _key_count(op, found))
+        ints(op, _LONG), op.Mul(found.sizes(op)[1], key_count(op, found))
     )
     return made
 
@@ -56,7 +56,7 @@ def by_text(found: Attention, op: Any) -> list[Any]:
     ]
     kinds = [ir.DataType.FLOAT] * len(read)
     if found.mask is not None:
-        sizes = ints(op, found.sizes(op)[0], 1, 1, _key_count(op, found))
+        sizes = ints(op, found.sizes(op)[0], 1, 1, key_count(op, found))
         first = op.Slice(found.mask, ints(op, 0), ints(op, 1), ints(op, 2))
         added = op.Squeeze(op.Expand(first, sizes), ints(op, 1, 2))
         shown = op.Greater(added, op.Constant(value_float=HIDDEN))
@@ -113,6 +113,7 @@ def _of_text(
     return made
 
 
-def _key_count(op: Any, found: Attention) -> Any:
+def key_count(op: Any, found: Attention) -> Any:
+    """Emit T."""
     axis = found.read_keys.length_axis
     return op.Shape(found.keys, start=axis, end=axis + 1)
