@@ -12,7 +12,8 @@ import onnx_ir as ir
 from rewrite_rules.graph.nodes import inline_functions, label
 
 _CONVERTER = "onnxscript.version_converter"
-# onnxscript's converter says so where it hands a model of an opset below 18 to ONNX's own.
+# onnxscript's converter says so where it hands a model of an older opset to ONNX's own.
+_MIN_OPSET = 18
 _HANDED_ON = "will be converted using the onnx C API"
 
 
@@ -23,14 +24,24 @@ def convert_opset(model: ir.Model, opset: int) -> str:
     """
     from onnxscript.version_converter import ConvertVersionPass
 
+    graph = model.graph
+    # ONNX's own converter makes new nodes; a copy for it would take longer than its work.
+    copied = bool(model.functions) or model.opset_imports.get("", _MIN_OPSET) >= _MIN_OPSET
+    converted = model.clone() if copied else ir.Model(graph, ir_version=model.ir_version or 1)
+    inputs, weights = [*graph.inputs], {v: v.const_value for v in graph.initializers.values()}
     with _warnings() as found:
         try:
-            converted = model.clone()
-            kept = inline_functions(converted)
+            kept = inline_functions(converted) if model.functions else {}
             if kept:
                 return next(iter(kept.values()))
-            ConvertVersionPass(opset, fallback=True)(converted)
+            # Without what the whole pass does around it: inline, and remove unused nodes.
+            ConvertVersionPass(opset, fallback=True)._convert_pass(converted)
         except Exception as error:  # whatever a converter of another project raises
+            # One that fails to write the model leaves its weights among its inputs.
+            graph.inputs[:] = inputs
+            for value, tensor in weights.items():
+                value.const_value = tensor
+                graph.register_initializer(value)
             return str(error) or repr(error)
     if found:  # it goes on behind a node that it could not convert
         return found[0]
