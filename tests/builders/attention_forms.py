@@ -16,6 +16,8 @@ _CONSTANTS = {
     **{f"w{name}3": normal(32, 4, 8, seed=seed) / 6 for seed, name in enumerate("qkv")},
     "split": np.array([0, 0, 4, 8]),
     "flat": np.array([0, 0, 32]),
+    "flat8": np.array([0, 0, 8]),
+    "of_pairs": np.array([2, 2, 1, -1]),
     "columns_of_texts": np.array([-1, 1, 0]),
     "minus_one": np.array([-1]),
     "three": np.array([3]),
