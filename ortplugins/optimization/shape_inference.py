@@ -10,7 +10,6 @@ import onnx_ir as ir
 import onnx_ir.passes.common
 
 from ortplugins.model_io.loading import has_kept_types
-from rewrite_rules.shapes.proved_shapes import unify_dimension_names
 
 
 @contextlib.contextmanager
@@ -64,7 +63,6 @@ def infer_shapes(model: ir.Model) -> None:
     # model without shapes runs as well.
     with contextlib.suppress(Exception):
         onnx_ir.passes.common.ShapeInferencePass(check_type=False, strict_mode=False)(model)
-        unify_dimension_names(model)
 
 
 # All other types are sequences, optionals and maps, which these operators make.

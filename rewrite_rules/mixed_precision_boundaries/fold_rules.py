@@ -30,7 +30,7 @@ from rewrite_rules.remarks import PassContext, Refusal
 
 
 def fold_pairs(model: ir.Model, target: str, context: PassContext) -> None:
-    """Fold in place, subgraphs included; for ``"qnn"``, keep pairs that convert between types."""
+    """Fold in place, subgraphs too; for ``"qnn"``, keep pairs that convert between types."""
     folds = _Folds(context, target)
     # Outer graphs come before their subgraphs, and what is read before what reads it.
     for graph in model.graphs():

@@ -20,7 +20,7 @@ from rewrite_rules.shape_size_reorder.search import (
     memory_order,
 )
 from rewrite_rules.shape_size_reorder.simplify import simplify_shapes
-from rewrite_rules.shapes.proved_shapes import DEFAULT_DIM, ConcreteShapes, concrete_shapes
+from rewrite_rules.shapes.proved_shapes import DEFAULT_DIM, concrete_shapes
 
 # What makes a session run the nodes in the order of the file.
 _IN_FILE_ORDER = {"execution_order": "PRIORITY_BASED"}
@@ -43,13 +43,8 @@ def reorder(
     context: PassContext,
     *,
     dims: Mapping[str, int],
-    for_default_order: bool = False,
 ) -> None:
-    """Simplify shapes and reorder in place; remarks tell the peaks of all three orders.
-
-    ``for_default_order``: sessions take no order, so that the file has to be one whose default
-    order is good.
-    """
+    """Simplify shapes and reorder in place; remarks tell the peaks of all three orders."""
     custom = [node for node in all_nodes(model) if is_custom(node, model)]
     if len(custom) > 1:
         # A Shape that reads another value moves the walk that onnxruntime's default order is.
@@ -62,16 +57,13 @@ def reorder(
     simplify_shapes(model, context)
     shapes = concrete_shapes(model, dims)
     order = memory_order(model.graph, shapes)
-    if not for_default_order:
-        if context.cpu_only and _may_be_held(order):
-            other = memory_order(model.graph, shapes, reuse=False)
-            order = _without_reuse(order, other, context)
-        _run_in_file_order(order, context)
-        with_arena = context.cpu_only and context.cpu_arena
-        if with_arena and order.default.peak >= _LEAN_BYTES:
-            _without_pattern(order, context)
-    else:
-        _write_default_order(model, order, shapes, context)
+    if context.cpu_only and _may_be_held(order):
+        other = memory_order(model.graph, shapes, reuse=False)
+        order = _without_reuse(order, other, context)
+    _run_in_file_order(order, context)
+    with_arena = context.cpu_only and context.cpu_arena
+    if with_arena and order.default.peak >= _LEAN_BYTES:
+        _without_pattern(order, context)
     if shapes.unknown_dims:
         context.remarks.note(
             _GRAPH,
@@ -132,21 +124,6 @@ def _may_be_held(order: GraphOrder) -> bool:
         len(order.ours.order) <= _QUICKLY_ORDERED
         or order.peak_without_reuse() <= _WORTH_NO_REUSE * order.ours.peak
     )
-
-
-def _write_default_order(
-    model: ir.Model, order: GraphOrder, shapes: ConcreteShapes, context: PassContext
-) -> None:
-    file = memory_order(model.graph, shapes, for_default_order=True)
-    if file.ours.peak < order.default.peak:
-        file.apply()
-        context.remarks.fired(
-            _GRAPH, f"by default it now runs with a peak of {_mb(file.ours)}; {_peaks(order)}"
-        )
-    else:
-        context.remarks.refused(
-            _GRAPH, f"no file runs better by default than it does; {_peaks(order)}"
-        )
 
 
 def _run_in_file_order(order: GraphOrder, context: PassContext) -> None:

@@ -248,20 +248,6 @@ def _constant_integers(value: ir.Value, dtypes: Sequence[ir.DataType]) -> Intege
     return Integers(tuple(known(n) for n in numbers), tuple(tensor.shape.numpy()))
 
 
-def unify_dimension_names(model: ir.Model) -> None:
-    """Name equal dimensions alike in a sorted main graph; others keep their names."""
-    names = DeclaredNames()
-    facts = ProvedShapes(model, names)
-    for node in model.graph:
-        for value in node.outputs:
-            shape = facts.shape(value)
-            # The dimensions of an output are called as the user calls them.
-            if value.shape is None or value.is_graph_output() or isinstance(shape, int):
-                continue
-            if len(shape) == len(value.shape):
-                value.shape = ir.Shape(names.name(dim) for dim in shape)
-
-
 @dataclasses.dataclass(frozen=True)
 class ConcreteShapes:
     """Shapes for given numbers of the symbolic dimensions.
