@@ -29,8 +29,6 @@ _NO_REUSE = {"enable_mem_reuse": "0"}
 _GRAPH, _SESSION = "graph", "session"
 # Below that, a model's activations are nothing beside the session itself.
 _LEAN_BYTES = 1 << 20
-# Nodes that a second order takes some tenths of a second for.
-_QUICKLY_ORDERED = 5000
 # Up to that share of the bytes with reuse, going without is worth the time it may take.
 _WORTH_NO_REUSE = 0.95
 # Without a memory pattern a run touches that much of the arena beside its peak, at most.
@@ -57,7 +55,7 @@ def reorder(
     simplify_shapes(model, context)
     shapes = concrete_shapes(model, dims)
     order = memory_order(model.graph, shapes)
-    if context.cpu_only and _may_be_held(order):
+    if context.cpu_only:
         other = memory_order(model.graph, shapes, reuse=False)
         order = _without_reuse(order, other, context)
     _run_in_file_order(order, context)
@@ -116,14 +114,6 @@ def _without_reuse(order: GraphOrder, without: GraphOrder, context: PassContext)
         f"instead of {bytes_without / 1e6:.1f}",
     )
     return without
-
-
-def _may_be_held(order: GraphOrder) -> bool:
-    """Whether reuse may hold buffers; of large graphs, whether it does in this very order."""
-    return (
-        len(order.ours.order) <= _QUICKLY_ORDERED
-        or order.peak_without_reuse() <= _WORTH_NO_REUSE * order.ours.peak
-    )
 
 
 def _run_in_file_order(order: GraphOrder, context: PassContext) -> None:

@@ -84,10 +84,6 @@ class GraphOrder:
         """Bytes that ours takes of an arena, subgraphs left out."""
         return self.model.arena_bytes(self.ours.order, self.reuse)
 
-    def peak_without_reuse(self) -> int:
-        """Bytes that ours would hold at its peak without reuse of buffers or subgraphs."""
-        return _peak(self.model.live(self.ours.order, reuse=False))
-
     @property
     def worthwhile(self) -> bool:
         """Whether ours never holds more than either native order."""
