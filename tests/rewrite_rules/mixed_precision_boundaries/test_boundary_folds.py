@@ -122,14 +122,6 @@ def test_grids_that_cannot_be_read_are_reported(inputs: str, scale: str, words: 
     assert all(words in remark.reason for remark in reported)
 
 
-def test_nothing_to_fold_leaves_even_unused_nodes():
-    model = graph("q = QuantizeLinear(x, s, z)  y = DequantizeLinear(q, s, z)  u = Relu(x)",
-                  "float[n] x")  # fmt: skip
-    before = serialized(model)
-    assert not list(fold(model))
-    assert serialized(model) == before
-
-
 def test_the_pass_folds_entries_for_cpus_and_keeps_them_for_qnn():
     model = graph(
         """[relu] r = Relu(d0)  rq = QuantizeLinear(r, s, z)  d1 = DequantizeLinear(rq, s, z)

@@ -135,16 +135,6 @@ def test_new_values_have_types_and_shapes():
     assert all(value.type is not None and list(value.shape) == [2, 3] for value in new)
 
 
-def test_tensors_inside_are_retyped_in_place():
-    model = quantized(CHAIN)
-    names = {node.name for node in model.graph}
-    place(model, promote=frozenset("xaby"))
-    assert chains(model) == {"x>u16>A", "A>u16>B", "B>u16>C", "C>u16>y"}
-    assert {node.name for node in model.graph} == names
-    made = model.graph.initializers
-    assert not any(name.endswith(("_scale", "_zero_point")) for name in made)
-
-
 def test_shared_parameters_stay_as_they_are():
     model = quantized(CHAIN)
     scale, zero_point = (
@@ -300,15 +290,6 @@ def test_mode_float_keeps_what_a_range_clips(text, points, clipped, ends):
     if ends is not None:
         (y,) = run(model, {"x": np.float32([-3, 0.5, 3])})
         assert y == pytest.approx(ends, abs=1e-3)
-
-
-def test_many_regions_in_5000_nodes():
-    lines = [f"[N{i}] t{i + 1} = Add(t{i}, t{max(i - 3, 0)})" for i in range(1700)]
-    text = f"g (float[4] t0) => (float[4] t1700) {{ {chr(10).join(lines)} }}"
-    model = quantized(text)
-    assert len(model.graph) > 5000
-    remarks = place(model, promote=frozenset(f"t{i}" for i in range(0, 1700, 5)))
-    assert {remark.outcome for remark in remarks} == {Outcome.FIRED}
 
 
 def test_a_region_beside_an_earlier_one_keeps_the_pair_between():
