@@ -94,8 +94,9 @@ def _broadcast(
     return tuple(_merged(parts, beside, row) for parts in zip(*padded, strict=True))
 
 
-# Operators, and of which operand 0 gives what is no number.
+# Operators, and of which operand 0 gives what is no number; of which some other numbers do.
 _BREAKS_AT_0 = {"Div": 1, "Log": 0, "Mod": 1, "Pow": 0, "Reciprocal": 0}
+_PARTIAL = _BREAKS_AT_0 | {"Acos": 0, "Asin": 0, "Sqrt": 0}
 
 
 def _elementwise(site: Site) -> Axes:
@@ -104,9 +105,10 @@ def _elementwise(site: Site) -> Axes:
     beside = [dataclasses.replace(site.beside(i), low=False) for i in present]
     operands, op_type = site.operands(), site.node.op_type
     axes = _broadcast(operands, per_token(site.node) or _NEVER, beside)
-    at_0 = operands[_BREAKS_AT_0.get(op_type, 0)] if op_type in _BREAKS_AT_0 else ()
-    if any(one.zero for one in sequences_of(*at_0)):
-        return marked(axes, zero=False, wild=True)
+    if op_type in _PARTIAL:
+        read, at_0 = operands[_PARTIAL[op_type]], op_type in _BREAKS_AT_0
+        if any(one.set_by_mask or (one.zero and at_0) for one in sequences_of(*read)):
+            return marked(axes, zero=False, wild=True)
     return axes
 
 
@@ -289,8 +291,10 @@ def _reduced(site: Site, gone: set[int], flag: str) -> Axes:
     others = [axis for i, axis in enumerate(axes) if i not in gone]
     mixes = site.mixes([axes[i] for i in gone], flag, others)
     keep = site.integer("keepdims", 1)
-    keeps_zero = site.node.op_type in _OF_ZEROS
-    beside = changed(axes, lambda f: f.reduced(keeps_zero))
+    op_type = site.node.op_type
+    beside = changed(axes, lambda f: f.reduced(op_type in _OF_ZEROS))
+    if op_type == "ReduceLogSum" and any(one.zero for one in sequences_of(*axes)):
+        beside = marked(beside, wild=True)
     return tuple(
         () if i in gone else axis
         for i, axis in enumerate(plain(axes) if mixes else beside)
