@@ -44,11 +44,12 @@ def reorder(
 ) -> None:
     """Simplify shapes and reorder in place; remarks tell the peaks of all three orders."""
     custom = [node for node in all_nodes(model) if is_custom(node, model)]
-    if len(custom) > 1:
+    called = {node for each in model.functions.values() for node in each.graph.all_nodes()}
+    if len(custom) > 1 or not called.isdisjoint(custom):
         # A Shape that reads another value moves the walk that onnxruntime's default order is.
         context.remarks.refused(
             _GRAPH,
-            f"{len(custom)} custom operators, {custom[0].op_type} {label(custom[0])!r} first, "
+            f"several custom operators, {custom[0].op_type} {label(custom[0])!r} first, "
             "may hold state: the pass could change the order in which they run",
         )
         return
