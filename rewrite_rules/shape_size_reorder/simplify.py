@@ -42,6 +42,7 @@ _PICKS = frozenset({"Cast", "Gather", "Identity", "Reshape", "Slice", "Squeeze",
 _REREAD = frozenset({"Concat", "Gather", "Shape", "Slice", "Squeeze", "Unsqueeze"})
 _FOLDED = _PICKS | _REREAD | {"Add", "Div", "Mul", "ReduceProd", "Size", "Sub"}
 _LONG_CHAIN = 4
+_FLOAT8 = frozenset(dtype for dtype in ir.DataType if dtype.name.startswith("FLOAT8"))
 
 
 def simplify_shapes(model: ir.Model, context: PassContext) -> None:
@@ -66,6 +67,7 @@ def simplify_shapes(model: ir.Model, context: PassContext) -> None:
             stand_ins[node.outputs[0]] = _replace(node, made)
             context.remarks.fired(label(node), reading.text)
     if better:
+        _drop_saturate(graphs)
         remove_unused(model)
         name_apart(model)
         with context.remarks.at("model"):
@@ -74,6 +76,19 @@ def simplify_shapes(model: ir.Model, context: PassContext) -> None:
     if any(merged):
         remove_unused(model)
     _explain_the_rest(graphs, facts, context)
+
+
+def _drop_saturate(graphs: Sequence[ir.Graph]) -> None:
+    """Drop an attribute of Cast that says nothing, but for types of 8 bits.
+
+    onnxruntime's kernel refuses it. Its optimisers merge such a Cast with the next one, unless
+    they fold it first, behind what has become a constant.
+    """
+    for graph in graphs:
+        for node in graph.all_nodes():
+            to = node.attributes.get("to") if node.op_type == "Cast" else None
+            if to is not None and not to.is_ref() and to.value not in _FLOAT8:
+                node.attributes.pop("saturate", None)
 
 
 @dataclasses.dataclass(frozen=True)

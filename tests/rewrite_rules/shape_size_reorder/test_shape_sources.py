@@ -208,6 +208,20 @@ def test_custom_operators_stay_though_nothing_reads_them():
     assert [n.op_type for n in model.graph] == ["Relu", "Exp", "Log", "Shape", "Neg", "Abs"]
 
 
+def test_a_cast_of_what_became_a_constant_opens_as_before():
+    """onnxruntime folds it then, and its kernel refuses ``saturate`` of other types."""
+    before, after = (
+        parse("""g (int8[s, 0] x) => (int8 o) {
+        h = Abs (x)  size = Size (h)  half = Cast <to = 10, saturate = 0> (size)
+        same = Identity (half)  o = Cast <to = 3> (same) }""")
+        for _ in range(2)
+    )
+    assert simplify(after) == ["size: constant [0]"]
+    feed = {"x": np.zeros((2, 0), np.int8)}
+    expected, found = (session(m, optimised=True).run(None, feed) for m in (before, after))
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_a_size_of_minus_1_is_no_proof():
     before = parse("g (float[a, 3] x) => (int64[k] o) { h = Relu (x)\n o = Shape (h) }")
     before.graph.inputs[0].shape = ir.Shape([-1, 3])  # as Paddle's exporter writes it
