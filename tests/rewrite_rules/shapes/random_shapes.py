@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -308,24 +309,25 @@ def _draw_loop(g: Drawer) -> None:
 # Recipes, by operator. What one draws need not be right: onnxruntime decides.
 
 
-def _unary(
-    op_type: str, kind: np.dtype = F, **attributes: object
-) -> Callable[[Drawer], object]:
-    return lambda g: g.node(op_type, [g.any(kind)], **attributes)
+Recipe = Callable[[Drawer], object]
 
 
-def _binary(op_type: str, *kinds: np.dtype) -> Callable[[Drawer], object]:
-    def draw(g: Drawer) -> None:
+def _unary(kind: np.dtype = F) -> Callable[[str], Recipe]:
+    return lambda op_type: lambda g: g.node(op_type, [g.any(kind)])
+
+
+def _binary(*kinds: np.dtype) -> Callable[[str], Recipe]:
+    def draw(op_type: str, g: Drawer) -> None:
         value = g.any(*kinds)
         inputs = [value, g.like(value)]
         g.rng.shuffle(inputs)
         direction = {"direction": "LEFT"} if op_type == "BitShift" else {}
         g.node(op_type, inputs, **direction)
 
-    return draw
+    return lambda op_type: partial(draw, op_type)
 
 
-def _reduction(op_type: str) -> Callable[[Drawer], object]:
+def _reduction(op_type: str) -> Recipe:
     since = 13 if op_type == "ReduceSum" else 18
 
     def draw(g: Drawer) -> None:
@@ -350,8 +352,8 @@ def _window_attributes(g: Drawer, rank: int) -> dict[str, object]:
     return given
 
 
-def _conv(op_type: str, kind: np.dtype = F) -> Callable[[Drawer], object]:
-    def draw(g: Drawer) -> None:
+def _conv(kind: np.dtype = F) -> Callable[[str], Recipe]:
+    def draw(op_type: str, g: Drawer) -> None:
         rank = g.pick(1, 2)
         value = g.f(rank + 2) if kind == F else g.any(U8, rank=rank + 2)
         kernel = [g.pick(1, 2, 3) for _ in range(rank)]
@@ -369,10 +371,10 @@ def _conv(op_type: str, kind: np.dtype = F) -> Callable[[Drawer], object]:
         else:
             g.node(op_type, [value, weight], **given)
 
-    return draw
+    return lambda op_type: partial(draw, op_type)
 
 
-def _pool(op_type: str) -> Callable[[Drawer], object]:
+def _pool(op_type: str) -> Recipe:
     def draw(g: Drawer) -> None:
         rank = g.pick(1, 2)
         given = _window_attributes(g, rank)
@@ -387,7 +389,7 @@ def _pool(op_type: str) -> Callable[[Drawer], object]:
     return draw
 
 
-def _recurrent(op_type: str) -> Callable[[Drawer], object]:
+def _recurrent(op_type: str) -> Recipe:
     def draw(g: Drawer) -> None:
         value, hidden = g.f(3), g.pick(1, 2, 3)
         gates = {"RNN": 1, "GRU": 3, "LSTM": 4}[op_type]
@@ -401,7 +403,7 @@ def _recurrent(op_type: str) -> Callable[[Drawer], object]:
     return draw
 
 
-def _matmul(op_type: str = "MatMul") -> Callable[[Drawer], object]:
+def _matmul(op_type: str = "MatMul") -> Recipe:
     def draw(g: Drawer) -> None:
         a = g.f(least=1)
         k = a.shape[-1]
@@ -417,7 +419,7 @@ def _matmul(op_type: str = "MatMul") -> Callable[[Drawer], object]:
     return draw
 
 
-def _gemm(op_type: str) -> Callable[[Drawer], object]:
+def _gemm(op_type: str) -> Recipe:
     def draw(g: Drawer) -> None:
         a, ta, tb = g.f(2), g.pick(0, 1), g.pick(0, 1)
         k, n = a.shape[0 if ta else 1], g.pick(*g.sizes)
@@ -498,7 +500,7 @@ def _split(g: Drawer) -> None:
         g.node("Split", [value, g.ints(parts)], count, axis=axis)
 
 
-def _gather(op_type: str) -> Callable[[Drawer], object]:
+def _gather(op_type: str) -> Recipe:
     def draw(g: Drawer) -> None:
         value = g.any(F, I8, I8, least=1)
         axis = g.axis(value)
@@ -611,18 +613,18 @@ def _one_hot(g: Drawer) -> None:
     g.node("OneHot", [value, depth, g.floats(2)], axis=g.axis(value, 1))
 
 
-def _with(op_type: str, *makers: Callable[[Drawer, Value], Value | None], outputs: int = 1,
+def _with(*makers: Callable[[Drawer, Value], Value | None], outputs: int = 1,
           rank: int | None = None, least: int = 0, kind: np.dtype = F,
-          **attributes: object) -> Callable[[Drawer], object]:  # fmt: skip
+          **attributes: object) -> Callable[[str], Recipe]:  # fmt: skip
     """A value, and what is made to fit it; attributes may be drawn, too."""
 
-    def draw(g: Drawer) -> None:
+    def draw(op_type: str, g: Drawer) -> None:
         value = g.any(kind, rank=rank, least=least)
         inputs = [value, *(make(g, value) for make in makers)]
         given = {n: a(g, value) if callable(a) else a for n, a in attributes.items()}
         g.node(op_type, inputs, outputs, **given)
 
-    return draw
+    return lambda op_type: partial(draw, op_type)
 
 
 def _last(g: Drawer, value: Value) -> Value:
@@ -691,7 +693,7 @@ def _grouped(g: Drawer) -> None:
     g.node("com.microsoft.GroupQueryAttention", inputs, 3, num_heads=2, kv_num_heads=1)
 
 
-def _causal(op_type: str) -> Callable[[Drawer], object]:
+def _causal(op_type: str) -> Recipe:
     def draw(g: Drawer) -> None:
         value, reach = g.f(3), g.pick(1, 2, 3)
         batch, channels, _ = value.shape
@@ -705,10 +707,10 @@ def _causal(op_type: str) -> Callable[[Drawer], object]:
     return draw
 
 
-def _quantized(op_type: str, form: str) -> Callable[[Drawer], object]:
+def _quantized(form: str) -> Callable[[str], Recipe]:
     """x: 8-bit codes, w: 8-bit weights [K, 2], s: a scale, z: a zero point, f: floats."""
 
-    def draw(g: Drawer) -> None:
+    def draw(op_type: str, g: Drawer) -> None:
         codes = g.any(U8, least="w" in form)
         k = codes.shape[-1] if codes.rank else 1
         made = {
@@ -719,7 +721,7 @@ def _quantized(op_type: str, form: str) -> Callable[[Drawer], object]:
             made["y"] = g.like(codes)
         g.node(op_type, [made[sign] for sign in form])
 
-    return draw
+    return lambda op_type: partial(draw, op_type)
 
 
 def _scale_and_zero(g: Drawer) -> list[Value]:
@@ -746,155 +748,126 @@ def _reorder(g: Drawer) -> None:
            channels_last=g.pick(0, 1))  # fmt: skip
 
 
-_UNARY = {
-    op: _unary(op)
-    for op in (
-        "Abs", "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Ceil", "Celu", "Clip",
-        "Cos", "Cosh", "Elu", "Erf", "Exp", "Floor", "Gelu", "HardSigmoid", "HardSwish",
-        "Identity", "IsInf", "IsNaN", "LeakyRelu", "Log", "Mish", "Neg", "Reciprocal", "Relu",
-        "Round", "Selu", "Shrink", "Sigmoid", "Sign", "Sin", "Sinh", "Softplus", "Softsign",
-        "Sqrt", "Swish", "Tan", "Tanh", "ThresholdedRelu", "com.microsoft.Gelu",
-        "com.microsoft.FastGelu", "com.microsoft.QuickGelu",
-    )
-}  # fmt: skip
-_ALONG_AXIS = {
-    op: _with(op, least=1, axis=_axis) for op in ("Hardmax", "LogSoftmax", "Softmax")
-}
-RECIPES: dict[str, Callable[[Drawer], object]] = {
-    **_UNARY,
-    **_ALONG_AXIS,
-    **{op: _binary(op, F, F, I8) for op in ("Add", "Div", "Mul", "Sub", "Pow", "Max", "Min")},
-    **{op: _binary(op, F, I8) for op in ("Equal", "Greater", "GreaterOrEqual", "Less")},
-    **{op: _binary(op, F, I8) for op in ("LessOrEqual", "PRelu")},
-    **{op: _binary(op, F) for op in ("Mean", "Sum")},
-    **{op: _binary(op, B) for op in ("And", "Or", "Xor")},
-    **{op: _binary(op, I8) for op in ("BitwiseAnd", "BitwiseOr", "BitwiseXor", "Mod")},
-    **{op: _reduction(op) for op in sorted(operator_shapes.REDUCTIONS)},
-    **{op: _pool(op) for op in ("AveragePool", "LpPool", "MaxPool")},
-    **{op: _with(op, rank=4) for op in ("GlobalAveragePool", "GlobalLpPool", "GlobalMaxPool")},
-    **{op: _recurrent(op) for op in ("GRU", "LSTM", "RNN")},
-    **{op: _gemm(op) for op in ("Gemm", "com.microsoft.FusedGemm")},
-    **{op: _conv(op) for op in ("Conv", "ConvTranspose", "com.microsoft.FusedConv")},
-    **{op: _conv(op, U8) for op in ("ConvInteger", "QLinearConv")},
-    **{op: _matmul(op) for op in ("MatMul", "com.microsoft.FusedMatMul")},
-    "com.microsoft.TransposeMatMul": _matmul("com.microsoft.TransposeMatMul"),
-    **{op: _gather(op) for op in ("Gather", "GatherElements")},
-    **{
-        op: _with(op, rank=4, blocksize=lambda g, v: g.pick(1, 2))
-        for op in ("DepthToSpace", "SpaceToDepth")
-    },
-    "ArgMax": _with("ArgMax", least=1, axis=_axis, keepdims=_flag),
+def _each(make: Callable[[str], Recipe], names: str, domain: str = "") -> dict[str, Recipe]:
+    return {domain + name: make(domain + name) for name in names.split()}
+
+
+_TOKENS = lambda g, v: g.constant(np.zeros((v.shape[0], v.shape[1])), np.int64)  # noqa: E731
+_HALVES = lambda g, v: g.floats(8, (v.shape[2] + 1) // 2)  # noqa: E731
+_NBITS = lambda g, v: g.constant(  # noqa: E731
+    np.ones((3, -(-v.shape[-1] // 16), 8), np.uint8))  # fmt: skip
+_MS = f"{MICROSOFT}."
+RECIPES: dict[str, Recipe] = {
+    **_each(_unary(), """Abs Acos Acosh Asin Asinh Atan Atanh Ceil Celu Clip Cos Cosh Elu Erf
+        Exp Floor Gelu HardSigmoid HardSwish Identity IsInf IsNaN LeakyRelu Log Mish Neg
+        Reciprocal Relu Round Selu Shrink Sigmoid Sign Sin Sinh Softplus Softsign Sqrt Swish
+        Tan Tanh ThresholdedRelu"""),
+    **_each(_unary(), "FastGelu Gelu QuickGelu", _MS),
+    **_each(_unary(I8), "BitwiseNot"),
+    **_each(_unary(B), "Not"),
+    **_each(_binary(F, F, I8), "Add Div Mul Sub Pow Max Min"),
+    **_each(_binary(F, I8), "Equal Greater GreaterOrEqual Less LessOrEqual PRelu"),
+    **_each(_binary(F), "Mean Sum"),
+    **_each(_binary(B), "And Or Xor"),
+    **_each(_binary(I8), "BitwiseAnd BitwiseOr BitwiseXor Mod"),
+    **_each(_binary(U8), "BitShift"),
+    **_each(_reduction, " ".join(sorted(operator_shapes.REDUCTIONS))),
+    **_each(_pool, "AveragePool LpPool MaxPool"),
+    **_each(_recurrent, "GRU LSTM RNN"),
+    **_each(_gemm, f"Gemm {_MS}FusedGemm"),
+    **_each(_conv(), f"Conv ConvTranspose {_MS}FusedConv"),
+    **_each(_conv(U8), "ConvInteger QLinearConv"),
+    **_each(_matmul, f"MatMul {_MS}FusedMatMul {_MS}TransposeMatMul"),
+    **_each(_gather, "Gather GatherElements"),
+    # One value, and what fits it.
+    **_each(_with(least=1, axis=_axis), "Hardmax LogSoftmax LpNormalization Softmax"),
+    **_each(_with(rank=4), "GlobalAveragePool GlobalLpPool GlobalMaxPool"),
+    **_each(_with(rank=4), "MeanVarianceNormalization"),
+    **_each(_with(rank=4, blocksize=lambda g, v: g.pick(1, 2)), "DepthToSpace SpaceToDepth"),
+    **_each(_with(least=1, axis=_axis, keepdims=_flag), "ArgMax ArgMin"),
+    **_each(_with(seed=1.0), "Bernoulli RandomNormalLike RandomUniformLike"),
+    **_each(_with(_last, least=1), f"""LayerNormalization RMSNormalization
+        SimplifiedLayerNormalization {_MS}BiasGelu"""),
+    **_each(_with(*[_channels] * 4, least=2), "BatchNormalization"),
+    **_each(_with(_channels, _channels, least=3), "InstanceNormalization"),
+    **_each(_with(_channels, _channels, least=3, num_groups=1), "GroupNormalization"),
+    **_each(_with(lambda g, v: g.constant(g.axis(v), np.int64), least=1), "CumSum"),
+    **_each(_with(lambda g, v: g.constant([1] * v.shape[1], np.int64), least=2),
+            "ReverseSequence"),
+    **_each(_with(lambda g, v: g.ints([g.pick(1, 1, 2, 0) for _ in v.shape])), "Tile"),
+    **_each(_with(axis=lambda g, v: g.rng.randint(-v.rank, v.rank)), "Flatten"),
+    **_each(_with(rank=2), "EyeLike"),
+    **_each(_with(least=2), "Trilu"),
+    **_each(_with(rank=4, size=3), "LRN"),
+    **_each(_with(_same, rank=4), "TensorScatter"),
+    **_each(_with(*[_half] * 2, rank=4), "RotaryEmbedding"),
+    **_each(_with(_TOKENS, *[_HALVES] * 2, rank=3), "RotaryEmbedding", _MS),
+    **_each(_with(outputs=2), "Dropout"),
     "Attention": lambda g: g.pick(
-        _with("Attention", _same, _same, rank=4),
-        _with("Attention", _same, _same, rank=3, q_num_heads=1, kv_num_heads=1))(g),
-    "ArgMin": _with("ArgMin", least=1, axis=_axis, keepdims=_flag),
-    "BatchNormalization": _with("BatchNormalization", *[_channels] * 4, least=2),
-    "Bernoulli": _with("Bernoulli", seed=1.0),
-    "BitShift": _binary("BitShift", U8),
-    "BitwiseNot": _unary("BitwiseNot", I8),
+        _with(_same, _same, rank=4),
+        _with(_same, _same, rank=3, q_num_heads=1, kv_num_heads=1))("Attention")(g),
+    **_each(_with(_same, _same, rank=3, num_heads=1), "MultiHeadAttention", _MS),
+    **_each(_with(lambda g, v: g.floats(v.shape[2], 12), _of(F, 12), rank=3, num_heads=2),
+            "Attention", _MS),
+    **_each(_with(_same, _last, _last, rank=3, outputs=4), "SkipLayerNormalization", _MS),
+    **_each(_with(_same, _last, rank=3), "SkipSimplifiedLayerNormalization", _MS),
+    # Codes.
+    **_each(_with(_scalar(2), kind=U8), "DequantizeLinear"),
+    **_each(_with(_scalar(1), _scalar(3, np.uint8), kind=U8), "DequantizeLinear", _MS),
+    **_each(_with(_scalar(1), _scalar(3, np.uint8)), f"QuantizeLinear {_MS}QuantizeLinear"),
+    **_each(_with(outputs=3), "DynamicQuantizeLinear"),
+    **_each(_quantized("xw"), "MatMulInteger"),
+    **_each(_quantized("xszwszsz"), "QLinearMatMul"),
+    **_each(_quantized("xwss"), "MatMulIntegerToFloat", _MS),
+    **_each(_quantized("xszyszsz"), "QLinearAdd QLinearMul", _MS),
+    **_each(_quantized("xszsz"), "QLinearLeakyRelu QLinearSigmoid", _MS),
+    **_each(_with(lambda g, v: g.constant(np.ones((v.shape[-1], 2), np.uint8)), _scalar(1),
+                  least=1), "DynamicQuantizeMatMul", _MS),
+    **_each(_with(_NBITS, lambda g, v: g.floats(3, -(-v.shape[-1] // 16)), least=1,
+                  K=lambda g, v: v.shape[-1], N=3, bits=4, block_size=16), "MatMulNBits", _MS),
     "Cast": lambda g: g.node("Cast", [g.any(F, I8, B, U8)], to=g.pick(1, 7, 7, 9, 6)),
     "CastLike": lambda g: g.node("CastLike", [g.any(F, I8), g.any(F, I8)]),
     "Concat": _concat,
     "ConstantOfShape": lambda g: g.node(
         "ConstantOfShape", [g.i(1)],
         value=g.pick(None, numpy_helper.from_array(np.array([g.pick(-1, 1, 2)])))),
-    "CumSum": _with("CumSum", lambda g, v: g.constant(g.axis(v), np.int64), least=1),
-    "DequantizeLinear": _with("DequantizeLinear", _scalar(2), kind=U8),
-    "Dropout": _with("Dropout", outputs=2),
-    "DynamicQuantizeLinear": _with("DynamicQuantizeLinear", outputs=3),
     "Expand": _expand,
-    "EyeLike": _with("EyeLike", rank=2),
-    "Flatten": _with("Flatten", axis=lambda g, v: g.rng.randint(-v.rank, v.rank)),
     "GatherND": _gather_nd,
-    "GroupNormalization": _with(
-        "GroupNormalization", _channels, _channels, least=3, num_groups=1),
     "If": _draw_if,
-    "InstanceNormalization": _with("InstanceNormalization", _channels, _channels, least=3),
-    "LRN": _with("LRN", rank=4, size=3),
-    "LayerNormalization": _with("LayerNormalization", _last, least=1, outputs=1),
     "Loop": _draw_loop,
-    "LpNormalization": _with("LpNormalization", least=1, axis=_axis),
-    "MatMulInteger": _quantized("MatMulInteger", "xw"),
-    "MeanVarianceNormalization": _with("MeanVarianceNormalization", rank=4),
     "NonZero": lambda g: g.node("NonZero", [g.any(F, I8, B)]),
-    "Not": _unary("Not", B),
     "OneHot": _one_hot,
     "Pad": _pad,
-    "QLinearMatMul": _quantized("QLinearMatMul", "xszwszsz"),
-    "QuantizeLinear": _with("QuantizeLinear", _scalar(1), _scalar(3, np.uint8)),
-    "RMSNormalization": _with("RMSNormalization", _last, least=1),
-    "RandomNormalLike": _with("RandomNormalLike", seed=1.0),
-    "RandomUniformLike": _with("RandomUniformLike", seed=1.0),
     "Range": _range,
     "Reshape": _reshape,
     "ReshapeLike": _reshape_like,
     "Resize": _resize,
-    "ReverseSequence": _with(
-        "ReverseSequence", lambda g, v: g.constant([1] * v.shape[1], np.int64), least=2),
-    "RotaryEmbedding": _with(
-        "RotaryEmbedding", *[_half] * 2, rank=4),
     "ScatterElements": _scatter,
     "ScatterND": _scatter_nd,
     "Shape": lambda g: g.node("Shape", [g.any(F, F, I8, B)]),
-    "SimplifiedLayerNormalization": _with("SimplifiedLayerNormalization", _last, least=1),
     "Size": lambda g: g.node("Size", [g.any(F, F, I8)]),
     "Slice": _slice,
     "SliceBySizes": _slice_by_sizes,
     "Split": _split,
     "Squeeze": _squeeze,
-    "TensorScatter": _with("TensorScatter", _same, rank=4),
-    "Tile": _with("Tile", lambda g, v: g.ints([g.pick(1, 1, 2, 0) for _ in v.shape])),
     "TopK": _top_k,
     "Transpose": _transpose,
-    "Trilu": _with("Trilu", least=2),
     "Unsqueeze": _unsqueeze,
     "Where": _where,
-    "com.microsoft.Attention": _with(
-        "com.microsoft.Attention", lambda g, v: g.floats(v.shape[2], 12), _of(F, 12),
-        rank=3, num_heads=2),
-    "com.microsoft.BiasGelu": _with("com.microsoft.BiasGelu", _last, least=1),
-    "com.microsoft.DynamicQuantizeMatMul": _with(
-        "com.microsoft.DynamicQuantizeMatMul",
-        lambda g, v: g.constant(np.ones((v.shape[-1], 2), np.uint8)), _scalar(1), least=1),
-    "com.microsoft.EmbedLayerNormalization": lambda g: g.node(
-        "com.microsoft.EmbedLayerNormalization",
+    f"{_MS}EmbedLayerNormalization": lambda g: g.node(
+        f"{_MS}EmbedLayerNormalization",
         [g.constant(np.zeros(g.shape(2), np.int32)), None, g.floats(5, 4), g.floats(5, 4),
          None, g.floats(4), g.floats(4)], 2),
-    "com.microsoft.GatherBlockQuantized": lambda g: g.node(
-        "com.microsoft.GatherBlockQuantized",
+    f"{_MS}GatherBlockQuantized": lambda g: g.node(
+        f"{_MS}GatherBlockQuantized",
         [g.constant(np.ones((3, 8), np.uint8)),
          g.constant(np.zeros(g.shape(g.pick(0, 1, 2)), np.int64)), g.floats(3, 1)],
         block_size=16, quantize_axis=1, bits=4),
-    "com.microsoft.GroupQueryAttention": _grouped,
-    "com.microsoft.MatMulIntegerToFloat": _quantized(
-        "com.microsoft.MatMulIntegerToFloat", "xwss"),
-    "com.microsoft.MatMulNBits": _with(
-        "com.microsoft.MatMulNBits",
-        lambda g, v: g.constant(np.ones((3, -(-v.shape[-1] // 16), 8), np.uint8)),
-        lambda g, v: g.floats(3, -(-v.shape[-1] // 16)),
-        least=1, K=lambda g, v: v.shape[-1], N=3, bits=4, block_size=16),
-    "com.microsoft.MultiHeadAttention": _with(
-        "com.microsoft.MultiHeadAttention", _same, _same, rank=3, num_heads=1),
-    "com.microsoft.QLinearAdd": _quantized("com.microsoft.QLinearAdd", "xszyszsz"),
-    "com.microsoft.QLinearMul": _quantized("com.microsoft.QLinearMul", "xszyszsz"),
-    "com.microsoft.QLinearLeakyRelu": _quantized("com.microsoft.QLinearLeakyRelu", "xszsz"),
-    "com.microsoft.QLinearSoftmax": lambda g: (lambda v: g.node(
-        "com.microsoft.QLinearSoftmax", [v, *_scale_and_zero(g), *_scale_and_zero(g)],
+    f"{_MS}GroupQueryAttention": _grouped,
+    f"{_MS}QLinearSoftmax": lambda g: (lambda v: g.node(
+        f"{_MS}QLinearSoftmax", [v, *_scale_and_zero(g), *_scale_and_zero(g)],
         axis=g.axis(v), opset=13))(g.any(U8)),
-    "com.microsoft.QuantizeLinear": _with(
-        "com.microsoft.QuantizeLinear", _scalar(1), _scalar(3, np.uint8)),
-    "com.microsoft.DequantizeLinear": _with(
-        "com.microsoft.DequantizeLinear", _scalar(1), _scalar(3, np.uint8), kind=U8),
-    "com.microsoft.RotaryEmbedding": _with(
-        "com.microsoft.RotaryEmbedding",
-        lambda g, v: g.constant(np.zeros((v.shape[0], v.shape[1])), np.int64),
-        *[lambda g, v: g.floats(8, (v.shape[2] + 1) // 2)] * 2, rank=3),
-    "com.microsoft.QLinearSigmoid": _quantized("com.microsoft.QLinearSigmoid", "xszsz"),
-    "com.microsoft.SkipLayerNormalization": _with(
-        "com.microsoft.SkipLayerNormalization", _same, _last, _last, rank=3, outputs=4),
-    "com.microsoft.SkipSimplifiedLayerNormalization": _with(
-        "com.microsoft.SkipSimplifiedLayerNormalization", _same, _last, rank=3),
-    "com.microsoft.nchwc.ReorderInput": _reorder,
+    f"{NCHWC}.ReorderInput": _reorder,
 }  # fmt: skip
 # What moves shapes is drawn more often.
 _OFTEN = (
@@ -904,10 +877,9 @@ _OFTEN = (
 )  # fmt: skip
 # Of a newer opset, in which a tenth of the graphs is.
 RECURRENT = {
-    "CausalConvWithState": _causal("CausalConvWithState"),
-    "LinearAttention": _with("LinearAttention", _same, _same, outputs=2, rank=3,
-                             q_num_heads=1, kv_num_heads=1, update_rule="linear"),
-    "com.microsoft.CausalConvWithState": _causal("com.microsoft.CausalConvWithState"),
+    **_each(_causal, f"CausalConvWithState {_MS}CausalConvWithState"),
+    **_each(_with(_same, _same, outputs=2, rank=3, q_num_heads=1, kv_num_heads=1,
+                  update_rule="linear"), "LinearAttention"),
 }  # fmt: skip
 _NEWER = 27
 _WEIGHTED = [*RECIPES.values(), *[RECIPES[name] for name in _OFTEN for _ in range(4)]]
