@@ -20,7 +20,11 @@ class DispatchingRuleSet(RewriteRuleSet):
 
     onnxscript's matcher takes 5 microseconds for each node and rule to find that the operator
     is another one; on 20,000 nodes that is half of the time.
+
+    ``cleans_up``: remove what is unused then, and rename what has another value's name.
     """
+
+    cleans_up = True
 
     def __init__(
         self,
@@ -47,9 +51,8 @@ class DispatchingRuleSet(RewriteRuleSet):
         count = self._apply_to_graph_or_function(model, model.graph, verbose=None)
         for function in model.functions.values():
             count += self._apply_to_graph_or_function(model, function, verbose=None)
-        if self.remove_unused_nodes:
+        if count and self.cleans_up:
             remove_unused(model)
-        if count:
             name_apart(model)
         return count
 

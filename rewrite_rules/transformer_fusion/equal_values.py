@@ -44,6 +44,7 @@ def share_constants(model: ir.Model) -> None:
 def share_nodes(graph: ir.Graph) -> None:
     """Let standard nodes that compute the same of the same inputs be one; they are sorted."""
     seen: dict[Hashable, ir.Node] = {}
+    equal = list[ir.Node]()
     for node in graph:
         key = _computes(node)
         if key is None or any(value.is_graph_output() for value in node.outputs):
@@ -51,7 +52,8 @@ def share_nodes(graph: ir.Graph) -> None:
         first = seen.setdefault(key, node)
         if first is not node:
             ir.convenience.replace_all_uses_with(node.outputs, first.outputs)
-            graph.remove(node, safe=True)
+            equal.append(node)
+    graph.remove(equal, safe=True)
 
 
 def _computes(node: ir.Node) -> Hashable:
@@ -73,9 +75,9 @@ def _computes(node: ir.Node) -> Hashable:
     return node.op_type, tuple(node.inputs), len(node.outputs), tuple(attributes)
 
 
-def fold_scalars(model: ir.Model, graphs: Iterable[ir.Graph]) -> None:
+def fold_scalars(model: ir.Model, graphs: Iterable[ir.Graph], facts: ProvedShapes) -> None:
     """Make numbers that scale others constants: the root of a head's size, of a Shape."""
-    facts, names = ProvedShapes(model, on_demand=True), FreshNames(model)
+    names = FreshNames(model)
     evaluator = GraphEvaluator(facts, {}, NodeEvaluator())
     for node in itertools.chain(*graphs):
         if node.op_type not in ("Mul", "Div") or node.domain:
@@ -95,12 +97,12 @@ def fold_scalars(model: ir.Model, graphs: Iterable[ir.Graph]) -> None:
             node.replace_input_with(index, new_initializer(model.graph, tensor))
 
 
-def drop_reshapes(model: ir.Model, graph: ir.Graph) -> None:
+def drop_reshapes(graph: ir.Graph, facts: ProvedShapes) -> None:
     """Remove Reshapes that are proved to change no size.
 
     onnxruntime's optimiser infers one of their sizes, which fails where nothing is reshaped.
     """
-    facts = ProvedShapes(model, on_demand=True)
+    dropped = list[ir.Node]()
     for node in graph:
         if node.op_type != "Reshape" or node.domain or node.inputs[0] is None:
             continue
@@ -108,4 +110,5 @@ def drop_reshapes(model: ir.Model, graph: ir.Graph) -> None:
         dims = facts.dims(source)
         if dims is not None and dims == facts.dims(result) and not result.is_graph_output():
             result.replace_all_uses_with(source)
-            graph.remove(node, safe=True)
+            dropped.append(node)
+    graph.remove(dropped, safe=True)

@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnxscript.rewriter import RewriteRule
 
 from rewrite_rules.facts.made_up_batches import DecoderInputs, trials_of
+from rewrite_rules.graph.initializers import name_apart
 from rewrite_rules.graph.nodes import drop_copies, remove_unused, subgraphs
 from rewrite_rules.graph.opset_conversion import convert_opset
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
@@ -111,11 +112,12 @@ def fuse_transformer(
     if options.projections and context.cpu_only:
         merge_projections(model, remarks)
     remove_unused(model)
-    is_changed = any(remark.outcome is Outcome.FIRED for remark in remarks)
-    if not is_changed:
+    if not any(remark.outcome is Outcome.FIRED for remark in remarks):
         model.graph, functions = given
         model.functions.update(functions)
-    elif not context.trials:  # norms, projections or activations only
+        return
+    name_apart(model)
+    if not context.trials:  # norms, projections or activations only
         context.trials.extend(trials_of(model, _BOUND))
 
 
@@ -202,11 +204,13 @@ def _fuse_attention(
 
 def _normalise(model: ir.Model, graphs: Sequence[ir.Graph], remarks: Remarks) -> None:
     """Let what is equal be one node, and heads have an axis."""
+    # Not those of the rules, which find more once this is done.
+    shapes = ProvedShapes(model, on_demand=True)
     for graph in graphs:
         share_nodes(graph)
-        drop_reshapes(model, graph)
+        drop_reshapes(graph, shapes)
     remove_unused(model)  # what computed their sizes
-    fold_scalars(model, graphs)
+    fold_scalars(model, graphs, shapes)
     give_heads_an_axis(model, graphs, remarks)
     remove_unused(model)
     derive_types(model)
@@ -228,8 +232,8 @@ def _apply(
     is_candidate: Callable[[ir.Node], bool],
     remarks: Remarks,
 ) -> None:
-    """Apply rules, if any; what they leave unused is removed later, all at once."""
+    """Apply rules, if any; unused nodes and equal names are left for the end."""
     if rules:
         rule_set = DispatchingRuleSet(rules, is_candidate, remarks)
-        rule_set.remove_unused_nodes = False
+        rule_set.cleans_up = False
         rule_set.apply_to_model(model)
