@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401 - numpy knows bfloat16 by its name
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
@@ -30,7 +30,7 @@ class TensorReference:
 
     def map(self, mode: str = "r") -> npt.NDArray[Any]:
         """Return the tensor, mapped: its pages belong to the file and not to the process."""
-        dtype = np.dtype(ml_dtypes.bfloat16 if self.dtype == "bfloat16" else self.dtype)
+        dtype = np.dtype(self.dtype)
         if 0 in self.shape:
             return np.empty(self.shape, dtype)
         mapped = np.memmap(
@@ -38,15 +38,14 @@ class TensorReference:
             dtype=np.uint8,
             mode=mode,
             offset=self.offset,  # type: ignore[call-overload]
-            shape=(int(np.prod(self.shape)) * dtype.itemsize,),
+            shape=(self.nbytes,),
         )
         return np.asarray(mapped).view(dtype).reshape(self.shape)
 
     @property
     def nbytes(self) -> int:
         """Bytes in the file."""
-        size = 2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize
-        return int(np.prod(self.shape)) * size
+        return int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
 
 
 class ScratchWriter:

@@ -182,7 +182,9 @@ def quantize(
         scratch = Path(stack.enter_context(scratch_within(place)))
         calibration = None
         needed = chosen.needs_statistics and (matrix is None or chosen.kv_bits)
-        if _reached(plan, chosen) and (needed or calibration_data_reader is not None):
+        by_uses = chosen.for_integers or chosen.kv_bits is not None
+        says = by_uses or any(group.activations for group in plan.groups)
+        if says and (needed or calibration_data_reader is not None):
             calibration = Calibration(
                 KeptSamples(calibration_data_reader, loaded.model, scratch=scratch),
                 scratch,
@@ -246,12 +248,6 @@ def _files_of(model: ModelLike, loaded: LoadedModel) -> list[Path]:
         raise UsageError("run_folder needs the path of a model, to know it again")
     path = Path(model)
     return [path, *(file for _, file in sorted(loaded.data_files.items()) if file != path)]
-
-
-def _reached(plan: WeightPlan, recipe: Recipe) -> bool:
-    """Whether samples say anything of what is quantised."""
-    by_uses = recipe.for_integers or recipe.kv_bits is not None
-    return by_uses or any(group.activations for group in plan.groups)
 
 
 def _raise_opset(model: ir.Model, recipe: Recipe, plan: WeightPlan) -> list[str]:

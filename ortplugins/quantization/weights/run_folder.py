@@ -29,7 +29,7 @@ from ortplugins.model_io.loading import digest_of_files
 from ortplugins.quantization.statistics.collect import Calibration
 from ortplugins.quantization.tensor_reference import ScratchWriter, TensorReference
 from ortplugins.quantization.weights.recipe import Recipe
-from ortplugins.quantization.weights.weight import Errors, Group
+from ortplugins.quantization.weights.weight import STORED, Errors, Group
 from ortplugins.samples.sources import KeptSamples
 
 _MARK = "ortplugins-run"
@@ -152,7 +152,8 @@ class RunFolder:
         references = {
             f"{number}.{kind}": reference
             for number, weight in enumerate(group.weights)
-            for kind, reference in weight.files()
+            for kind in STORED
+            if (reference := getattr(weight, kind)) is not None
         }
         scales = group.channel_scales
         found = {

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +32,8 @@ from ortplugins.quantization.weights.recipe import METHODS
 from ortplugins.quantization.weights.uses import WeightUse
 from rewrite_rules.weights.bit_packing import unpack_rows
 
+STORED = ("codes", "scales", "zero_points", "offsets")
+"""What the codes of a weight are made of, in files."""
 UNREACHED = "no token of the samples reaches it"
 _NOWHERE = TensorReference("", 0, (0,), "uint8")
 
@@ -94,14 +96,6 @@ class Weight:
             self.zero_points = writer.reserve(grid, np.uint8)
         if self.layer is not None and self.layer.has_offsets:
             self.offsets = writer.reserve((blocks, self.N), np.float32)
-
-    def files(self) -> Iterator[tuple[str, TensorReference]]:
-        """Yield what its codes are made of, by name."""
-        yield from (("codes", self.codes), ("scales", self.scales))
-        if self.zero_points is not None:
-            yield "zero_points", self.zero_points
-        if self.offsets is not None:
-            yield "offsets", self.offsets
 
     def dequantized(self) -> Floats:
         """Return the matrix that the codes stand for, float32 ``[K, N]``."""
@@ -172,8 +166,8 @@ class Group:
             self.method, self.reason = "rtn", UNREACHED
         for mine, quantized in zip(self.weights, found.weights, strict=True):
             mine.method, mine.errors = self.method, quantized.errors
-            mine.codes, mine.scales = quantized.codes, quantized.scales
-            mine.zero_points, mine.offsets = quantized.zero_points, quantized.offsets
+            for kind in STORED:
+                setattr(mine, kind, getattr(quantized, kind))
 
     def reads_of(self, activation: ir.Value) -> list[tuple[ir.Node, int]]:
         """Return where an activation meets the weights of the group."""
