@@ -262,7 +262,7 @@ def _print(report: QuantizeReport, all_nodes: bool) -> None:
     else:
         for node in report.refused:
             out.print(f"refused {node.node}: {node.reason}", style="yellow", soft_wrap=True)
-        print_coverage(report.coverage)
+    print_coverage(report.coverage)
     for note in report.notes:
         out.print(f"note: {note}", soft_wrap=True)
     out.print(str(report), style="bold", soft_wrap=True)

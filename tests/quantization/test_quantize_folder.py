@@ -116,6 +116,8 @@ def test_the_command_ends_with_figures_where_there_is_a_text(source, monkeypatch
     assert "perplexity" in shown and "top-1 agreement" in shown
     assert "quantised weights" in shown and "float: Gather, 1 weights, " in shown
     assert "refused" not in shown  # a table that nobody asked for
+    planned = printed("quantize", source, "--block-size", "16", "--dry-run")
+    assert "float: Gather, 1 weights, " in planned
     result = as_json(*arguments, "more", "--method", "gptq")
     found = result["evaluation"]
     (table, *_) = result["coverage"]["rest"]
