@@ -12,7 +12,10 @@ from .text_cases import text_cases
 from .text_models import normal, proto_of
 
 _CONSTANTS = {
-    **{name: normal(32, 32, seed=seed) / 6 for seed, name in enumerate(("wq", "wk", "wv"))},
+    **{
+        name: normal(32, 32, seed=seed) / 6
+        for seed, name in enumerate(("wq", "wk", "wv", "uq", "uk", "uv"))
+    },
     **{f"w{name}3": normal(32, 4, 8, seed=seed) / 6 for seed, name in enumerate("qkv")},
     "split": np.array([0, 0, 4, 8]),
     "flat": np.array([0, 0, 32]),
@@ -57,7 +60,7 @@ def form_feeds(
     """Draw inputs; what a mask has for itself is 1 or of the scores, and it may hide some."""
     rng = np.random.default_rng(seed)
     known = dict.fromkeys(("batch", "texts_of_m", "n"), texts)
-    known |= {"rows": rows, "rows_of_m": rows}
+    known |= {"rows": rows, "rows_of_m": rows, "heads_of_m": 4 if seed in (1, 2) else 1}
     known |= dict.fromkeys(("columns", "columns_of_m", "any"), columns)
     if seed % 2:
         known |= dict.fromkeys(("texts_of_m", "rows_of_m", "n", "any"), 1)
