@@ -334,6 +334,7 @@ class _Writer:
                 y = op.Add(y, node.inputs[2])
             self._put_before(node, op, base)
             replaced = last.outputs[0]
+            y.dtype, y.shape = use.tensor.dtype, replaced.shape
             if replaced.is_graph_output():
                 y.name, replaced.name = replaced.name, y.name
             replaced.replace_all_uses_with(y, replace_graph_outputs=True)

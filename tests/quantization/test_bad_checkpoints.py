@@ -13,7 +13,6 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from builders.command_line import ortplugins_command
-from builders.decoders import decoder, genai_feeds
 from builders.text_models import model_of, normal
 from checkpoint_files import (
     DOWN,
@@ -369,37 +368,3 @@ def test_many_blocks_take_no_more_memory_than_their_names(tmp_path):
     gguf_files.save_gguf(path, many)
     model = mlp({UP: normal(K, N), DOWN: normal(N, K)})
     assert "" in refusal(tmp_path, model, "--checkpoint", path)
-
-
-# Experts and caches.
-
-
-def experts() -> ir.Model:
-    """A mixture of four experts as one operator."""
-    shapes = {"R": (32, 4), "W1": (4, 48, 32), "W2": (4, 32, 48)}
-    return model_of(
-        """g (float[T, 32] x) => (float[T, 32] y) {
-            [router] l = MatMul(x, R)
-            [moe] y = com.microsoft.MoE <k = 1> (x, l, W1, , W2)
-        }""",
-        {name: normal(*shape) for name, shape in shapes.items()},
-    )
-
-
-def test_experts_that_a_checkpoint_has_none_of(tmp_path):
-    path, codes = tmp_path / "m.gguf", gguf_files.blocks("Q4_0", 4 * 48, 32, 0)[0]
-    tensors = {"blk.0.ffn_up_exps.weight": (codes.reshape(4, 48, -1), "Q4_0")}
-    gguf_files.save_gguf(path, tensors)
-    match = "moe: no codes of its experts are in the checkpoint"
-    assert_matches(match, refusal(tmp_path, experts(), "--checkpoint", path))
-
-
-def test_a_cache_of_nan(tmp_path):
-    model = ir.from_proto(decoder("genai"))
-    model.graph.initializers["wk"].const_value = ir.tensor(
-        np.full(model.graph.initializers["wk"].shape.numpy(), np.nan, np.float32), name="wk"
-    )
-    np.savez(tmp_path / "s.npz", **genai_feeds([1, 2, 3]))
-    options = ["--kv-bits", "8", "--rule", "re:.*=float", "--samples", tmp_path / "s.npz"]
-    text = refusal(tmp_path, model, *options)
-    assert_matches("cache 'present_0_key' holds NaN or infinity.*samples", text)

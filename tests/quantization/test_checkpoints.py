@@ -80,14 +80,6 @@ def test_codes_scales_and_norms_are_those_of_the_checkpoint(tmp_path, kind, give
             np.testing.assert_allclose(matrices[node], weight, rtol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["gptq", "awq", "pack-quantized"])
-def test_a_wrapper_around_the_model_does_not_matter(tmp_path, kind):
-    weights = write_folder(tmp_path / "c", kind)
-    result = quantize(mlp(weights, f"model.{NORM}"), checkpoint=tmp_path / "c")
-    norm = arrays_of(read(result.model))[f"model.{NORM}"]
-    np.testing.assert_array_equal(norm, normal(K, seed=9))
-
-
 @pytest.mark.parametrize("kind", ["gptq", "auto_gptq"])
 def test_layers_may_have_bits_of_their_own(tmp_path, kind):
     parts, weight = layer(kind, 8, seed=5)

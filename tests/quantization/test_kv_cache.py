@@ -6,13 +6,18 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from builders.command_line import printed
-from builders.decoders import decoder
+from builders.decoders import decoder, genai_feeds
 from builders.exports import exported
 from builders.sessions import CPU
 from checkpoint_files import save_folder, words
 
 import ortplugins
-from ortplugins.errors import ModelFileError, OrtpluginsWarning, QuantizationError
+from ortplugins.errors import (
+    CalibrationError,
+    ModelFileError,
+    OrtpluginsWarning,
+    QuantizationError,
+)
 from ortplugins.quantization import quantize
 from ortplugins.quantization.weights.uses import find_uses
 from ortplugins.runtime.stock_session import stock_options
@@ -182,25 +187,39 @@ def with_reader(model: ir.Model) -> ir.Model:
     return model
 
 
+def with_nan(model: ir.Model) -> ir.Model:
+    value = model.graph.initializers["wk"]
+    numbers = np.full(value.shape.numpy(), np.nan, np.float32)
+    value.const_value = ir.tensor(numbers, name="wk")
+    return model
+
+
+GENAI, FEED = ir.from_proto(decoder("genai")), genai_feeds([1, 2, 3])
+
+
 @pytest.mark.parametrize(
-    ("change", "match"),
+    ("model", "bits", "error", "match"),
     [
-        (lambda: ir.from_proto(decoder("torch")), "optimize the model first"),
-        (lambda: with_reader(ir.from_proto(decoder("genai"))), "'reader' reads"),
+        (
+            ir.from_proto(decoder("torch")),
+            8,
+            ModelFileError,
+            "kv_bits: .*optimize the model",
+        ),
+        (with_reader(GENAI), 8, ModelFileError, "kv_bits: .*'reader' reads"),
+        (with_nan(GENAI.clone()), 8, CalibrationError, "_key' holds NaN or infinity.*samples"),
+        (GENAI, 4, QuantizationError, "kv_bits is 4: 8 is expected"),
     ],
-    ids=["as exported", "read by another node"],
+    ids=["as exported", "read by another node", "NaN", "4 bits"],
 )
-def test_a_cache_that_cannot_be_int8_is_an_error(change, match):
-    with pytest.raises(ModelFileError, match=f"kv_bits: .*{match}"):
-        quantize(change(), kv_bits=8, calibration_data_reader=[{}])
+def test_a_cache_that_cannot_be_int8_is_an_error(model, bits, error, match):
+    with pytest.raises(error, match=match):
+        quantize(model, kv_bits=bits, calibration_data_reader=[FEED], **FLOAT)
 
 
-def test_bad_settings_of_a_cache(shared):
-    with pytest.raises(QuantizationError, match="kv_bits is 4: 8 is expected"):
-        quantize(shared, kv_bits=4)
+def test_a_second_time_there_is_no_float_cache(shared):
     with pytest.warns(OrtpluginsWarning, match="random inputs"):
         quantize(shared, kv_bits=8, **FLOAT)
-    # A second time there is no float cache.
     samples = [sample(session_on(shared))]
     made = quantize(shared, kv_bits=8, calibration_data_reader=samples, **FLOAT).model
     with pytest.raises(ModelFileError, match="it is int8"):

@@ -11,7 +11,7 @@ import pytest
 from builders.command_line import printed, refused
 from builders.decoders import decoder
 from builders.encoders import encoder
-from builders.exports import exported
+from builders.exports import exported, fused
 from builders.quantized_files import arrays_of, kinds, read
 from builders.text_models import T, normal, text_model
 from hypothesis import given, settings
@@ -26,6 +26,19 @@ from ortplugins.quantization.w8a8 import QuantizedProducts, choose
 K, N = 64, 48
 PRODUCT = "y = MatMul(x, W)"
 W, X = normal(K, N), normal(8, K)
+CONSTANTS = {
+    "W": W,
+    "b": normal(N),
+    "V": normal(K, N, seed=1),
+    "C": normal(N, N, seed=1),
+    "U": normal(N, 8),
+    "T": normal(N, K),
+    "one": normal(1, 1),
+    "c": normal(1),
+    "rows": normal(256, N),
+    "g": np.geomspace(0.1, 50, K).astype(np.float32),
+    "h": normal(K),
+}
 ENCODER8 = {"method": "w8a8", "bits": 8, "block_size": -1}
 
 
@@ -36,8 +49,11 @@ def with_outliers(rows: int, seed: int = 0) -> np.ndarray:
     return x
 
 
-def quantized(nodes: str, constants: dict, x: np.ndarray | None = None, **more):
+def quantized(nodes: str, constants: dict | None = None, x: np.ndarray | None = None, **more):
     """Return the float model, and what quantize() makes of it."""
+    if constants is None:
+        named = re.findall(r"\w+", nodes)
+        constants = {name: array for name, array in CONSTANTS.items() if name in named}
     options = {
         name: more.pop(name) for name in ("inputs", "output_type", "opset") if name in more
     }
@@ -61,9 +77,7 @@ def error(model: onnx.ModelProto, result: onnx.ModelProto, x: np.ndarray) -> flo
 
 def test_the_numbers_are_those_of_the_codes():
     """Against the definition, in float64, with the codes and ranges that are in the file."""
-    _, result = quantized(
-        "p = MatMul(x, W) y = Add(p, b)", {"W": normal(K, N), "b": normal(N)}
-    )
+    _, result = quantized(FORMS["a bias"])
     x = with_outliers(32, seed=1)
     held = arrays_of(read(result.model))
     scale, zero = held["x.scale"].astype(np.float64), int(held["x.zero_point"])
@@ -76,64 +90,46 @@ def test_the_numbers_are_those_of_the_codes():
 
 
 FORMS = {
-    "a product": (PRODUCT, {"W": normal(K, N)}),
-    "a bias": ("p = MatMul(x, W) y = Add(b, p)", {"W": normal(K, N), "b": normal(N)}),
-    "a bias of other axes": (
-        "p = MatMul(x, W) y = Add(p, b)",
-        {"W": normal(K, N), "b": normal(1, 1)},
-    ),
-    "a product that is read twice": (
-        "p = MatMul(x, W) q = Add(p, b) y = Add(p, q)",
-        {"W": normal(K, N), "b": normal(N)},
-    ),
-    "Gemm": ("y = Gemm(x, W, b)", {"W": normal(K, N), "b": normal(N)}),
-    "Gemm with transB": ("y = Gemm<transB = 1>(x, W, b)", {"W": normal(N, K), "b": normal(N)}),
-    "Gemm with a scalar": ("y = Gemm(x, W, b)", {"W": normal(K, N), "b": normal(1)}),
-    "Gemm with an addend for each row": (
-        "y = Gemm(x, W, b)",
-        {"W": normal(K, N), "b": normal(256, N)},
-    ),
-    "a Transpose": ("t = Transpose(W) y = MatMul(x, t)", {"W": normal(N, K)}),
-    "two products of one activation": (
-        "p = MatMul(x, W) q = MatMul(x, V) y = Sub(p, q)",
-        {"W": normal(K, N), "V": normal(K, N, seed=1)},
-    ),
+    "a product": PRODUCT,
+    "a bias": "p = MatMul(x, W) y = Add(b, p)",
+    "a bias of other axes": "p = MatMul(x, W) y = Add(p, one)",
+    "a product that is read twice": "p = MatMul(x, W) q = Add(p, b) y = Add(p, q)",
+    "Gemm": "y = Gemm(x, W, b)",
+    "Gemm with transB": "y = Gemm<transB = 1>(x, T, b)",
+    "Gemm with a scalar": "y = Gemm(x, W, c)",
+    "Gemm with an addend for each row": "y = Gemm(x, W, rows)",
+    "a Transpose": "t = Transpose(T) y = MatMul(x, t)",
+    "two products of one activation": "p = MatMul(x, W) q = MatMul(x, V) y = Sub(p, q)",
     "a weight of two activations": (
-        "z = Relu(x) p = MatMul(x, W) q = MatMul(z, W) y = Sub(p, q)",
-        {"W": normal(K, N)},
+        "z = Relu(x) p = MatMul(x, W) q = MatMul(z, W) y = Sub(p, q)"
     ),
     "a product of a product": (
-        "p = MatMul(x, W) q = Add(p, b) r = MatMul(q, V) y = MatMul(r, U)",
-        {"W": normal(K, N), "b": normal(N), "V": normal(N, N, seed=1), "U": normal(N, 8)},
+        "p = MatMul(x, W) q = Add(p, b) r = MatMul(q, C) y = MatMul(r, U)"
     ),
-    "a norm before": (
-        "z = LayerNormalization(x, g, b) y = MatMul(z, W)",
-        {"W": normal(K, N), "g": np.geomspace(0.1, 50, K).astype(np.float32), "b": normal(K)},
-    ),
+    "a norm before": "z = LayerNormalization(x, g, h) y = MatMul(z, W)",
     "a norm that others read": (
-        "z = LayerNormalization(x, g) p = MatMul(z, W) y = Concat<axis = 1>(p, z)",
-        {"W": normal(K, N), "g": np.geomspace(0.1, 50, K).astype(np.float32)},
+        "z = LayerNormalization(x, g) p = MatMul(z, W) y = Concat<axis = 1>(p, z)"
     ),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_each_form_is_near_float(form: str):
-    model, result = quantized(*FORMS[form])
+    model, result = quantized(FORMS[form])
     assert not result.report.refused
     assert error(model, read(result.model), with_outliers(256, seed=3)) < 0.03
     assert "MatMulIntegerToFloat" in kinds(read(result.model))
 
 
 def test_a_constant_bias_takes_no_node_of_its_own():
-    _, result = quantized(*FORMS["a bias"], x=normal(256, K))
+    _, result = quantized(FORMS["a bias"], x=normal(256, K))
     assert kinds(read(result.model)) == ["QuantizeLinear", "MatMulIntegerToFloat"]
 
 
 def test_the_scales_of_channels_go_into_the_norm_before():
-    _, result = quantized(*FORMS["a norm before"])
+    _, result = quantized(FORMS["a norm before"])
     assert "Mul" not in kinds(read(result.model))
-    _, result = quantized(*FORMS["a norm that others read"])
+    _, result = quantized(FORMS["a norm that others read"])
     assert {"Mul", "Gather"} & set(kinds(read(result.model)))
 
 
@@ -169,7 +165,7 @@ def test_two_products_fit_into_16_bits(k: int, seed: int, kind: str):
 
 
 def test_a_text_does_not_depend_on_its_batch():
-    _, result = quantized(PRODUCT, {"W": normal(K, N)})
+    _, result = quantized(PRODUCT)
     x, model = with_outliers(16, seed=2), read(result.model)
     beside = np.concatenate([x, 1e4 * normal(16, K, seed=4)])
     np.testing.assert_array_equal(run(model, x), run(model, beside)[:16])
@@ -250,7 +246,7 @@ def test_what_cannot_be_is_an_error(nodes, weight, x, options, error, match):
 @pytest.mark.filterwarnings("error")
 def test_large_activations_are_no_matter():
     x = with_outliers(256) * np.float32(1e18)
-    model, result = quantized(PRODUCT, {"W": normal(K, N)}, x)
+    model, result = quantized(PRODUCT, None, x)
     assert error(model, read(result.model), x) < 0.03
 
 
@@ -317,6 +313,18 @@ def test_families_of_encoders_are_near_float(name: str, half: bool):
         assert ((found * wanted).sum(axis=-1) / lengths).mean() > 0.998
 
 
+@pytest.mark.parametrize("name", FAMILIES[:2])
+def test_attention_is_fused_as_it_is_in_float(name: str):
+    """Which takes the types of products of codes."""
+    model, rng = exported(name), np.random.default_rng(0)
+    samples = [ragged(model, rng) for _ in range(4)]
+    result = quantize(model, recipe="encoder8", calibration_data_reader=samples)
+    found, wanted = (kinds(read(fused(each)[0])) for each in (read(result.model), model))
+    for kind in ("Attention", "MultiHeadAttention"):
+        assert found.count(kind) == wanted.count(kind)
+    assert {"Attention", "MultiHeadAttention"} & set(wanted)
+
+
 def ragged(model: onnx.ModelProto, rng: np.random.Generator) -> dict:
     """Four texts of up to twelve tokens."""
     mask = (np.arange(12) < rng.integers(5, 13, (4, 1))).astype(np.int64)
@@ -335,7 +343,7 @@ def outputs(model: onnx.ModelProto, feed: dict) -> list[np.ndarray]:
 @pytest.mark.parametrize("again", [{"recipe": "encoder8"}, {"bits": 4}], ids=str)
 def test_what_was_quantised_stays(again: dict):
     """What is multiplied in float beside the codes belongs to them."""
-    _, result = quantized(PRODUCT, {"W": normal(K, N)})
+    _, result = quantized(PRODUCT)
     assert "W.outlier_rows" in arrays_of(read(result.model))
     samples = [{"x": with_outliers(64)}]
     with pytest.raises(ModelFileError, match="the model is already quantised"):
