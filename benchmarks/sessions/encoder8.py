@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,9 +100,9 @@ def _encoder(
     if others and importlib.util.find_spec("nncf"):
         others.append(("OpenVINO, int8 by nncf", _by_nncf(path, samples, folder)))
     for what, model in others:
-        pair = beside_openvino(eight, model, full, folder, rounds, precision="")
-        both = f"{name}, encoder8, 8 x 128 tokens: run beside {what}"
-        yield Figure.beside(both, pair, "ms")
+        both = beside_openvino(eight, model, full, folder, rounds, precision="")
+        what = f"{name}, encoder8, 8 x 128 tokens: run beside {what}"
+        yield Figure.beside(what, both, "ms")
     if len(others) > 1:
         lost = 1 - _cosine_to(path, others[1][1], samples[:16])
         yield Figure(f"{name}, int8 by nncf: 1 - cosine on calibrated texts", lost)
@@ -109,9 +110,7 @@ def _encoder(
 
 def _by_nncf(path: Path, samples: list[dict[str, Any]], folder: Path) -> Path:
     """Quantise a model for OpenVINO, on the samples that encoder8 has."""
-    import nncf
-    import openvino
-
+    nncf, openvino = map(importlib.import_module, ("nncf", "openvino"))
     model = openvino.Core().read_model(path)
     kind = nncf.ModelType.TRANSFORMER
     found = nncf.quantize(
