@@ -123,11 +123,13 @@ def _by_nncf(path: Path, samples: list[dict[str, Any]], folder: Path) -> Path:
 
 def _cosine_to(path: Path, other: Path, samples: list[dict[str, Any]]) -> float:
     """Return the mean cosine of embeddings by OpenVINO to those of a float model."""
-    exact, found = embeddings(path, samples), []
+    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    cosines = []
     for feed in samples:
-        mean = outputs_of_openvino(other, feed, "")[0][0].mean(axis=0)
-        found.append(mean / np.linalg.norm(mean))
-    return float((exact * np.stack(found)).sum(axis=1).mean())
+        both = session.run(None, feed)[0], outputs_of_openvino(other, feed, "")[0]
+        a, b = (each.reshape(-1, each.shape[-1]).mean(axis=0) for each in both)
+        cosines.append(float(a @ b) / (np.linalg.norm(a) * np.linalg.norm(b)))
+    return float(np.mean(cosines))
 
 
 def _classifier(path: Path, tokenizer: Tokenizer, folder: Path) -> Iterator[Figure]:

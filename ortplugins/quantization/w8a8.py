@@ -28,8 +28,9 @@ embeddings, agreement of the rankings (Spearman), time of 8 x 128 tokens on one 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -112,10 +113,15 @@ def quantize_products(
         )
     found: dict[str, QuantizedProducts] = {}
     errors: dict[WeightUse, float] = {}
-    for name, tokens in _tokens(plan.model, layers, calibration):
-        if tokens is None:
+    requests = [
+        ActivationRequest(name, uses[0].K, max_tokens=_TOKENS) for name, uses in layers.items()
+    ]
+    batches = collect(plan.model, requests, calibration)
+    for name, known in itertools.chain.from_iterable(batch.items() for batch in batches):
+        if known is None:
             floats |= dict.fromkeys(layers[name], UNREACHED)
             continue
+        tokens = known.tokens * np.float32(known.unit)
         found[name] = choose(tokens, [float_matrix(use) for use in layers[name]])
         for use, error in zip(layers[name], found[name].errors, strict=True):
             errors[use] = error
@@ -153,18 +159,6 @@ def _layers(plan: WeightPlan) -> tuple[dict[str, list[WeightUse]], dict[WeightUs
             else:
                 layers.setdefault(use.activation.name or "", []).append(use)
     return layers, floats
-
-
-def _tokens(
-    model: ir.Model, layers: Mapping[str, Sequence[WeightUse]], calibration: Calibration
-) -> Iterator[tuple[str, Floats | None]]:
-    """Yield activations, and some of their tokens ``[T, K]``; None without any."""
-    requests = [
-        ActivationRequest(name, uses[0].K, max_tokens=_TOKENS) for name, uses in layers.items()
-    ]
-    for batch in collect(model, requests, calibration):
-        for name, found in batch.items():
-            yield name, None if found is None else found.tokens * np.float32(found.unit)
 
 
 def _note(

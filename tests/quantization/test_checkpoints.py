@@ -4,6 +4,7 @@
 import json
 from typing import Any
 
+import checkpoint_files as cf
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
@@ -12,28 +13,14 @@ from builders.command_line import ortplugins_command, printed
 from builders.dequantized_models import relative_error, run
 from builders.quantized_files import FORMATS, arrays_of, dequantised, read
 from builders.text_models import normal
-from checkpoint_files import (
-    DOWN_NODE,
-    HEAD,
-    HEAD_NODE,
-    INDEX,
-    KINDS,
-    NORM,
-    UP,
-    K,
-    layer,
-    mlp,
-    near,
-    write_folder,
-)
 
 from ortplugins.quantization import quantize
 
 pytest.importorskip("safetensors")
 
-LEFT = normal(K, K)  # the head that no checkpoint has
+LEFT = normal(cf.K, cf.K)  # the head that no checkpoint has
 CASES = [
-    *((kind, {}) for kind in KINDS if kind != "int-quantized"),
+    *((kind, {}) for kind in cf.KINDS if kind != "int-quantized"),
     *((kind, {"middle": True}) for kind in ("gptq", "gptq_v2", "awq", "pack-quantized")),
     ("gptq", {"bits": 2}),
     ("gptq", {"bits": 2, "n": 40}),  # whose zero points do not fill their words
@@ -65,65 +52,69 @@ def outputs_are(model: Any, weights: Any, norm: Any = 9, head: Any = LEFT) -> No
 @pytest.mark.parametrize("layout", FORMATS)
 @pytest.mark.parametrize(("kind", "given"), CASES, ids=str)
 def test_codes_scales_and_norms_are_those_of_the_checkpoint(tmp_path, kind, given, layout):
-    weights = write_folder(tmp_path / "c", kind, **given)
-    result = quantize(mlp(weights), checkpoint=tmp_path / "c", quant_format=layout)
+    weights = cf.write_folder(tmp_path / "c", kind, **given)
+    result = quantize(cf.mlp(weights), checkpoint=tmp_path / "c", quant_format=layout)
     outputs_are(result.model, weights)
     (left,) = result.report.refused
-    assert (left.node, left.reason) == (HEAD_NODE, "not in the checkpoint")
+    assert (left.node, left.reason) == (cf.HEAD_NODE, "not in the checkpoint")
     first, _ = result.report.quantized
     method = next((m for m in ("awq", "gptq") if m in kind), "compressed-tensors")
     assert (first.method, first.bits) == (method, given.get("bits", 4))
     assert 0.01 < first.weight_error < 0.06
     if not given.get("act_order"):
         matrices = dequantised(read(result.model))
-        for node, weight in zip(("up", DOWN_NODE), weights.values(), strict=True):
+        for node, weight in zip(("up", cf.DOWN_NODE), weights.values(), strict=True):
             np.testing.assert_allclose(matrices[node], weight, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["gptq", "auto_gptq"])
 def test_layers_may_have_bits_of_their_own(tmp_path, kind):
-    parts, weight = layer(kind, 8, seed=5)
-    weights = write_folder(tmp_path / "c", kind, parts=parts) | {UP: weight}
-    result = quantize(mlp(weights), checkpoint=tmp_path / "c")
+    parts, weight = cf.layer(kind, 8, seed=5)
+    weights = cf.write_folder(tmp_path / "c", kind, parts=parts) | {cf.UP: weight}
+    result = quantize(cf.mlp(weights), checkpoint=tmp_path / "c")
     assert [row.bits for row in result.report.quantized] == [8, 4]
     outputs_are(result.model, weights)
 
 
 def test_float_matrices_come_along_in_their_orientation(tmp_path):
-    head = near(LEFT)  # square: both orientations fit
-    weights = write_folder(tmp_path / "c", "gptq", tensors={f"{HEAD}.weight": head.T.copy()})
-    result = quantize(mlp(weights), checkpoint=tmp_path / "c")
+    head = cf.near(LEFT)  # square: both orientations fit
+    weights = cf.write_folder(
+        tmp_path / "c", "gptq", tensors={f"{cf.HEAD}.weight": head.T.copy()}
+    )
+    result = quantize(cf.mlp(weights), checkpoint=tmp_path / "c")
     outputs_are(result.model, weights, head=head)
     (left,) = result.report.refused
     assert left.reason == "float in the checkpoint, too"
 
 
 def test_an_index_says_which_files_count(tmp_path):
-    index = {"weight_map": {f"{UP}.weight_packed": "model-1.safetensors"}}
-    weights = write_folder(tmp_path / "c", "pack-quantized", index=index)
-    result = quantize(mlp(weights), checkpoint=tmp_path / "c")
+    index = {"weight_map": {f"{cf.UP}.weight_packed": "model-1.safetensors"}}
+    weights = cf.write_folder(tmp_path / "c", "pack-quantized", index=index)
+    result = quantize(cf.mlp(weights), checkpoint=tmp_path / "c")
     assert [row.node for row in result.report.quantized] == ["up"]
-    index["weight_map"][NORM] = "model-2.safetensors"
-    (tmp_path / "c" / INDEX).write_text(json.dumps(index))
-    outputs_are(quantize(mlp(weights), checkpoint=tmp_path / "c").model, weights)
+    index["weight_map"][cf.NORM] = "model-2.safetensors"
+    (tmp_path / "c" / cf.INDEX).write_text(json.dumps(index))
+    outputs_are(quantize(cf.mlp(weights), checkpoint=tmp_path / "c").model, weights)
 
 
 @pytest.mark.parametrize("targets", [["re:.*v_proj"], ["Conv2d"]])
 def test_activations_of_other_layers_do_not_matter(tmp_path, targets):
     groups = {"group_0": {"targets": targets, "input_activations": {"num_bits": 8}}}
-    weights = write_folder(tmp_path / "c", "pack-quantized", config={"config_groups": groups})
-    outputs_are(quantize(mlp(weights), checkpoint=tmp_path / "c").model, weights)
+    weights = cf.write_folder(
+        tmp_path / "c", "pack-quantized", config={"config_groups": groups}
+    )
+    outputs_are(quantize(cf.mlp(weights), checkpoint=tmp_path / "c").model, weights)
 
 
 def test_the_command_writes_the_same(tmp_path):
-    weights = write_folder(tmp_path / "c", "pack-quantized", act_order=True)
+    weights = cf.write_folder(tmp_path / "c", "pack-quantized", act_order=True)
     source, out = tmp_path / "float.onnx", tmp_path / "out.onnx"
-    ir.save(mlp(weights), source)
+    ir.save(cf.mlp(weights), source)
     arguments = ["quantize", source, "--checkpoint", tmp_path / "c", "-o", out]
     done = ortplugins_command(*arguments, "--block-size", "32")
     assert done.returncode == 2
     assert "has no effect with --checkpoint" in " ".join(done.stderr.split())
     printed(*arguments)
-    expected = read(quantize(mlp(weights), checkpoint=tmp_path / "c").model)
+    expected = read(quantize(cf.mlp(weights), checkpoint=tmp_path / "c").model)
     for name, array in arrays_of(expected).items():
         np.testing.assert_array_equal(arrays_of(read(out))[name], array)

@@ -4,6 +4,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+import gguf_files as gf
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -12,27 +13,6 @@ from builders.dequantized_models import relative_error, run
 from builders.quantized_files import FORMATS, arrays_of, dequantised, kinds, read
 from builders.text_models import model_of, normal
 from checkpoint_files import near, renamed
-from gguf_files import (
-    ALL,
-    DOWN,
-    HEADS,
-    KEY,
-    KV_HEADS,
-    NORM,
-    QKV,
-    SHAPES,
-    TABLE,
-    UP,
-    VALUE,
-    K,
-    Q,
-    attention,
-    back,
-    joined_model,
-    neighbours,
-    save_gguf,
-    write_gguf,
-)
 
 from examples.smollm2.llama import LlamaConfig, build_llama
 from ortplugins.errors import ModelFileError
@@ -61,8 +41,8 @@ IDS = np.array([3, 0, 47, 11, 3])
 def expected(weights: Mapping[str, np.ndarray], norm: np.ndarray, bias: np.ndarray) -> list:
     """What the float model gives with these weights, in float64."""
     w = {name: weight.astype(float) for name, weight in weights.items()}
-    h = w[TABLE][IDS] * norm
-    return [h @ w[Q].T, h @ w[KEY].T + bias, (h @ w[DOWN].T)[:, :32] @ w[UP].T]
+    h = w[gf.TABLE][IDS] * norm
+    return [h @ w[gf.Q].T, h @ w[gf.KEY].T + bias, (h @ w[gf.DOWN].T)[:, :32] @ w[gf.UP].T]
 
 
 @pytest.mark.parametrize(
@@ -78,17 +58,19 @@ def expected(weights: Mapping[str, np.ndarray], norm: np.ndarray, bias: np.ndarr
 )
 def test_every_block_type_keeps_its_numbers(tmp_path, kind, layout):
     path = tmp_path / "m.gguf"
-    kinds_of = {name: kind for name in SHAPES if SHAPES[name][1] == K} | {UP: "Q8_0"}
-    weights = write_gguf(path, kinds_of)
+    kinds_of = {name: kind for name in gf.SHAPES if gf.SHAPES[name][1] == gf.K} | {
+        gf.UP: "Q8_0"
+    }
+    weights = gf.write_gguf(path, kinds_of)
     fused = {"fuse_tables": True} if layout == "QDQ" and kind in ("Q4_0", "Q6_K") else {}
     result = quantize(
-        attention(weights), checkpoint=path, quant_format=layout, op_types=ALL, **fused
+        gf.attention(weights), checkpoint=path, quant_format=layout, op_types=gf.ALL, **fused
     )
     forms = {row.weight: (row.bits, row.block_size) for row in result.report.quantized}
     assert len(forms) == 5 and not result.report.refused
-    assert forms[f"{DOWN}.weight"] == forms["qw"] == TYPES[kind]
+    assert forms[f"{gf.DOWN}.weight"] == forms["qw"] == TYPES[kind]
     found = run(result.model, {"ids": IDS})
-    wanted = expected(weights, normal(K, seed=1), normal(32, seed=2))
+    wanted = expected(weights, normal(gf.K, seed=1), normal(32, seed=2))
     for one, other in zip(found, wanted, strict=True):
         assert relative_error(one, other) < 2e-6
     # Errors are those to the float weights, so what was compared is what was written.
@@ -104,8 +86,10 @@ def test_every_block_type_keeps_its_numbers(tmp_path, kind, layout):
 
 
 def test_weights_of_one_activation_share_what_offsets_need(tmp_path):
-    weights = write_gguf(tmp_path / "m.gguf", {Q: "Q4_K", KEY: "Q4_1", DOWN: "Q5_K"})
-    model, path = attention(weights), tmp_path / "m.gguf"
+    weights = gf.write_gguf(
+        tmp_path / "m.gguf", {gf.Q: "Q4_K", gf.KEY: "Q4_1", gf.DOWN: "Q5_K"}
+    )
+    model, path = gf.attention(weights), tmp_path / "m.gguf"
     result = quantize(model, checkpoint=path)
     assert kinds(read(result.model)).count("ReduceSum") == 1
     assert not any("checkpoint" in note for note in result.report.notes)
@@ -116,25 +100,25 @@ def test_weights_of_one_activation_share_what_offsets_need(tmp_path):
 
 @pytest.mark.parametrize("layout", FORMATS)
 def test_quantising_again_leaves_offsets_as_they_are(tmp_path, layout):
-    layers = {Q: "Q4_K", KEY: "Q4_1", DOWN: "Q5_K", UP: "Q8_0", TABLE: "Q4_1"}
-    weights = write_gguf(tmp_path / "m.gguf", layers)
-    given = {"quant_format": layout, "op_types": ALL}
-    model = quantize(attention(weights), checkpoint=tmp_path / "m.gguf", **given).model
+    layers = {gf.Q: "Q4_K", gf.KEY: "Q4_1", gf.DOWN: "Q5_K", gf.UP: "Q8_0", gf.TABLE: "Q4_1"}
+    weights = gf.write_gguf(tmp_path / "m.gguf", layers)
+    given = {"quant_format": layout, "op_types": gf.ALL}
+    model = quantize(gf.attention(weights), checkpoint=tmp_path / "m.gguf", **given).model
     with pytest.raises(ModelFileError, match="the model is already quantised"):
         quantize(model, **given)
 
 
 def test_floats_and_vectors_come_along(tmp_path):
-    norm, bias = normal(K, seed=1), normal(32, seed=2)
+    norm, bias = normal(gf.K, seed=1), normal(32, seed=2)
     vectors = {
         "blk.0.attn_norm.weight": norm * np.float32(1.01),
-        "blk.0.attn_k.bias": neighbours(bias * np.float32(0.99), KV_HEADS),
+        "blk.0.attn_k.bias": gf.neighbours(bias * np.float32(0.99), gf.KV_HEADS),
     }
     path = tmp_path / "m.gguf"
-    layers = {Q: "BF16", KEY: "F16", DOWN: "Q4_0", UP: "F32", TABLE: "F16"}
-    weights = write_gguf(path, layers, vectors=vectors)
-    result = quantize(attention(weights), checkpoint=path)
-    assert [row.weight for row in result.report.quantized] == [f"{DOWN}.weight"]
+    layers = {gf.Q: "BF16", gf.KEY: "F16", gf.DOWN: "Q4_0", gf.UP: "F32", gf.TABLE: "F16"}
+    weights = gf.write_gguf(path, layers, vectors=vectors)
+    result = quantize(gf.attention(weights), checkpoint=path)
+    assert [row.weight for row in result.report.quantized] == [f"{gf.DOWN}.weight"]
     wanted = expected(weights, vectors["blk.0.attn_norm.weight"], bias * np.float32(0.99))
     for one, other in zip(run(result.model, {"ids": IDS}), wanted, strict=True):
         assert relative_error(one, other) < 2e-6
@@ -144,35 +128,37 @@ def test_floats_and_vectors_come_along(tmp_path):
     ("architecture", "stored"), [("gemma2", 1.0), ("gemma3n", 0.0), ("llama", 0.0)]
 )
 def test_norms_are_those_of_the_graph(tmp_path, architecture, stored):
-    norm = np.abs(normal(K, seed=1)) + 1
+    norm = np.abs(normal(gf.K, seed=1)) + 1
     vectors = {"blk.0.attn_norm.weight": norm * np.float32(1.001) + np.float32(stored)}
-    weights = write_gguf(
-        tmp_path / "m.gguf", {DOWN: "Q4_0"}, architecture=architecture, vectors=vectors
+    weights = gf.write_gguf(
+        tmp_path / "m.gguf", {gf.DOWN: "Q4_0"}, architecture=architecture, vectors=vectors
     )
-    result = quantize(attention(weights, norm), checkpoint=tmp_path / "m.gguf")
-    found = arrays_of(read(result.model))[f"{NORM}.weight"]
+    result = quantize(gf.attention(weights, norm), checkpoint=tmp_path / "m.gguf")
+    found = arrays_of(read(result.model))[f"{gf.NORM}.weight"]
     np.testing.assert_allclose(found, norm * 1.001, rtol=1e-6)
 
 
 @pytest.mark.parametrize("wrapper", ["", "model."])
 def test_a_wrapper_around_the_model_does_not_matter(tmp_path, wrapper):
-    vectors = {"blk.0.attn_norm.weight": normal(K, seed=1) * np.float32(1.01)}
-    weights = write_gguf(tmp_path / "m.gguf", {DOWN: "Q4_0"}, vectors=vectors)
-    model = attention(weights)
-    for name in (f"{NORM}.weight", f"{DOWN}.weight"):
+    vectors = {"blk.0.attn_norm.weight": normal(gf.K, seed=1) * np.float32(1.01)}
+    weights = gf.write_gguf(tmp_path / "m.gguf", {gf.DOWN: "Q4_0"}, vectors=vectors)
+    model = gf.attention(weights)
+    for name in (f"{gf.NORM}.weight", f"{gf.DOWN}.weight"):
         value = model.graph.initializers[name]
         value.name = value.const_value.name = f"{wrapper}{name}"
     result = quantize(model, checkpoint=tmp_path / "m.gguf")
     assert len(result.report.quantized) == 1
-    found = arrays_of(read(result.model))[f"{wrapper}{NORM}.weight"]
+    found = arrays_of(read(result.model))[f"{wrapper}{gf.NORM}.weight"]
     np.testing.assert_array_equal(found, vectors["blk.0.attn_norm.weight"])
 
 
 def test_rows_keep_the_order_that_the_graph_has(tmp_path):
-    weights = write_gguf(tmp_path / "m.gguf", {Q: "Q4_0", KEY: "Q8_0"}, architecture="qwen2")
-    result = quantize(attention(weights), checkpoint=tmp_path / "m.gguf")
+    weights = gf.write_gguf(
+        tmp_path / "m.gguf", {gf.Q: "Q4_0", gf.KEY: "Q8_0"}, architecture="qwen2"
+    )
+    result = quantize(gf.attention(weights), checkpoint=tmp_path / "m.gguf")
     found = dequantised(read(result.model))
-    for node, name in (("q_proj", Q), ("k_proj", KEY)):
+    for node, name in (("q_proj", gf.Q), ("k_proj", gf.KEY)):
         (matrix,) = [matrix for label, matrix in found.items() if node in label]
         np.testing.assert_array_equal(matrix, weights[name].T.astype(float))
 
@@ -188,14 +174,17 @@ def test_rows_keep_the_order_that_the_graph_has(tmp_path):
     ],
 )
 def test_parts_become_one_weight(tmp_path, types, form, layout):
-    layers = dict(zip((Q, KEY, VALUE), types, strict=True)) | {DOWN: "Q4_0"}
-    weights = write_gguf(tmp_path / "m.gguf", layers)
-    model = joined_model(weights)
+    layers = dict(zip((gf.Q, gf.KEY, gf.VALUE), types, strict=True)) | {gf.DOWN: "Q4_0"}
+    weights = gf.write_gguf(tmp_path / "m.gguf", layers)
+    model = gf.joined_model(weights)
     result = quantize(model, checkpoint=tmp_path / "m.gguf", quant_format=layout)
     forms = {row.node: (row.bits, row.block_size) for row in result.report.quantized}
-    assert forms.get(QKV) == form and forms[DOWN] == (4, 32)
-    x = normal(5, K, seed=3)
-    expected = x @ np.concatenate([weights[name] for name in (Q, KEY, VALUE)]).astype(float).T
+    assert forms.get(gf.QKV) == form and forms[gf.DOWN] == (4, 32)
+    x = normal(5, gf.K, seed=3)
+    expected = (
+        x
+        @ np.concatenate([weights[name] for name in (gf.Q, gf.KEY, gf.VALUE)]).astype(float).T
+    )
     assert relative_error(run(result.model, {"x": x})[0], expected) < 2e-6
     assert not any("checkpoint" in note for note in result.report.notes)
 
@@ -209,7 +198,7 @@ MODULES = {
     "ffn_up": ("mlp.up_proj", (96, 64)),
     "ffn_down": ("mlp.down_proj", (64, 96)),
 }
-TINY = LlamaConfig(2, 64, 96, HEADS, KV_HEADS, 16, 48, 1e-5, 1e4)
+TINY = LlamaConfig(2, 64, 96, gf.HEADS, gf.KV_HEADS, 16, 48, 1e-5, 1e4)
 
 
 def tiny_decoder(path: Path) -> tuple[ir.Model, ir.Model, dict[str, np.ndarray]]:
@@ -230,14 +219,14 @@ def tiny_decoder(path: Path) -> tuple[ir.Model, ir.Model, dict[str, np.ndarray]]
     for seed, (name, of_llama, shape, number) in enumerate([table, *layers, *norms]):
         kind = "F32" if number < 0 else kinds_of[number % 5]
         weight = floats[f"{name}.weight"] = normal(*shape, seed=seed) / np.float32(8)
-        heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(of_llama.split(".")[-1], 0)
+        heads = {"attn_q": gf.HEADS, "attn_k": gf.KV_HEADS}.get(of_llama.split(".")[-1], 0)
         known = gguf.GGMLQuantizationType[kind]
-        data = quants.quantize(neighbours(weight, heads) if heads else weight, known)
+        data = quants.quantize(gf.neighbours(weight, heads) if heads else weight, known)
         again = quants.dequantize(data, known)
-        rounded[f"{name}.weight"] = back(again, heads) if heads else again
+        rounded[f"{name}.weight"] = gf.back(again, heads) if heads else again
         tensors[f"{of_llama}.weight"] = data, kind
-    save_gguf(path, tensors)
-    cache = np.zeros((1, KV_HEADS, 0, 16), np.float32)
+    gf.save_gguf(path, tensors)
+    cache = np.zeros((1, gf.KV_HEADS, 0, 16), np.float32)
     feed = {"input_ids": np.array([[5, 1, 40, 7, 7, 2]]), "position_ids": np.arange(6)[None]}
     for layer in range(2):
         feed |= {f"past_key_values.{layer}.{part}": cache for part in ("key", "value")}
@@ -247,7 +236,7 @@ def tiny_decoder(path: Path) -> tuple[ir.Model, ir.Model, dict[str, np.ndarray]]
 @pytest.mark.parametrize("layout", FORMATS)
 def test_a_decoder_gives_the_logits_of_the_dequantised_weights(tmp_path, layout):
     model, rounded, feed = tiny_decoder(tmp_path / "m.gguf")
-    given = {"checkpoint": tmp_path / "m.gguf", "quant_format": layout, "op_types": ALL}
+    given = {"checkpoint": tmp_path / "m.gguf", "quant_format": layout, "op_types": gf.ALL}
     result = quantize(model, **given)
     assert len(result.report.quantized) == 16 and not result.report.refused
     found, wanted, floats = (run(made, feed)[0] for made in (result.model, rounded, model))
@@ -256,29 +245,31 @@ def test_a_decoder_gives_the_logits_of_the_dequantised_weights(tmp_path, layout)
 
 
 def test_half_precision(tmp_path):
-    weights = write_gguf(tmp_path / "m.gguf", {DOWN: "Q4_0"})
+    weights = gf.write_gguf(tmp_path / "m.gguf", {gf.DOWN: "Q4_0"})
     model = model_of(
-        f"g (float16[T, {K}] x) => (float16[T, 64] y) {{ [down] y = MatMul(x, w) }}",
-        {"w": near(weights[DOWN]).T.astype(np.float16)},
+        f"g (float16[T, {gf.K}] x) => (float16[T, 64] y) {{ [down] y = MatMul(x, w) }}",
+        {"w": near(weights[gf.DOWN]).T.astype(np.float16)},
     )
-    model = renamed(model, {"w": f"{DOWN}.weight"})
+    model = renamed(model, {"w": f"{gf.DOWN}.weight"})
     result = quantize(model, checkpoint=tmp_path / "m.gguf")
     (matrix,) = dequantised(read(result.model)).values()
-    np.testing.assert_array_equal(matrix, weights[DOWN].T.astype(float))
+    np.testing.assert_array_equal(matrix, weights[gf.DOWN].T.astype(float))
 
 
 def test_parts_of_a_file_and_folders(tmp_path):
     parts = [tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2)]
-    weights = write_gguf(parts[0], {DOWN: "Q4_0"}) | write_gguf(parts[1], {UP: "Q8_0"})
+    weights = gf.write_gguf(parts[0], {gf.DOWN: "Q4_0"}) | gf.write_gguf(
+        parts[1], {gf.UP: "Q8_0"}
+    )
     (tmp_path / "config.json").write_text("{}")  # of the float model, as it often lies beside
     for given in (parts[1], tmp_path):
-        result = quantize(attention(weights), checkpoint=given)
+        result = quantize(gf.attention(weights), checkpoint=given)
         assert len(result.report.quantized) == 2
 
 
 def test_the_command_takes_a_file_and_a_run_folder_notices_another(tmp_path):
-    first = write_gguf(tmp_path / "m.gguf", {DOWN: "Q4_0"})
-    ir.save(attention(first), tmp_path / "float.onnx")
+    first = gf.write_gguf(tmp_path / "m.gguf", {gf.DOWN: "Q4_0"})
+    ir.save(gf.attention(first), tmp_path / "float.onnx")
     arguments = ["quantize", tmp_path / "float.onnx", "-o", tmp_path / "out.onnx", "--force"]
     arguments += ["--checkpoint", tmp_path / "m.gguf", "--run-folder", tmp_path / "run"]
     assert "1 quantised" in printed(*arguments)
@@ -287,4 +278,4 @@ def test_the_command_takes_a_file_and_a_run_folder_notices_another(tmp_path):
     (tmp_path / "m.gguf").write_bytes(data)
     printed(*arguments)
     (matrix,) = dequantised(read(tmp_path / "out.onnx")).values()
-    assert 0.9 < (matrix == first[DOWN].T).mean() < 1
+    assert 0.9 < (matrix == first[gf.DOWN].T).mean() < 1

@@ -12,6 +12,7 @@ import pytest
 from builders.command_line import printed
 from builders.quantized_files import dequantised, read
 from builders.text_models import model_of, normal
+from gguf_files import save_gguf
 
 from ortplugins.errors import MissingFileError, ModelFileError, QuantizationError
 from ortplugins.quantization import quantize
@@ -150,12 +151,7 @@ def test_what_does_not_fit_is_refused(tmp_path, entries, options, error, match):
 
 
 def test_other_gguf_files_and_none_are_refused(tmp_path):
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
-    writer.add_tensor("blk.0.attn_q.weight", normal(N, K))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    save_gguf(tmp_path / "m.gguf", {"blk.0.attn_q.weight": (normal(N, K), None)})
     with pytest.raises(ModelFileError, match="it has no entry"):
         quantize(model(), imatrix=tmp_path / "m.gguf")
     with pytest.raises(MissingFileError, match=r"none\.dat: no such file"):

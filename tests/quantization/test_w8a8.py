@@ -27,18 +27,10 @@ K, N = 64, 48
 PRODUCT = "y = MatMul(x, W)"
 W, X = normal(K, N), normal(8, K)
 CONSTANTS = {
-    "W": W,
-    "b": normal(N),
-    "V": normal(K, N, seed=1),
-    "C": normal(N, N, seed=1),
-    "U": normal(N, 8),
-    "T": normal(N, K),
-    "one": normal(1, 1),
-    "c": normal(1),
-    "rows": normal(256, N),
-    "g": np.geomspace(0.1, 50, K).astype(np.float32),
-    "h": normal(K),
-}
+    "W": W, "b": normal(N), "V": normal(K, N, seed=1), "C": normal(N, N, seed=1),
+    "U": normal(N, 8), "T": normal(N, K), "one": normal(1, 1), "c": normal(1),
+    "rows": normal(256, N), "g": np.geomspace(0.1, 50, K).astype(np.float32), "h": normal(K),
+}  # fmt: skip
 ENCODER8 = {"method": "w8a8", "bits": 8, "block_size": -1}
 
 

@@ -27,8 +27,8 @@ from ortplugins.quantization.checkpoints.safetensors_folder import (
     WORD,
     Numbers,
     SafetensorsCheckpoint,
-    StoredLayer,
     StoredTensor,
+    stored_layer,
 )
 
 _INTEGERS = ("I32", "I64")
@@ -74,14 +74,15 @@ class CompressedTensors(SafetensorsCheckpoint):
             in_words = packed and stored.dtype == "I32"
             count = scales.shape[0]  # 1 for all columns
             zeros = Numbers(stored.T, bits, count, 1 if in_words else None)
-        return StoredLayer(
+        return stored_layer(
             name,
+            "compressed-tensors",
             Numbers(codes.T, bits, n, 0 if packed else None),
             k,
             scales.T,
             zeros,
             self.part(index, _INTEGERS, 1) if index in self.tensors else None,
-        ).layer("compressed-tensors")
+        )
 
     def _packed_form(self, name: str, codes: StoredTensor) -> tuple[int, int, int]:
         """Return N, K and bits of codes in words."""

@@ -25,7 +25,7 @@ from ortplugins.quantization.checkpoints.safetensors_folder import (
     WORD,
     Numbers,
     SafetensorsCheckpoint,
-    StoredLayer,
+    stored_layer,
 )
 from ortplugins.quantization.schema import is_int
 
@@ -63,14 +63,15 @@ class GptqCheckpoint(SafetensorsCheckpoint):
             bits = self._bits_of(name, n, qzeros.shape[1])
             k *= WORD // bits
         index = f"{name}.g_idx"
-        return StoredLayer(
+        return stored_layer(
             name,
+            self._packing,
             Numbers(qweight, bits, n, 1 if order else 0, order),
             k,
             self.part(f"{name}.scales", FLOATS, 2),
             Numbers(qzeros, bits, n, 1, order, self._zero_offset),
             self.part(index, _INDEX, 1) if index in self.tensors else None,
-        ).layer(self._packing)
+        )
 
     def _bits_of(self, name: str, columns: int, words: int) -> int:
         """Return the bits of a layer of GPTQ: rules give some other ones than the rest has.

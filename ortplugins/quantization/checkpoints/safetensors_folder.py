@@ -24,7 +24,7 @@ from ortplugins.quantization.checkpoints.layers import (
     UnreadableError,
 )
 from ortplugins.quantization.checkpoints.packages import package
-from ortplugins.quantization.methods.nearest import BlockFormat, ZeroPoints
+from ortplugins.quantization.methods.nearest import BlockFormat
 from rewrite_rules.weights.bit_packing import Bytes, unpack_rows
 
 _INDEX = "model.safetensors.index.json"
@@ -156,90 +156,88 @@ class Numbers:
         return in_words[..., np.argsort(self.order)].reshape(len(words), -1)
 
 
-@dataclasses.dataclass(frozen=True)
-class StoredLayer:
-    """Where a format keeps the codes of a layer, and what belongs to their blocks.
+def stored_layer(
+    name: str,
+    method: str,
+    codes: Numbers,
+    k: int,
+    scales: StoredTensor,
+    zeros: Numbers | None,
+    block_of_rows: StoredTensor | None,
+) -> Layer:
+    """Return a layer, its tensors checked.
 
-    Attributes:
+    Args:
         name: Of the layer.
-        codes: Numbers ``[K, N]``; words may hold a few more rows.
+        method: What made the codes.
+        codes: ``[K, N]``; words may hold a few more rows.
         k: The rows that count.
         scales: ``[blocks, N]``, or of one number.
-        zeros: Numbers ``[blocks, N]`` or one; None for those in the middle.
+        zeros: ``[blocks, N]`` or one; None for those in the middle.
         block_of_rows: ``[K]``, for act-order; None, or -1 everywhere, without.
     """
+    n, shape = codes.columns, scales.shape
+    grid = (1, n) if shape in ((1,), (1, 1)) else shape
+    points = None if zeros is None else zeros.read()
+    given = "" if points is None else f" and zero points {list(points.shape)}"
+    fitting = points is None or points.size == 1 or points.shape == grid
+    if len(grid) != 2 or grid[1] != n or not fitting:
+        raise ModelFileError(
+            f"tensor {scales.name!r} of the checkpoint: scales {list(shape)}{given} for a "
+            f"weight [{k}, {n}]: one for each block of each column is expected"
+        )
+    size, order = _blocks(name, k, grid[0], block_of_rows)
+    symmetric = points is None or bool((points == 1 << (codes.bits - 1)).all())
+    form = BlockFormat(codes.bits, -1 if grid[0] == 1 else size, symmetric)
+    read = functools.partial(
+        _read, codes, k, scales, None if symmetric else zeros, grid, order
+    )
+    return Layer(name, method, (k, n), form, read, order=order)
 
-    name: str
-    codes: Numbers
-    k: int
-    scales: StoredTensor
-    zeros: Numbers | None
-    block_of_rows: StoredTensor | None
 
-    def layer(self, method: str) -> Layer:
-        """Return the layer, its tensors checked."""
-        (blocks, columns), n, zeros = self._grid(), self.codes.columns, self._zero_points()
-        if columns != n or (zeros is not None and zeros.shape != (blocks, n)):
-            given = "" if zeros is None else f" and zero points {list(zeros.shape)}"
-            raise ModelFileError(
-                f"tensor {self.scales.name!r} of the checkpoint: scales {[blocks, columns]}"
-                f"{given} for a weight [{self.k}, {n}]: one for each block of each column is "
-                "expected"
-            )
-        size, order = self._blocks(blocks)
-        symmetric = zeros is None or bool((zeros == 1 << (self.codes.bits - 1)).all())
-        form = BlockFormat(self.codes.bits, -1 if blocks == 1 else size, symmetric)
-        read = functools.partial(self._read, order, symmetric)
-        return Layer(self.name, method, (self.k, n), form, read, order=order)
+def _read(
+    codes: Numbers,
+    k: int,
+    scales: StoredTensor,
+    zeros: Numbers | None,
+    grid: tuple[int, ...],
+    order: npt.NDArray[np.int64] | None,
+    columns: slice,
+) -> LayerCodes:
+    found = codes.read(columns)[:k]
+    found = found if order is None else found[order]
+    stored = np.broadcast_to(scales.read(), grid)[:, columns]
+    numbers = np.ascontiguousarray(stored, np.float32)
+    if zeros is None:
+        # Unsigned bytes wrap around to what the signed ones are.
+        middle = np.uint8(1 << (codes.bits - 1))
+        return LayerCodes((found - middle).view(np.int8), numbers)
+    return LayerCodes(found, numbers, np.broadcast_to(zeros.read(), grid)[:, columns])
 
-    def _read(
-        self, order: npt.NDArray[np.int64] | None, symmetric: bool, columns: slice
-    ) -> LayerCodes:
-        codes = self.codes.read(columns)[: self.k]
-        codes = codes if order is None else codes[order]
-        scales = np.broadcast_to(self.scales.read(), self._grid())[:, columns]
-        scales = np.ascontiguousarray(scales, np.float32)
-        zeros = None if symmetric else self._zero_points()
-        if zeros is None:
-            # Unsigned bytes wrap around to what the signed ones are.
-            middle = np.uint8(1 << (self.codes.bits - 1))
-            return LayerCodes((codes - middle).view(np.int8), scales)
-        return LayerCodes(codes, scales, zeros[:, columns])
 
-    def _zero_points(self) -> ZeroPoints | None:
-        if self.zeros is None:
-            return None
-        zeros = self.zeros.read()
-        return np.broadcast_to(zeros, self._grid()) if zeros.size == 1 else zeros
-
-    def _grid(self) -> tuple[int, int]:
-        """Return how many blocks and columns have scales."""
-        if self.scales.shape in ((1,), (1, 1)):
-            return 1, self.codes.columns
-        blocks, columns = self.scales.shape if len(self.scales.shape) == 2 else (0, 0)
-        return blocks, columns
-
-    def _blocks(self, blocks: int) -> tuple[int, npt.NDArray[np.int64] | None]:
-        """Return the size of blocks, and the order that brings their rows together, if any."""
-        index = None if self.block_of_rows is None else self.block_of_rows.read()
-        if index is None or (index == -1).all():
-            index, size = None, self.k // max(1, blocks)
-        else:
-            size = int(np.count_nonzero(index == 0))
-        if not size or -(-self.k // size) != blocks or (index is None and self.k % size):
-            raise ModelFileError(
-                f"layer {self.name!r} of the checkpoint has {blocks} blocks for K = {self.k}"
-            )
-        in_blocks = np.arange(self.k) // size
-        if index is None or np.array_equal(index, in_blocks):
-            return size, None
-        order = np.argsort(index, kind="stable")
-        if len(index) != self.k or not np.array_equal(index[order], in_blocks):
-            raise ModelFileError(
-                f"layer {self.name!r} of the checkpoint has blocks of different numbers of "
-                "rows (g_idx), which ONNX does not have"
-            )
-        return size, order
+def _blocks(
+    name: str, k: int, blocks: int, block_of_rows: StoredTensor | None
+) -> tuple[int, npt.NDArray[np.int64] | None]:
+    """Return the size of blocks, and the order that brings their rows together, if any."""
+    index = None if block_of_rows is None else block_of_rows.read()
+    if index is None or (index == -1).all():
+        index, size = None, k // max(1, blocks)
+    else:
+        size = int(np.count_nonzero(index == 0))
+    if not size or -(-k // size) != blocks or (index is None and k % size):
+        raise ModelFileError(
+            f"layer {name!r} of the checkpoint has {blocks} blocks for K = {k}"
+        )
+    in_blocks = np.arange(k) // size
+    if index is None or np.array_equal(index, in_blocks):
+        return size, None
+    order = np.argsort(index, kind="stable")
+    if len(index) != k or not np.array_equal(index[order], in_blocks):
+        raise ModelFileError(
+            f"layer {name!r} of the checkpoint has blocks of different numbers of rows "
+            "(g_idx), which ONNX does not have"
+        )
+    return size, order
 
 
 class SafetensorsCheckpoint(Checkpoint):

@@ -58,8 +58,8 @@ def unroll_mixtures(
     reasons: dict[str, str] = {}
     if recipe.for_integers or "MatMul" not in recipe.op_types:
         return experts, reasons
-    unroller = _Unroller(model)
-    for node, mixture in list(find_mixtures(model)):
+    names, found = FreshNames(model), list(find_mixtures(model))
+    for node, mixture in found:
         if isinstance(mixture, str):
             reasons[label(node)] = mixture
         elif reason := next(filter(None, _reasons(mixture, recipe)), ""):
@@ -69,10 +69,10 @@ def unroll_mixtures(
         ):
             reasons[label(node)] = "no codes of its experts are in the checkpoint"
         else:
-            written = unroller.unroll(mixture)
+            written = _unroll(model.graph, names, mixture)
             if recipe.for_kernels or isinstance(mixture.router, Operator):
                 experts.append(written)
-    if unroller.is_used:
+    if len(reasons) < len(found):
         remove_unused(model)
     return experts, reasons
 
@@ -85,109 +85,107 @@ def _reasons(mixture: Mixture, recipe: Recipe) -> Iterator[str]:
         yield recipe.choose(use, table=False)[2]
 
 
-class _Unroller:
-    def __init__(self, model: ir.Model) -> None:
-        self._model, self._names = model, FreshNames(model)
-        self.is_used = False
+def _unroll(graph: ir.Graph, names: FreshNames, mixture: Mixture) -> Experts:
+    """Write the products; what read the mixture reads their sum."""
+    op, node = TapeBuilder(), mixture.node
+    name, dtype = label(node), mixture.last.tensor.dtype
+    count = mixture.last.experts
+    flat, one = _constant(op, [-1]), _constant(op, [1])
+    x = op.Reshape(mixture.x, _constant(op, [-1, mixture.last.N]))
+    inputs, routes = _routes(op, mixture)
+    total = op.ConstantOfShape(op.Shape(x), value=ir.tensor(np.zeros(1, dtype.numpy())))
+    weights = {
+        layer: [_part(graph, names, layer.matrices, count, expert) for expert in range(count)]
+        for layer in mixture.layers
+    }
+    products: dict[Layer, list[str]] = {layer: [] for layer in mixture.layers}
 
-    def unroll(self, mixture: Mixture) -> Experts:
-        """Write the products; what read the mixture reads their sum."""
-        self.is_used = True
-        op, graph, node = TapeBuilder(), self._model.graph, mixture.node
-        name, dtype = label(node), mixture.last.tensor.dtype
-        count = mixture.last.experts
-        flat, one = _constant(op, [-1]), _constant(op, [1])
-        x = op.Reshape(mixture.x, _constant(op, [-1, mixture.last.N]))
-        inputs, routes = self._routes(op, mixture)
-        total = op.ConstantOfShape(op.Shape(x), value=ir.tensor(np.zeros(1, dtype.numpy())))
-        weights = {
-            layer: [self._part(layer.matrices, count, expert) for expert in range(count)]
-            for layer in mixture.layers
+    def multiply(rows: Any, layer: Layer, expert: int) -> Any:
+        matrix = weights[layer][expert]
+        if layer.k_last:
+            matrix = op.Transpose(matrix, perm=[1, 0])
+        where = f"{name}.{expert}.{layer.matrices.name}"
+        product = op.MatMul(rows, matrix, _name=names.take(where))
+        product.name = names.take(f"{where}.product")
+        scopes = [*modules_of(node), name, layer.matrices.name]
+        product.producer().metadata_props[SCOPES] = repr(scopes)
+        products[layer].append(product.name)
+        if layer.bias is None:
+            return product
+        return op.Add(product, _part(graph, names, layer.bias, layer.experts, expert))
+
+    for expert in range(count):
+        share = op.Gather(routes, _constant(op, expert), axis=1)
+        rows = op.Reshape(op.NonZero(share), flat)
+        tokens = op.Gather(x, rows, axis=0)
+        outputs = {
+            layer: multiply(tokens, layer, expert) for layer in mixture.activation.layers
         }
-        products: dict[Layer, list[str]] = {layer: [] for layer in mixture.layers}
+        hidden = _activation(op, mixture, outputs)
+        share = op.Unsqueeze(op.Gather(share, rows), one)
+        part = op.Mul(multiply(hidden, mixture.last, expert), share)
+        part = op.Add(op.Gather(total, rows, axis=0), part)
+        total = op.ScatterND(total, op.Unsqueeze(rows, one), part)
+    output = op.Reshape(total, op.Shape(mixture.x))
+    output.name = names.take(f"{name}.experts")
+    for made in op.nodes:
+        made.name = made.name or names.take(f"{name}.{made.op_type}")
+    graph.insert_before(node, op.nodes)
+    replaced = mixture.output
+    output.dtype, output.shape = dtype, replaced.shape
+    if replaced.is_graph_output():
+        output.name, replaced.name = replaced.name, output.name
+    replaced.replace_all_uses_with(output, replace_graph_outputs=True)
+    assert output.name is not None
+    return Experts(
+        name,
+        output.name,
+        tuple(value.name or "" for value in inputs),
+        {"k": mixture.k, **mixture.activation.attributes()},
+        tuple(_order(mixture.activation.parts, mixture.activation.layers)),
+        tuple(tuple(products[layer]) for layer in mixture.layers),
+        tuple(constant(layer.bias) for layer in mixture.layers),
+    )
 
-        def multiply(rows: Any, layer: Layer, expert: int) -> Any:
-            matrix = weights[layer][expert]
-            if layer.k_last:
-                matrix = op.Transpose(matrix, perm=[1, 0])
-            where = f"{name}.{expert}.{layer.matrices.name}"
-            product = op.MatMul(rows, matrix, _name=self._names.take(where))
-            product.name = self._names.take(f"{where}.product")
-            scopes = [*modules_of(node), name, layer.matrices.name]
-            product.producer().metadata_props[SCOPES] = repr(scopes)
-            products[layer].append(product.name)
-            if layer.bias is None:
-                return product
-            return op.Add(product, self._part(layer.bias, layer.experts, expert))
 
-        for expert in range(count):
-            share = op.Gather(routes, _constant(op, expert), axis=1)
-            rows = op.Reshape(op.NonZero(share), flat)
-            tokens = op.Gather(x, rows, axis=0)
-            outputs = {
-                layer: multiply(tokens, layer, expert) for layer in mixture.activation.layers
-            }
-            hidden = _activation(op, mixture, outputs)
-            share = op.Unsqueeze(op.Gather(share, rows), one)
-            part = op.Mul(multiply(hidden, mixture.last, expert), share)
-            part = op.Add(op.Gather(total, rows, axis=0), part)
-            total = op.ScatterND(total, op.Unsqueeze(rows, one), part)
-        output = op.Reshape(total, op.Shape(mixture.x))
-        output.name = self._names.take(f"{name}.experts")
-        for made in op.nodes:
-            made.name = made.name or self._names.take(f"{name}.{made.op_type}")
-        graph.insert_before(node, op.nodes)
-        replaced = mixture.output
-        output.dtype, output.shape = dtype, replaced.shape
-        if replaced.is_graph_output():
-            output.name, replaced.name = replaced.name, output.name
-        replaced.replace_all_uses_with(output, replace_graph_outputs=True)
-        assert output.name is not None
-        return Experts(
-            name,
-            output.name,
-            tuple(value.name or "" for value in inputs),
-            {"k": mixture.k, **mixture.activation.attributes()},
-            tuple(_order(mixture.activation.parts, mixture.activation.layers)),
-            tuple(tuple(products[layer]) for layer in mixture.layers),
-            tuple(constant(layer.bias) for layer in mixture.layers),
+def _routes(op: Any, mixture: Mixture) -> tuple[list[Any], Any]:
+    """Emit the routes; return what QMoE reads, and them."""
+    router, count = mixture.router, mixture.last.experts
+    dtype = mixture.last.tensor.dtype
+    if isinstance(router, Choice):
+        shares = op.Cast(router.shares, to=dtype)
+        routes = _scattered(op, router.chosen, shares, count, dtype)
+        # QMoE takes the k greatest. What it takes beyond the chosen has a share of 0.
+        return [mixture.x, routes, routes], routes
+    probabilities = op.Softmax(router.logits, axis=-1)
+    # Of equal ones the operators take the last, and TopK the first.
+    flipped = op.Gather(probabilities, _constant(op, [*reversed(range(count))]), axis=1)
+    shares, places = op.TopK(flipped, _constant(op, [mixture.k]), _outputs=2)
+    if router.normalize:
+        shares = op.Div(shares, op.ReduceSum(shares, _constant(op, [-1]), keepdims=1))
+    chosen = op.Sub(_constant(op, count - 1), places)
+    inputs = [mixture.x, router.logits]
+    if not router.normalize:  # QMoE's own softmax is over the chosen
+        inputs = [mixture.x, probabilities, probabilities]
+    return inputs, _scattered(op, chosen, shares, count, dtype)
+
+
+def _part(
+    graph: ir.Graph, names: FreshNames, stack: ir.Value, count: int, expert: int
+) -> ir.Value:
+    """Return one expert's part of a constant, which lies where that does."""
+    name, whole = names.take(f"{stack.name}.{expert}"), constant(stack)
+    assert whole is not None
+    shape, tensor = ir.Shape(whole.shape.numpy()[1:]), whole
+    if isinstance(whole, ir.ExternalTensor):
+        size = whole.nbytes // count
+        place = whole.location, (whole.offset or 0) + expert * size, size
+        tensor = ir.ExternalTensor(
+            *place, whole.dtype, shape=shape, name=name, base_dir=whole.base_dir
         )
-
-    def _routes(self, op: Any, mixture: Mixture) -> tuple[list[Any], Any]:
-        """Emit the routes; return what QMoE reads, and them."""
-        router, count = mixture.router, mixture.last.experts
-        dtype = mixture.last.tensor.dtype
-        if isinstance(router, Choice):
-            shares = op.Cast(router.shares, to=dtype)
-            routes = _scattered(op, router.chosen, shares, count, dtype)
-            # QMoE takes the k greatest. What it takes beyond the chosen has a share of 0.
-            return [mixture.x, routes, routes], routes
-        probabilities = op.Softmax(router.logits, axis=-1)
-        # Of equal ones the operators take the last, and TopK the first.
-        flipped = op.Gather(probabilities, _constant(op, [*reversed(range(count))]), axis=1)
-        shares, places = op.TopK(flipped, _constant(op, [mixture.k]), _outputs=2)
-        if router.normalize:
-            shares = op.Div(shares, op.ReduceSum(shares, _constant(op, [-1]), keepdims=1))
-        chosen = op.Sub(_constant(op, count - 1), places)
-        inputs = [mixture.x, router.logits]
-        if not router.normalize:  # QMoE's own softmax is over the chosen
-            inputs = [mixture.x, probabilities, probabilities]
-        return inputs, _scattered(op, chosen, shares, count, dtype)
-
-    def _part(self, stack: ir.Value, count: int, expert: int) -> ir.Value:
-        """Return one expert's part of a constant, which lies where that does."""
-        name, whole = self._names.take(f"{stack.name}.{expert}"), constant(stack)
-        assert whole is not None
-        shape, tensor = ir.Shape(whole.shape.numpy()[1:]), whole
-        if isinstance(whole, ir.ExternalTensor):
-            size = whole.nbytes // count
-            place = whole.location, (whole.offset or 0) + expert * size, size
-            tensor = ir.ExternalTensor(
-                *place, whole.dtype, shape=shape, name=name, base_dir=whole.base_dir
-            )
-        else:
-            tensor = ir.Tensor(whole.numpy()[expert], dtype=whole.dtype, name=name)
-        return new_initializer(self._model.graph, tensor)
+    else:
+        tensor = ir.Tensor(whole.numpy()[expert], dtype=whole.dtype, name=name)
+    return new_initializer(graph, tensor)
 
 
 def _order(parts: Sequence[Columns], layers: Sequence[Layer]) -> Iterator[int]:
