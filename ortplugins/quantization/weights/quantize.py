@@ -127,7 +127,8 @@ def quantize(
         executor: Where weights are worked on: any ``concurrent.futures.Executor``; by default
             threads, one per core. The result is the same, bit for bit.
         work_dir: Folder for intermediate files, about as large as the result; every worker of
-            the executor has to see it. By default the run folder, or the output's own.
+            the executor has to see it, and the run folder. By default that, or the output's
+            own.
         run_folder: Folder that keeps statistics and codes, so that an interrupted run goes on
             and another method need not calibrate again; it is made, can be deleted
             at any time, and holds K x K floats for each activation. Needs a path as model.
