@@ -28,7 +28,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from rewrite_rules.graph.initializers import name_apart
-from rewrite_rules.graph.nodes import label, remove_unused, subgraphs
+from rewrite_rules.graph.nodes import all_nodes, label, remove_unused, subgraphs
 from rewrite_rules.remarks import PassContext
 from rewrite_rules.shapes.dimensions import Dim, Dims, Shape
 from rewrite_rules.shapes.node_facts import Integers
@@ -245,6 +245,7 @@ class _Readings:
     def __init__(self, model: ir.Model, shapes: ProvedShapes) -> None:
         self._shapes = shapes
         self._earliest = _EarliestValues(model, shapes)
+        self._divisors = _divisors(model)
         self._now: dict[ir.Value, _Now] = {}
         self.better: dict[ir.Node, Reading] = {}
         for graph in (model.graph, *(function.graph for function in model.functions.values())):
@@ -286,7 +287,7 @@ class _Readings:
     def _find(self, node: ir.Node, now: _Now) -> Reading | None:
         integers = self._shapes.integers(node.outputs[0])
         if integers is not None and integers.constants is not None:
-            return _constant(integers)
+            return None if node.outputs[0] in self._divisors else _constant(integers)
         if integers is None or integers.known is None or node.op_type == "Size":
             return self._find_first(node, now)
         dims, scalar = integers.known, not integers.shape
@@ -335,6 +336,28 @@ class _Readings:
 
     def _order(self, reading: Reading) -> tuple[int, int]:
         return self._place(reading), reading.nodes
+
+
+def _divisors(model: ir.Model) -> set[ir.Value]:
+    """Return what a division that need not run divides by, and what that comes from.
+
+    Constants are folded whether the branch runs or not, and by 0 no session opens.
+    """
+    pending = [
+        value
+        for node in all_nodes(model)
+        if node.op_type in ("Div", "Mod") and node.graph is not model.graph
+        for value in node.inputs[1:2]
+        if value is not None
+    ]
+    found = set(pending)
+    for value in pending:  # grows
+        maker = value.producer()
+        read = () if maker is None else maker.inputs
+        new = [each for each in read if each is not None and each not in found]
+        found.update(new)
+        pending += new
+    return found
 
 
 def _merge(

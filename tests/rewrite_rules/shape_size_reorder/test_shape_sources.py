@@ -222,6 +222,22 @@ def test_a_cast_of_what_became_a_constant_opens_as_before():
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize("operator", ["Div", "Mod"])
+def test_a_division_that_does_not_run_is_not_folded(operator):
+    """onnxruntime folds what is constant in a branch that is not taken, too."""
+    before, after = (
+        parse(f"""g (int8[s, 0] x, bool c) => (int64 o) <int64 seven = {{7}}> {{
+        h = Abs (x)  size = Size (h)  more = Add (size, size)
+        o = If (c) <then_branch = t () => (int64 a) {{ a = {operator} (seven, more) }},
+            else_branch = f () => (int64 b) {{ b = Identity (seven) }}> }}""")
+        for _ in range(2)
+    )
+    simplify(after)
+    feed = {"x": np.zeros((2, 0), np.int8), "c": np.array(False)}
+    expected, found = (session(m, optimised=True).run(None, feed) for m in (before, after))
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_a_size_of_minus_1_is_no_proof():
     before = parse("g (float[a, 3] x) => (int64[k] o) { h = Relu (x)\n o = Shape (h) }")
     before.graph.inputs[0].shape = ir.Shape([-1, 3])  # as Paddle's exporter writes it
