@@ -122,6 +122,17 @@ def test_texts_are_long_by_queries_and_keys(tmp_path: Path):
     assert found == [s * t >= 36 and texts > 0 for s, t, texts in sizes]
 
 
+def test_long_texts_hold_no_mask_for_each_query():
+    result = fused(attention(KEYS))[0]
+    (mask,) = (node.outputs[0] for node in result.graph if node.op_type == "Expand")
+    mask.dtype = ir.DataType.FLOAT
+    result.graph.outputs.append(mask)
+    session = opened(ir.to_proto(result))
+    for size, rows in ((5, 5), (7, 0)):
+        found = session.run(None, feeds_of(np.zeros((2, 1, 1, size)), size, 2))[-1]
+        assert found.shape == (2, 1, rows, size)
+
+
 def test_attention_without_a_mask(tmp_path: Path):
     model = attention(masked="scores = Mul(scaled, scale)")
     short, long = (feeds_of(np.zeros((2, 1, 1, size)), size, 2) for size in (5, 7))
