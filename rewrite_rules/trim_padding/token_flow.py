@@ -244,7 +244,8 @@ class TokenFlow:
         if node.op_type == "Constant" and node.domain == "":
             return []  # looked at where it is needed
         inputs = [None if value is None else self.value(value) for value in node.inputs]
-        if any(map(self._reads_sequence, subgraphs(node))):
+        inside = list(subgraphs(node))
+        if inside and (any(map(_changes, inputs)) or any(map(self._reads_sequence, inside))):
             raise Refusal(
                 "reads the sequence inside of a subgraph; where TransformerFusion wrote it, "
                 "optimise the original with both passes"
