@@ -13,10 +13,11 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from builders.processes import python
-from builders.text_models import matmul_chain, model_of, normal
+from builders.text_models import matmul_chain, matmul_of, model_of, normal
 
 from ortplugins.quantization import quantize
 from ortplugins.quantization.methods.gptq import Gptq
+from ortplugins.quantization.weights import run
 
 # Processes are started in the middle of these; one worker of pytest-xdist runs them all.
 pytestmark = pytest.mark.xdist_group("scale_out")
@@ -167,3 +168,19 @@ def test_threads_share_the_memory_that_there_is():
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         alone = peak(executor)
     assert peak(None) < alone + factor / 2
+
+
+def test_statistics_are_not_held_while_weights_are_worked_on(monkeypatch):
+    k, held = 1500, []
+    work = run.quantize_group
+
+    def measured(*args, **keywords):
+        held.append(tracemalloc.get_traced_memory()[0])
+        return work(*args, **keywords)
+
+    monkeypatch.setattr(run, "quantize_group", measured)
+    samples = [{"x": normal(800, k)}]
+    tracemalloc.start()
+    quantize(matmul_of(normal(k, 8)), method="gptq", calibration_data_reader=samples)
+    tracemalloc.stop()
+    assert held[0] < samples[0]["x"].nbytes * 2 + 2 * k * k  # half of a Gram matrix

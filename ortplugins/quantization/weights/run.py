@@ -260,10 +260,8 @@ class _Run:
         if missing and self._calibration is not None:
             batches = collect(self._plan.model, missing, self._calibration)
         for batch in itertools.chain([{}], batches):
-            for name, found in batch.items():
-                arrays = {} if found is None else found.arrays()
-                known[name] = self._folder.keep_statistics(keys[name], arrays)
-            batch.clear()  # in files now
+            for name in list(batch):  # nothing holds them once they are in files
+                known[name] = self._folder.keep_statistics(keys[name], batch.pop(name))
             ready = [group for group in waiting if known.keys() >= set(group.names)]
             waiting = [group for group in waiting if group not in ready]
             for group in ready:

@@ -20,12 +20,12 @@ from typing import Any
 
 import filelock
 import numpy as np
-import numpy.typing as npt
 import onnxruntime
 
 from ortplugins import __version__
 from ortplugins.errors import UsageError
 from ortplugins.model_io.loading import digest_of_files
+from ortplugins.quantization.statistics.accumulator import ActivationStatistics
 from ortplugins.quantization.statistics.collect import Calibration
 from ortplugins.quantization.tensor_reference import ScratchWriter, TensorReference
 from ortplugins.quantization.weights.recipe import Recipe
@@ -97,10 +97,10 @@ class RunFolder:
         return None if found is None else found[0]
 
     def keep_statistics(
-        self, key: str, arrays: Mapping[str, npt.NDArray[Any]]
+        self, key: str, statistics: ActivationStatistics | None
     ) -> dict[str, TensorReference]:
         """Write the statistics of an activation, a file for each; return where they are."""
-        entry = f"statistics-{key}"
+        entry, arrays = f"statistics-{key}", statistics.arrays() if statistics else {}
         found = {n: self.writer(f"{entry}-{n}").append(array) for n, array in arrays.items()}
         self._seal(entry, found, {})
         return found
