@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: MIT
 """QuantizeLinear behind DequantizeLinear -> fewer nodes, one row per identity.
 
+    bridge        DQ(Q(DQ(Q(DQ(codes, a), b), b), a), a)     ->  DQ(codes, a)      on request
     kept codes    DQ(Q(DQ(codes, a), b), c)                  ->  DQ(codes, c)
     kept values   DQ(Q(DQ(codes, a), b), c)                  ->  DQ(codes, a)
     bare codes    Q(DQ(codes, a), b)                         ->  Identity(codes)
 
-``a``, ``b`` and ``c`` are the nodes' own grids. They change no bit: all codes of ``a`` go
-through the operators to decide them (:meth:`.QuantizationGrid.keeps_codes`). Of any
+``a``, ``b`` and ``c`` are the nodes' own grids. All but the bridge change no bit: all codes of
+``a`` go through the operators to decide them (:meth:`.QuantizationGrid.keeps_codes`). Of any
 number of pairs with equal parameters one is left.
 """
 
@@ -25,13 +26,19 @@ from rewrite_rules.graph.nodes import (
     producer,
     remove_unused,
 )
+from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import read_grid
 from rewrite_rules.remarks import PassContext, Refusal
 
 
-def fold_pairs(model: ir.Model, target: str, context: PassContext) -> None:
-    """Fold in place, subgraphs too; for ``"qnn"``, keep pairs that convert between types."""
-    folds = _Folds(context, target)
+def fold_pairs(
+    model: ir.Model, target: str, context: PassContext, *, merge: bool = False
+) -> None:
+    """Fold in place, subgraphs included; for ``"qnn"``, keep pairs that convert between types.
+
+    ``merge`` bridges regions, which changes numbers.
+    """
+    folds = _Folds(context, target, merge)
     # Outer graphs come before their subgraphs, and what is read before what reads it.
     for graph in model.graphs():
         for node in list(graph):
@@ -44,9 +51,10 @@ def fold_pairs(model: ir.Model, target: str, context: PassContext) -> None:
 class _Folds:
     """Folds single QuantizeLinear nodes of dequantised values; each grid is read once."""
 
-    def __init__(self, context: PassContext, target: str) -> None:
+    def __init__(self, context: PassContext, target: str, merge: bool) -> None:
         self._remarks = context.remarks
         self._target = target
+        self._merge = merge
         self._grid = functools.cache(read_grid)
         self.changed = False
 
@@ -66,8 +74,14 @@ class _Folds:
                     self._remarks.refused(label(last), f"not folded: {refusal}")
 
     def _fold_pair(self, before: ir.Node, through: ir.Node, last: ir.Node) -> None:
+        codes = before.inputs[0]
         coarse, fine, after = map(self._grid, (before, through, last))
-        if coarse.keeps_codes(fine):
+        wide = self._bridged(before, fine, after) if self._merge else None
+        if wide is not None:
+            codes = wide.inputs[0]
+            assert codes is not None
+            reason = f"reads {codes.name!r}, which stayed in 16 bits"
+        elif coarse.keeps_codes(fine):
             reason = f"gives back each code of {label(before)!r}: folded"
         elif self._target == "qnn" and coarse.dtype != fine.dtype:
             # One Convert there, and operators behind it have no kernels for two types. CPUs
@@ -80,8 +94,25 @@ class _Folds:
             _take_parameters(last, before)
         else:
             return
-        last.replace_input_with(0, before.inputs[0])
+        last.replace_input_with(0, codes)
         self._fired(through, reason)
+
+    def _bridged(
+        self, narrowed: ir.Node, wide: QuantizationGrid, after: QuantizationGrid
+    ) -> ir.Node | None:
+        """The DequantizeLinear of 16 bits before a pair of 8 bits, if the grids are equal.
+
+        The exit of a region leads into another one of the same grid: without a rounding to 8
+        bits between them the result is more accurate, and not the same bits.
+        """
+        quantize = None if narrowed.inputs[0] is None else narrowed.inputs[0].producer()
+        if quantize is None or not is_quantize_linear(quantize):
+            return None
+        before, narrow = dequantizer(input_of(quantize, 0)), self._grid(narrowed)
+        if before is None or (wide.bits, narrow.bits) != (16, 8):
+            return None
+        grids = self._grid(before), self._grid(quantize), after
+        return before if grids == (wide, narrow, wide) else None
 
     def _fold_codes(self, before: ir.Node, through: ir.Node, last: ir.Node) -> None:
         """For a caller or an integer operator that reads codes; outputs keep their names."""

@@ -56,6 +56,11 @@ class MixedPrecisionBoundaries(Pass):
         "Convert; 'cpu' drops a 16-bit pair that gives back the 8-bit values before it.",
         choices=("cpu", "qnn"),
     )
+    merge: bool = option(
+        False,
+        "Where one region leads straight into another, drop the 8-bit pair between them: more "
+        "accurate, but the numbers change.",
+    )
     float_limit_mb: int = option(
         1024,
         "In mode 'float': megabytes that weights of float regions may take as float "
@@ -107,7 +112,7 @@ class MixedPrecisionBoundaries(Pass):
                 "model", "nothing is to change its precision: give overrides, or promote"
             )
         place_boundaries(model, options, context)
-        fold_pairs(model, self.target, context)
+        fold_pairs(model, self.target, context, merge=self.merge)
 
     def rearrange(self, model: ir.Model, context: PassContext) -> None:
         """Dequantise constants of float regions; see :mod:`.float_region_constants`.

@@ -292,14 +292,22 @@ def test_mode_float_keeps_what_a_range_clips(text, points, clipped, ends):
         assert y == pytest.approx(ends, abs=1e-3)
 
 
-def test_a_region_beside_an_earlier_one_keeps_the_pair_between():
-    model = quantized(CHAIN)
-    for name in "BC":
-        asked = MixedPrecisionBoundaries(promote=name, target="qnn")
-        model = ortplugins.optimize(model, passes=[asked]).model
-        if name == "B":
-            assert chains(model) == {"x>u8>A", "A>u8>u16>B", "B>u16>u8>C", "C>u8>y"}
-    assert chains(model) == {"x>u8>A", "A>u8>u16>B", "B>u16>u8>u16>C", "C>u16>y"}
+def test_a_region_beside_an_earlier_one_is_bridged_where_asked():
+    made = {}
+    for merge in (False, True):
+        model = quantized(CHAIN)
+        for name in "BC":
+            asked = MixedPrecisionBoundaries(promote=name, target="qnn", merge=merge)
+            model = ortplugins.optimize(model, passes=[asked]).model
+            if name == "B":
+                assert chains(model) == {"x>u8>A", "A>u8>u16>B", "B>u16>u8>C", "C>u8>y"}
+        made[merge] = model
+    assert chains(made[False]) == {"x>u8>A", "A>u8>u16>B", "B>u16>u8>u16>C", "C>u16>y"}
+    assert chains(made[True]) == {"x>u8>A", "A>u8>u16>B", "B>u16>C", "C>u16>y"}
+    feeds = {"x": np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3)}
+    exact = run(parse(CHAIN), feeds)[0]
+    errors = {merge: np.abs(run(made[merge], feeds)[0] - exact).max() for merge in made}
+    assert errors[True] <= errors[False] + 1e-4
 
 
 UNARY = ("Sigmoid", "Tanh", "Neg", "Relu")
