@@ -67,9 +67,13 @@ class Dependencies:
         shape_readers = [node.op_type in _SHAPE_READERS for node in nodes]
         return cls(nodes, producers, consumers, shape_readers)
 
-    def default(self) -> list[int]:
-        """Return the order of a default session."""
-        return self.depth_first(range(len(self.nodes)), self.producers.__getitem__)
+    def default(self, file_order: Sequence[int] | None = None) -> list[int]:
+        """Return the order of a default session; ``file_order`` is that of another file."""
+        file_order = file_order or range(len(self.nodes))
+        rank = ranks(file_order)
+        return self.depth_first(
+            file_order, lambda node: sorted(self.producers[node], key=rank.__getitem__)
+        )
 
     def depth_first(
         self, roots: Iterable[int], producers: Callable[[int], Sequence[int]]
@@ -89,7 +93,7 @@ class Dependencies:
         return result
 
     def priority(self, file_order: Sequence[int] | None = None) -> list[int]:
-        """Return the order of a session with ``PRIORITY_BASED``, by default of this file."""
+        """Return the order of a session with ``PRIORITY_BASED``; ``file_order`` as before."""
         rank = ranks(file_order or range(len(self.nodes)))
         late = len(rank)
         first = self.shape_readers
@@ -109,6 +113,13 @@ class Dependencies:
                 if not waiting[consumer]:
                     heapq.heappush(heap, (key[consumer], consumer))
         return result
+
+    def smallest_last(self, key: Sequence[int]) -> list[int]:
+        """Return a file filled from its end, each time with the smallest key that is ready."""
+        backwards = dataclasses.replace(
+            self, producers=self.consumers, consumers=self.producers
+        )
+        return backwards.smallest_first(key)[::-1]
 
 
 def ranks(order: Sequence[int]) -> list[int]:

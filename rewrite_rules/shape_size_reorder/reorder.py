@@ -20,7 +20,7 @@ from rewrite_rules.shape_size_reorder.search import (
     memory_order,
 )
 from rewrite_rules.shape_size_reorder.simplify import simplify_shapes
-from rewrite_rules.shapes.proved_shapes import DEFAULT_DIM, concrete_shapes
+from rewrite_rules.shapes.proved_shapes import DEFAULT_DIM, ConcreteShapes, concrete_shapes
 
 # What makes a session run the nodes in the order of the file.
 _IN_FILE_ORDER = {"execution_order": "PRIORITY_BASED"}
@@ -41,8 +41,13 @@ def reorder(
     context: PassContext,
     *,
     dims: Mapping[str, int],
+    for_default_order: bool = False,
 ) -> None:
-    """Simplify shapes and reorder in place; remarks tell the peaks of all three orders."""
+    """Simplify shapes and reorder in place; remarks tell the peaks of all three orders.
+
+    ``for_default_order``: sessions take no order, so that the file has to be one whose default
+    order is good.
+    """
     custom = [node for node in all_nodes(model) if is_custom(node, model)]
     called = {node for each in model.functions.values() for node in each.graph.all_nodes()}
     if len(custom) > 1 or not called.isdisjoint(custom):
@@ -56,13 +61,16 @@ def reorder(
     simplify_shapes(model, context)
     shapes = concrete_shapes(model, dims)
     order = memory_order(model.graph, shapes)
-    if context.cpu_only:
-        other = memory_order(model.graph, shapes, reuse=False)
-        order = _without_reuse(order, other, context)
-    _run_in_file_order(order, context)
-    with_arena = context.cpu_only and context.cpu_arena
-    if with_arena and order.default.peak >= _LEAN_BYTES:
-        _without_pattern(order, context)
+    if for_default_order:
+        _write_default_order(model, order, shapes, context)
+    else:
+        if context.cpu_only:
+            other = memory_order(model.graph, shapes, reuse=False)
+            order = _without_reuse(order, other, context)
+        _run_in_file_order(order, context)
+        with_arena = context.cpu_only and context.cpu_arena
+        if with_arena and order.default.peak >= _LEAN_BYTES:
+            _without_pattern(order, context)
     if shapes.unknown_dims:
         context.remarks.note(
             _GRAPH,
@@ -115,6 +123,21 @@ def _without_reuse(order: GraphOrder, without: GraphOrder, context: PassContext)
         f"instead of {bytes_without / 1e6:.1f}",
     )
     return without
+
+
+def _write_default_order(
+    model: ir.Model, order: GraphOrder, shapes: ConcreteShapes, context: PassContext
+) -> None:
+    file = memory_order(model.graph, shapes, for_default_order=True)
+    if file.ours.peak < order.default.peak:
+        file.apply()
+        context.remarks.fired(
+            _GRAPH, f"by default it now runs with a peak of {_mb(file.ours)}; {_peaks(order)}"
+        )
+    else:
+        context.remarks.refused(
+            _GRAPH, f"no file runs better by default than it does; {_peaks(order)}"
+        )
 
 
 def _run_in_file_order(order: GraphOrder, context: PassContext) -> None:

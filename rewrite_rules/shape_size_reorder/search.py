@@ -5,7 +5,8 @@ Every Shape and Size runs directly after its producer, and so does the small cha
 that hangs on it. Of the others, several orders are made (the two native ones, and
 :mod:`.heuristics`) and simulated; the best is taken.
 
-The result is an order that onnxruntime's ``PRIORITY_BASED`` runs as it is.
+The result is an order that onnxruntime's ``PRIORITY_BASED`` runs as it is, or what the best of
+three files runs by default.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class GraphOrder:
     """The order computed for a graph, beside those of onnxruntime.
 
     Attributes:
-        ours: How nodes are to lie in the file, and run with ``ExecutionOrder.PRIORITY_BASED``.
+        file_order: How nodes are to lie in the file: positions in the graph.
+        ours: How they then run, with ``ExecutionOrder.PRIORITY_BASED`` or by default.
         default, priority: What a session runs with the file as it is.
         chain_bytes: Bytes of all results of Shape, Size and the chains on them. So much, at
             most, may ours lie above the better native order, for having them early.
@@ -71,6 +73,7 @@ class GraphOrder:
     """
 
     graph: ir.Graph
+    file_order: tuple[int, ...]
     ours: SimulatedOrder
     default: SimulatedOrder
     priority: SimulatedOrder
@@ -97,7 +100,7 @@ class GraphOrder:
         nodes = [node for node in self.graph if not is_constant(node)]
         if len(nodes) > 1:
             self.graph.remove(nodes)
-            self.graph.extend(nodes[index] for index in self.ours.order)
+            self.graph.extend(nodes[index] for index in self.file_order)
 
 
 def memory_order(
@@ -106,16 +109,18 @@ def memory_order(
     parent: ir.Node | None = None,
     *,
     reuse: bool = True,
+    for_default_order: bool = False,
 ) -> GraphOrder:
     """Compute an order with a low peak of live bytes; the graph stays as it is.
 
     ``parent`` is the node whose body the graph is. The session that will run ours reuses
-    buffers or not.
+    buffers or not, and runs the file by default or by ``PRIORITY_BASED``.
     """
     model = MemoryModel(graph, shapes, parent)
     dependencies = model.dependencies
+    of_session = {"reuse": reuse, "for_default_order": for_default_order}
     bodies = {
-        index: [memory_order(body, shapes, node, reuse=reuse) for body in subgraphs(node)]
+        index: [memory_order(body, shapes, node, **of_session) for body in subgraphs(node)]
         for index, node in enumerate(dependencies.nodes)
     }
     classes, chain_bytes = _chain_classes(model)
@@ -157,11 +162,23 @@ def memory_order(
         reached = peak_of(settled)
         if reached < peak:
             best, peak = settled, reached
+    runs = file_order = best
+    if for_default_order:
+        # As it is, as wanted, and filled from its end on with what is to run first.
+        filled = tuple(dependencies.smallest_last(ranks(best)))
+        runs, file_order = min(
+            (
+                (tuple(dependencies.default(file)), file)
+                for file in (tuple(range(len(best))), best, filled)
+            ),
+            key=lambda pair: peak_of(pair[0]),
+        )
     orders = [order for found in bodies.values() for order in found]
     unknown_values = [name for order in orders for name in order.unknown_values]
     return GraphOrder(
         graph=graph,
-        ours=simulated(best, inside, reuse),
+        file_order=file_order,
+        ours=simulated(runs, inside, reuse),
         default=default,
         priority=priority,
         chain_bytes=chain_bytes + sum(order.chain_bytes for order in orders),

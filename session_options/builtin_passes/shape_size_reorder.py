@@ -30,6 +30,11 @@ class ShapeSizeReorder(Pass):
         "Sizes of symbolic dimensions for estimates of memory: batch=1,seq=512. Others count "
         "as 128. Results are right for any sizes.",
     )
+    for_default_order: bool = option(
+        False,
+        "Write a file whose default order is good, for sessions that cannot be set to run in "
+        "file order (Triton, C++); else sessions are set to ExecutionOrder.PRIORITY_BASED.",
+    )
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -44,7 +49,7 @@ class ShapeSizeReorder(Pass):
         """
         from rewrite_rules.shape_size_reorder.reorder import reorder
 
-        reorder(model, context, dims=self.sizes)
+        reorder(model, context, dims=self.sizes, for_default_order=self.for_default_order)
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -30,8 +30,8 @@ def entries(text: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
             },
         ),
         (
-            r"trim_padding:mask=a\,b=1;pack=1",
-            {"trim_padding": {"mask": "a,b=1", "pack": "1"}},
+            r"shape_size_reorder:dims=batch=1\,seq=512;for_default_order=1",
+            {"shape_size_reorder": {"dims": "batch=1,seq=512", "for_default_order": "1"}},
         ),
         (
             r"mixed_precision_boundaries:overrides=@C:\new\over.json",

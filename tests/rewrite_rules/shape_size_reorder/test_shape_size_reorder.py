@@ -112,10 +112,16 @@ def test_tensors_of_unknown_size_are_named(tmp_path):
     assert any("the largest input of their node: i, " in note for note in notes)
 
 
-def test_a_file_says_what_sessions_need(gradient, tmp_path):
-    written = ortplugins.optimize(gradient, tmp_path / "o.onnx", passes=["shape_size_reorder"])
-    notes = [note for note in written.report.notes if "execution_order" in note]
-    assert notes == ["sessions on this file need execution_order = PRIORITY_BASED"]
+@pytest.mark.parametrize("default", [False, True])
+def test_a_file_says_what_sessions_need(default, gradient, tmp_path):
+    options = {"shape_size_reorder.for_default_order": default}
+    given = {"passes": ["shape_size_reorder"], "options": options}
+    report = ortplugins.optimize(gradient, tmp_path / "o.onnx", **given).report
+    notes = [note for note in report.notes if "execution_order" in note]
+    needed = ["sessions on this file need execution_order = PRIORITY_BASED"]
+    assert notes == ([] if default else needed)
+    reason = next(remark.reason for remark in report.remarks if remark.node == "graph")
+    assert ("by default it now runs" in reason) is default
 
 
 @pytest.mark.parametrize("dims", ["rows", "rows=", "=3", "rows=-1", "rows=a,b=2"])
@@ -359,14 +365,15 @@ def test_an_order_that_holds_more_is_left():
 
 @pytest.mark.parametrize("domain", ["maker", "ai.onnx.contrib", "com.microsoft.extensions"])
 @pytest.mark.parametrize("seed", [265, 271, 330])
-def test_custom_operators_run_in_the_order_that_they_ran_in(domain, seed):
+@pytest.mark.parametrize("default", [False, True])
+def test_custom_operators_run_in_the_order_that_they_ran_in(domain, seed, default):
     """What holds state would count in another order, be it that of simpler shapes."""
     model, rng = ir.from_proto(order_graphs.random_model(seed, 30)), random.Random(seed)
     unary = ("Relu", "Neg", "Sigmoid", "Tanh", "Abs", "Exp")
     for node in rng.sample([node for node in model.graph if node.op_type in unary], 3):
         node.domain = domain
     before, context = ir.to_proto(model), PassContext(Remarks("shape_size_reorder"))
-    reorder(model, context, dims={})
+    reorder(model, context, dims={}, for_default_order=default)
     (remark,) = context.remarks
     assert "several custom operators" in remark.reason
     assert ir.to_proto(model) == before
@@ -406,12 +413,19 @@ def test_never_worse_and_always_an_order(seed: int, nodes: int, subgraphs: int):
     assert found.ours.peak <= best + found.chain_bytes
     for part in every(found):
         dependencies = Dependencies.of(part.graph)
+        assert part.file_order == part.ours.order
         assert is_order(part.ours.order, dependencies)
         # What PRIORITY_BASED makes of the file is the file.
         assert tuple(dependencies.priority(part.ours.order)) == part.ours.order
         assert set(part.ours.distances) <= {1}
     again = ordered(inferred(order_graphs.random_model(seed, nodes, subgraphs)))
     assert again.ours.order == found.ours.order
+    file = memory_order(model.graph, concrete_shapes(model), for_default_order=True)
+    for part in every(file):
+        dependencies = Dependencies.of(part.graph)
+        assert is_order(part.file_order, dependencies)
+        assert tuple(dependencies.default(part.file_order)) == part.ours.order
+    assert file.ours.peak <= found.default.peak
     found.apply()
     again = Dependencies.of(model.graph)
     assert again.priority() == list(range(len(again.nodes)))
