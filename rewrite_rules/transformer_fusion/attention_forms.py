@@ -122,17 +122,13 @@ class Attention:
         return False
 
     @property
-    def one_batch(self) -> bool:
-        """Whether queries, keys and values are proved to have one batch."""
-        return all(self.same_tokens(heads)[0] for heads in self.both)
-
-    @property
     def keeps_tokens(self) -> bool:
         """Whether the result has B and S of the queries; a mask that has more is an error."""
         dims = self.facts.dims(self.mask, 4)
         pairs = [] if dims is None else zip((dims[0], dims[2]), self.tokens, strict=True)
         stay = all(rows_are(size, own, self.facts) for size, own in pairs)
-        return self.one_batch and stay and (self.mask is None or dims is not None)
+        one_batch = all(self.same_tokens(heads)[0] for heads in self.both)
+        return one_batch and stay and (self.mask is None or dims is not None)
 
     @property
     def appends_tokens(self) -> bool:
@@ -200,6 +196,11 @@ class Attention:
         """Emit B and S."""
         return batch_and_length(op, self.query, self.facts)
 
+    def count_keys(self, op: Any) -> Any:
+        """Emit T."""
+        axis = self.read_keys.length_axis
+        return op.Shape(self.keys, start=axis, end=axis + 1)
+
     def one_token(self, op: Any, rows: ir.Value | None) -> list[Any]:
         """Emit ``[B, 1, H * D]``, where query heads of a group are rows of one head.
 
@@ -265,12 +266,10 @@ class Attention:
         ``last`` is T - 1 for each row and ``total`` T, int32. If ``cached``, the kernel reads
         the cache; else new tokens are by themselves.
         """
-        query = self._rows(op, self.query, self.heads)
-        joins = [producer(whole).inputs for whole in (self.keys, self.values)]
+        past = (producer(each.source).inputs[0] if cached else None for each in self.both)
         attended, keys, values = op.GroupQueryAttention(
-            query,
-            *(self._rows(op, new, self.groups) for _, new in joins),
-            *(past if cached else None for past, _ in joins),
+            *self.rows(op),
+            *past,
             last,
             total,
             None,
@@ -304,22 +303,17 @@ class Attention:
             stored = [self._stored(op, heads) for heads in self.both]
             mixed = op.Attention(self.query, *stored, mask, scale=self.scale)
             return [self._merged(op, mixed, self.query)]
-        width = self.groups * self.size
-        attended = op.Attention(
-            self._rows(op, self.query, self.heads),
-            *(
-                rows(op, heads.source, self.facts, width, heads.split, asked=True)
-                for heads in self.both
-            ),
-            mask,
-            q_num_heads=self.heads,
-            kv_num_heads=self.groups,
-            scale=self.scale,
-        )
-        return [attended]
+        made = {"q_num_heads": self.heads, "kv_num_heads": self.groups, "scale": self.scale}
+        return [op.Attention(*self.rows(op), mask, **made)]
 
-    def _rows(self, op: Any, split: Any, heads: int) -> ir.Value:
-        return rows(op, split, self.facts, heads * self.size, asked=True)
+    def rows(self, op: Any) -> list[ir.Value]:
+        """Emit ``[B, S, H * D]`` of queries, and of keys and values, of a cache new ones."""
+        read = [(self.query, self.heads, False)]
+        read += [(self.new(each), self.groups, each.split) for each in self.both]
+        return [
+            rows(op, heads, self.facts, count * self.size, are_split, asked=True)
+            for heads, count, are_split in read
+        ]
 
     def _merged(self, op: Any, mixed: ir.Value, query: ir.Value) -> Any:
         """Emit ``[B, S, H * D]`` of ``[B, H, S, D]``, for queries of the same axes."""

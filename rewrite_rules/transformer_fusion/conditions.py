@@ -20,7 +20,7 @@ from onnxscript import TapeBuilder
 from rewrite_rules.shapes.dimensions import Dims, number
 from rewrite_rules.transformer_fusion.attention_forms import Attention
 from rewrite_rules.transformer_fusion.head_layout import in_order, ints, unproved_splits
-from rewrite_rules.transformer_fusion.long_texts import is_long, key_count
+from rewrite_rules.transformer_fusion.long_texts import is_long
 from rewrite_rules.transformer_fusion.masks import HIDDEN, VISIBLE
 
 Build = Callable[[Any], Sequence[ir.Value]]
@@ -214,7 +214,7 @@ def _with_rows(op: Any, found: Attention, dims: Dims | None, short: ir.Value | N
     count = found.sizes(op)[1]
     if short is not None and number(dims[2]) == 1:
         count = op.Mul(count, op.Cast(short, to=ir.DataType.INT64))
-    return op.Expand(found.mask, ints(op, 1, 1, count, key_count(op, found)))
+    return op.Expand(found.mask, ints(op, 1, 1, count, found.count_keys(op)))
 
 
 def _all(op: Any, *answers: ir.Value | None) -> ir.Value | None:
@@ -242,7 +242,7 @@ def _unproved(op: Any, found: Attention) -> list[ir.Value]:
         if dims[2] not in (one, found.tokens[1]):
             asked.append(op.Equal(_size(op, found.mask, 2), length))
         if dims[3] not in (one, found.key_count):
-            asked.append(op.Equal(_size(op, found.mask, 3), key_count(op, found)))
+            asked.append(op.Equal(_size(op, found.mask, 3), found.count_keys(op)))
     return asked
 
 

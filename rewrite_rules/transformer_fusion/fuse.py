@@ -160,7 +160,7 @@ def _behind(ends: Iterable[ir.Node], steps: int) -> set[ir.Node]:
 def _fuse_attention(
     model: ir.Model, shapes: ProvedShapes, options: TransformerOptions, context: PassContext
 ) -> None:
-    """Fuse rotary embeddings, then attention, in the graph and in the branches of each If."""
+    """Fuse rotary embeddings, then attention, in the graph and in its subgraphs."""
     remarks, inputs = context.remarks, None
     try:
         inputs = DecoderInputs(model)
@@ -169,7 +169,7 @@ def _fuse_attention(
             raise ValueError(f"kv_cache=shared: {refusal}") from refusal
         remarks.note("model", f"no run tries the result: {refusal}")
     is_shared = options.kv_cache == _SHARED and inputs is not None and inputs.has_cache
-    written, graphs = Written(), [model.graph] if is_shared else [*_branches(model.graph)]
+    written, graphs = Written(), [model.graph] if is_shared else [*_graphs(model.graph)]
     _normalise(model, graphs, remarks)
     shared = SharedCache(model, inputs) if is_shared and inputs is not None else None
     nodes = _by_operator(model)
@@ -217,13 +217,12 @@ def _normalise(model: ir.Model, graphs: Sequence[ir.Graph], remarks: Remarks) ->
     model.graph.sort()
 
 
-def _branches(graph: ir.Graph) -> Iterator[ir.Graph]:
-    """Yield a graph and the branches of each If in it: what these read is computed already."""
+def _graphs(graph: ir.Graph) -> Iterator[ir.Graph]:
+    """Yield a graph and its subgraphs; what these read from outside is computed already."""
     yield graph
     for node in graph:
-        if node.op_type == "If" and not node.domain:
-            for branch in subgraphs(node):
-                yield from _branches(branch)
+        for inner in () if node.domain else subgraphs(node):
+            yield from _graphs(inner)
 
 
 def _apply(

@@ -19,7 +19,7 @@ from onnxscript import TapeBuilder
 
 from rewrite_rules.shapes.dimensions import number
 from rewrite_rules.transformer_fusion.attention_forms import Attention
-from rewrite_rules.transformer_fusion.head_layout import ints, rows
+from rewrite_rules.transformer_fusion.head_layout import ints
 from rewrite_rules.transformer_fusion.masks import HIDDEN
 
 # Scores of a head from which this form is faster, S * T. One thread, MiniLM's size, share of
@@ -41,22 +41,17 @@ def is_long(found: Attention, op: Any) -> ir.Value | None:
     if found.mask is not None and (dims is None or dims[1] != (1, ())):
         return None
     made: ir.Value = op.LessOrEqual(
-        ints(op, _LONG), op.Mul(found.sizes(op)[1], key_count(op, found))
+        ints(op, _LONG), op.Mul(found.sizes(op)[1], found.count_keys(op))
     )
     return made
 
 
 def by_text(found: Attention, op: Any) -> list[Any]:
     """Emit ``[B, S, H * D]``; of a mask, all rows are alike, and each text sees a key."""
-    width = found.groups * found.size
-    read = [rows(op, found.query, found.facts, found.heads * found.size, asked=True)]
-    read += [
-        rows(op, each.source, found.facts, width, each.split, asked=True)
-        for each in found.both
-    ]
+    read = found.rows(op)
     kinds = [ir.DataType.FLOAT] * len(read)
     if found.mask is not None:
-        sizes = ints(op, found.sizes(op)[0], 1, 1, key_count(op, found))
+        sizes = ints(op, found.sizes(op)[0], 1, 1, found.count_keys(op))
         first = op.Slice(found.mask, ints(op, 0), ints(op, 1), ints(op, 2))
         added = op.Squeeze(op.Expand(first, sizes), ints(op, 1, 2))
         shown = op.Greater(added, op.Constant(value_float=HIDDEN))
@@ -111,9 +106,3 @@ def _of_text(
         num_heads=heads, scale=found.scale, _domain="com.microsoft",
     )  # fmt: skip
     return made
-
-
-def key_count(op: Any, found: Attention) -> Any:
-    """Emit T."""
-    axis = found.read_keys.length_axis
-    return op.Shape(found.keys, start=axis, end=axis + 1)

@@ -101,7 +101,7 @@ def read_attention(match: Match, facts: ProvedShapes) -> Attention:
         parts.scale, heads, keys.groups, size, match.guarded, True, abs(parts.scores.cap),
         parts.scores.sinks,
     )  # fmt: skip
-    found = dataclasses.replace(found, cached=_is_cached(found))
+    found = dataclasses.replace(found, cached=_is_cached(found, producer(match.mixed)))
     _check_masks(parts, found.cached)
     return found
 
@@ -191,7 +191,8 @@ def _check_masks(parts: _Parts, cached: bool) -> None:
         dims = parts.layout.dims(shape, name)
         shared = cached and parts.heads != parts.keys.groups
         if mask.lowest is not None and not mask.lowest * behind <= highest:
-            raise Refusal(f"Where by {name!r} chooses something else than the lowest number")
+            low = f"{mask.lowest * behind:g}"
+            raise Refusal(f"Where by {name!r} puts {low} for scores, which may be as low")
         # One query head would be repeated for the heads of a mask.
         if (shared or parts.heads == 1) and number(dims[1]) not in (1, parts.heads):
             raise Refusal(f"mask {name!r} may differ from head to head")
@@ -259,9 +260,11 @@ def _number(facts: ProvedShapes, heads: ir.Value) -> int | None:
     return None if shape is None else number(shape[-1])
 
 
-def _is_cached(found: Attention) -> bool:
-    """Whether keys and values are inputs that come back, longer, as outputs."""
-    return all(_appends(made_by(whole, "Concat")) for whole in (found.keys, found.values))
+def _is_cached(found: Attention, product: ir.Node) -> bool:
+    """Whether keys and values are inputs of this graph that come back, longer, as outputs."""
+    joins = [made_by(each.source, "Concat") for each in found.both if not each.split]
+    here = [node for node in joins if node is not None and node.graph is product.graph]
+    return len(here) == len(found.both) and all(map(_appends, here))
 
 
 def _note_heads(cache: ir.Node | None, facts: ProvedShapes) -> None:

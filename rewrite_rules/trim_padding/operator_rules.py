@@ -126,6 +126,10 @@ def _quantized(site: Site) -> Axes:
     return changed(site.tokens(), Sequence.reduced)
 
 
+def _quantized_as_one(site: Site) -> Axes:
+    raise Refusal("takes one scale from all tokens, padding included")
+
+
 def _where(site: Site) -> Axes:
     """Of an operand that the condition chooses at padded positions, what that has there."""
     axes = _elementwise(site)
@@ -564,6 +568,7 @@ _STANDARD: dict[str, Rule] = {
     ),
     **_rows(_repeated, "Expand Tile"),
     "Concat": _concat,
+    "DynamicQuantizeLinear": _quantized_as_one,
     "Gather": _gather,
     "GatherElements": _gather_elements,
     "GatherND": _gather_nd,

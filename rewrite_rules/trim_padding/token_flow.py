@@ -246,10 +246,7 @@ class TokenFlow:
         inputs = [None if value is None else self.value(value) for value in node.inputs]
         inside = list(subgraphs(node))
         if inside and (any(map(_changes, inputs)) or any(map(self._reads_sequence, inside))):
-            raise Refusal(
-                "reads the sequence inside of a subgraph; where TransformerFusion wrote it, "
-                "optimise the original with both passes"
-            )
+            raise Refusal("reads the sequence inside of a subgraph")
         if not any(isinstance(value, Tokens) for value in inputs):
             try:
                 return self._evaluate(node, inputs)

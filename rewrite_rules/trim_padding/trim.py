@@ -24,6 +24,7 @@ from rewrite_rules.facts.made_up_batches import (
     padded_batches,
     with_numbers,
 )
+from rewrite_rules.facts.operator_table import ATTENTIONS
 from rewrite_rules.graph.initializers import FreshNames, name_apart
 from rewrite_rules.graph.nodes import remove_unused
 from rewrite_rules.remarks import PassContext, Refusal, Trial
@@ -36,6 +37,10 @@ from rewrite_rules.trim_padding.token_axes import BATCH, Axes, Sequence, sequenc
 from rewrite_rules.trim_padding.token_flow import Side, Stopped, TokenFlow, Tokens
 
 _MODEL = "model"
+_FUSED = (
+    "; attention is in branches of If, as TransformerFusion writes it: run TrimPadding first, "
+    "or both passes at once"
+)
 _MIN_OPSET = 11  # Pad takes its sizes as an input
 _MASK_TYPES = frozenset({
     ir.DataType.BOOL, ir.DataType.DOUBLE, ir.DataType.FLOAT, ir.DataType.INT32,
@@ -77,7 +82,7 @@ def trim_padding(
         nodes = PaddingNodes(model, names, flow)
         nodes.count(sizes, multiple, repeated, keeps_one)
     except Refusal as refusal:
-        context.remarks.refused(_MODEL, str(refusal))
+        context.remarks.refused(_MODEL, f"{refusal}{_FUSED if _is_fused(model) else ''}")
         return
     context.trials.extend(_trial_batches(model, flow))
     remove_unused(model)  # of which nothing is known
@@ -120,6 +125,11 @@ def _pack(
         why_not = "nothing works token by token for long enough to pack it"
     context.remarks.note(_MODEL, why_not)
     return ""
+
+
+def _is_fused(model: ir.Model) -> bool:
+    nodes = (node for node in model.graph.all_nodes() if node.graph is not model.graph)
+    return any((node.domain, node.op_type) in ATTENTIONS for node in nodes)
 
 
 def _axis_of_rows(known: Tokens) -> int | None:

@@ -333,7 +333,7 @@ def test_a_merged_decoder_is_right():
 
 
 def test_a_loop_of_decoder_steps_is_right():
-    """A cache that is carried from step to step: attention stays, by name."""
+    """A cache that is carried from step to step may have other axes in each: it stays."""
     step = small_decoder(
         ("int64[B, T] attention_mask,", ""),
         ("(float[B, S, 32] y, ", "(bool more, "),
@@ -347,10 +347,60 @@ def test_a_loop_of_decoder_steps_is_right():
             s (int64 step, bool go, {CACHE.format("P", "past")}) => () {{ }}> }}"""
     model = nested(text, step)
     result, remarks, _ = fused(model)
-    assert "attention: it stands in a subgraph" in remarks["refused"]
+    assert "are not known to be [B, H, T, D]" in "".join(remarks["refused"])
     feeds = {name: normal(2, 2, 4, 8) for name in ("first_key", "first_value")}
     feeds["input_ids"] = np.random.default_rng(1).integers(0, 40, (2, 3))
     assert_same_outputs(result, model, feeds, rtol=1e-5, atol=1e-6)
+
+
+def test_attention_in_a_loop_reads_what_is_outside():
+    step = small_decoder(
+        ("(float[B, S, 32] y, ", "(bool more, float[B, S, 32] y, "),
+        UNCACHED,
+        """more = Identity(go)
+        factor = Cast<to = 1>(step)
+        q_rows_0 = MatMul(hidden, q_weight)
+        q_rows = Mul(q_rows_0, factor)""",
+    )
+    text = """g (int64[B, S] input_ids, int64[B, T] attention_mask)
+        => (float[N, B, S, 32] all_y, float[N, B, 2, U, 8] keys, float[N, B, 2, U, 8] values)
+        <int64 steps = {3}, bool all = {1}> { all_y, keys, values = Loop (steps, all) <body =
+            s (int64 step, bool go) => () { }> }"""
+    model = nested(text, step)
+    result, remarks, _ = fused(model)
+    assert remarks["fired"] == ["attention: Attention, MultiHeadAttention for long texts"]
+    ids = np.random.default_rng(1).integers(0, 40, (2, 300))
+    for length in (1, 5, 300):
+        feeds = {"input_ids": ids[:, :length], "attention_mask": ids[:, :length] % 5}
+        assert_same_outputs(result, model, feeds, rtol=1e-4, atol=1e-5)
+
+
+def test_a_cache_outside_of_an_if_is_read_there():
+    """What a branch makes is no output of the graph around it."""
+    model = small_decoder()
+    first = next(i for i, n in enumerate(model.graph.node) if n.output[0] == "k_right")
+    last = next(i for i, n in enumerate(model.graph.node) if n.output[0] == "y_rows")
+    inside = list(model.graph.node[first : last + 1])
+    made = {name for node in inside for name in node.output}
+    graphs = []
+    for prefix in ("t", "e"):
+        nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in inside]
+        for names in (names for node in nodes for names in (node.input, node.output)):
+            names[:] = [prefix + name if name in made else name for name in names]
+        out = onnx.helper.make_tensor_value_info(f"{prefix}y_rows", 1, None)
+        graphs.append(onnx.helper.make_graph(nodes, prefix, [], [out]))
+    branches = {"then_branch": graphs[0], "else_branch": graphs[1]}
+    chosen = onnx.helper.make_node("If", ["flag"], ["y_rows"], **branches)
+    nodes = [*model.graph.node[:first], chosen, *model.graph.node[last + 1 :]]
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    model.graph.input.append(onnx.helper.make_tensor_value_info("flag", 9, [1]))
+    result, remarks, _ = fused(model)
+    assert len(remarks["fired"]) == 2
+    for flag in (True, False):
+        for sizes in (Run(2, 5, 7), Run(1, 6, 0), Run(2, 1, 3)):
+            feeds = decoder_feeds(small_decoder(), sizes, 1) | {"flag": np.array([flag])}
+            assert_same_outputs(result, model, feeds, rtol=1e-5, atol=1e-6)
 
 
 def test_attention_that_a_builder_fused_is_left():
