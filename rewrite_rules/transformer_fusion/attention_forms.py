@@ -21,6 +21,7 @@ from rewrite_rules.transformer_fusion.head_layout import (
     read_split,
     rows,
     rows_are,
+    same_sizes,
     same_tokens,
     token_dims,
     unproved_splits,
@@ -106,20 +107,15 @@ class Attention:
     @property
     def never_fits(self) -> bool:
         """Whether sizes that kernels want to be the same are known to differ."""
-        read = (self.query, *map(self.new, self.both))
-        for one, other in itertools.combinations(read, 2):
-            if False in same_tokens(one, other, self.facts)[: 1 + self.cached]:
-                return True
-        wanted = *self.tokens, self.key_count
+        read, wanted = (self.query, *map(self.new, self.both)), (*self.tokens, self.key_count)
+        same = list[bool | None]()
+        for pair in itertools.combinations(read, 2):
+            same += same_tokens(*pair, self.facts)[: 1 + self.cached]
         for mask in () if self.cached else self.masks:
             dims = self.layout.dims(self.facts.dims(mask.value) or (), mask.value.name)
             pairs = zip((dims[0], *dims[2:]), wanted, strict=True)
-            if any(
-                None not in map(number, pair) and pair[0] not in ((1, ()), pair[1])
-                for pair in pairs
-            ):
-                return True
-        return False
+            same += (same_sizes([(a, b)]) for a, b in pairs if a not in (None, (1, ())))
+        return False in same
 
     @property
     def keeps_tokens(self) -> bool:

@@ -77,10 +77,11 @@ def same_tokens(
     pairs.append([token_dims(heads, facts) for heads in (one, other)])
     known = [(a, b) for a, b in pairs if a is not None and b is not None]
     batch, length = ([(a[axis], b[axis]) for a, b in known] for axis in (0, 1))
-    return _same(batch), _same(length)
+    return same_sizes(batch), same_sizes(length)
 
 
-def _same(pairs: Sequence[tuple[Dim, Dim]]) -> bool | None:
+def same_sizes(pairs: Sequence[tuple[Dim, Dim]]) -> bool | None:
+    """Whether any of some pairs is proved to be of one size, or known to be of two."""
     if any(a == b for a, b in pairs):
         return True
     return False if any(None not in map(number, pair) for pair in pairs) else None

@@ -46,13 +46,17 @@ MAX_NORM_STEPS = 6
 MAX_TANH_STEPS = 3
 
 
-class RmsNorm(RewriteRuleClassBase):
-    """``x / sqrt(mean(x**2) + epsilon) * weight -> SimplifiedLayerNormalization``."""
+class _Rule(RewriteRuleClassBase):
+    """A rule that reads proved shapes and makes remarks."""
 
-    def __init__(self, facts: ProvedShapes, remarks: Remarks) -> None:
-        super().__init__(remove_nodes=False)
+    def __init__(self, facts: ProvedShapes, remarks: Remarks, whole: bool = False) -> None:
+        super().__init__(remove_nodes=whole)  # of which nothing else may be read
         self._facts = facts
         self._remarks = remarks
+
+
+class RmsNorm(_Rule):
+    """``x / sqrt(mean(x**2) + epsilon) * weight -> SimplifiedLayerNormalization``."""
 
     def pattern(self, op, x, weight, epsilon):  # type: ignore[no-untyped-def]
         square = _any_of("square", op.Pow(x, 2.0), op.Mul(x, x))
@@ -129,13 +133,8 @@ def _source(x: ir.Value, out: ir.Value) -> ir.Value | None:
     return x if x.dtype is not None and x.dtype == out.dtype else None
 
 
-class SkipNorm(RewriteRuleClassBase):
+class SkipNorm(_Rule):
     """``SimplifiedLayerNormalization(a + b)``, with the sum as a second result."""
-
-    def __init__(self, facts: ProvedShapes, remarks: Remarks) -> None:
-        super().__init__(remove_nodes=False)
-        self._facts = facts
-        self._remarks = remarks
 
     def pattern(self, op, a, b, weight):  # type: ignore[no-untyped-def]
         total = op.Add(a, b, _outputs=["total"])
@@ -181,15 +180,13 @@ class SkipNorm(RewriteRuleClassBase):
         return results[0], results[3]
 
 
-class TanhGelu(RewriteRuleClassBase):
+class TanhGelu(_Rule):
     """``0.5 * x * (1 + tanh(...)) -> FastGelu(x)``."""
 
     def __init__(
         self, facts: ProvedShapes, remarks: Remarks, factors: Callable[..., Any], order: int
     ) -> None:
-        super().__init__()
-        self._facts = facts
-        self._remarks = remarks
+        super().__init__(facts, remarks, whole=True)
         self._factors = factors
         self._order = order
 

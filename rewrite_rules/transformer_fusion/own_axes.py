@@ -147,7 +147,8 @@ class _HeadsApart:
         if len(before) != _RANK:
             return None
         facts, (batch, heads, *_) = self._facts, map(self._parts, before)
-        for pair in [] if _infers_in_front(node, facts) else itertools.product(batch, heads):
+        is_inferred = (-1, ()) in (facts.numbers(node.inputs[1]) or ())[:-1]
+        for pair in () if is_inferred else itertools.product(batch, heads):
             asked = _asked_sizes(node, (*pair, *before[2:]), facts) or ()
             pairs = zip(asked[1:], before[2:], strict=False)
             fits = len(asked) == _RANK - 1 and all(dim in self._parts(d) for dim, d in pairs)
@@ -299,12 +300,6 @@ def _split(
     asked = ints(op, op.ReduceProd(first, keepdims=1), op.Shape(whole, start=2))
     made: ir.Value = op.Reshape(whole, asked, allowzero=1)
     return made
-
-
-def _infers_in_front(node: ir.Node, facts: ProvedShapes) -> bool:
-    """Whether a Reshape infers a size that is not the last, or may."""
-    target = None if node.inputs[1] is None else facts.integers(node.inputs[1])
-    return target is None or target.known is None or (-1, ()) in target.known[:-1]
 
 
 def _asked_sizes(node: ir.Node, sizes: Dims, facts: ProvedShapes) -> Dims | None:

@@ -123,23 +123,17 @@ def _convolution(node: ir.Node, shapes: ProvedShapes) -> None:
     op = TapeBuilder()
     count = op.Shape(node.inputs[0], start=2, end=3)
     is_few = op.LessOrEqual(count, ints(op, _FEW_TOKENS))
-    _replace(node, op, either(op, is_few, by(_MICROSOFT), by(""), node.name), shapes)
+    made = either(op, is_few, by(_MICROSOFT), by(""), node.name)
+    for old, new in zip(node.outputs, made, strict=True):
+        shapes.replace(old, new)
+    replace = ir.convenience.replace_nodes_and_values
+    replace(_graph(node), node, [node], op.nodes, node.outputs, made)
 
 
 def _swish(node: ir.Node, shapes: ProvedShapes) -> None:
-    op = TapeBuilder()
-    alpha = float_attribute(node, "alpha", 1.0)
-    gate = op.QuickGelu(node.inputs[0], alpha=alpha, _domain=_MICROSOFT, _name=node.name)
-    _replace(node, op, [gate], shapes)
-
-
-def _replace(
-    node: ir.Node, op: TapeBuilder, made: Sequence[ir.Value], shapes: ProvedShapes
-) -> None:
-    graph = _graph(node)
-    for old, new in zip(node.outputs, made, strict=True):
-        shapes.replace(old, new)
-    ir.convenience.replace_nodes_and_values(graph, node, [node], op.nodes, node.outputs, made)
+    alpha = ir.AttrFloat32("alpha", float_attribute(node, "alpha", 1.0))
+    node.attributes.add(alpha)  # onnxruntime's own has another default
+    node.op_type, node.domain = "QuickGelu", _MICROSOFT
 
 
 def _graph(node: ir.Node) -> ir.Graph:
