@@ -47,7 +47,10 @@ class FreshNames:
 
 
 def name_apart(model: ir.Model) -> None:
-    """Rename values that nodes make under a name that another value has."""
+    """Rename values and nodes that have the name of another: onnxruntime opens no such model.
+
+    What replaces a node takes its name, and the node stays where something else reads it.
+    """
     names, graphs, kept = FreshNames(model), list(model.graphs()), set(model.graph.outputs)
     seen = {value.name or "" for value in kept}
     for graph in graphs:
@@ -58,6 +61,12 @@ def name_apart(model: ir.Model) -> None:
         if value.name in seen and value.name and value not in kept:
             value.name = names.take(value.name)
         seen.add(value.name or "")
+    for graph in graphs:
+        named = set[str]()
+        for node in graph:
+            if node.name and node.name in named:
+                node.name = names.take(node.name)
+            named.add(node.name or "")
 
 
 class DerivedInitializers:
