@@ -94,7 +94,7 @@ def _broadcast(
     return tuple(_merged(parts, beside, row) for parts in zip(*padded, strict=True))
 
 
-# Operators, and of which operand 0 gives what is no number; of which some other numbers do.
+# By operator, the operand whose zeros may give NaN or infinity; of _PARTIAL, other values too.
 _BREAKS_AT_0 = {"Div": 1, "Log": 0, "Mod": 1, "Pow": 0, "Reciprocal": 0}
 _PARTIAL = _BREAKS_AT_0 | {"Acos": 0, "Asin": 0, "Sqrt": 0}
 
@@ -126,7 +126,7 @@ def _quantized(site: Site) -> Axes:
     return changed(site.tokens(), Sequence.reduced)
 
 
-def _quantized_as_one(site: Site) -> Axes:
+def _dynamic_quantize(site: Site) -> Axes:
     raise Refusal("takes one scale from all tokens, padding included")
 
 
@@ -568,7 +568,7 @@ _STANDARD: dict[str, Rule] = {
     ),
     **_rows(_repeated, "Expand Tile"),
     "Concat": _concat,
-    "DynamicQuantizeLinear": _quantized_as_one,
+    "DynamicQuantizeLinear": _dynamic_quantize,
     "Gather": _gather,
     "GatherElements": _gather_elements,
     "GatherND": _gather_nd,

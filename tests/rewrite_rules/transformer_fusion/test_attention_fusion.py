@@ -376,7 +376,7 @@ def test_attention_in_a_loop_reads_what_is_outside():
 
 
 def test_a_cache_outside_of_an_if_is_read_there():
-    """What a branch makes is no output of the graph around it."""
+    """Values of a branch are not outputs of the graph around it."""
     model = small_decoder()
     first = next(i for i, n in enumerate(model.graph.node) if n.output[0] == "k_right")
     last = next(i for i, n in enumerate(model.graph.node) if n.output[0] == "y_rows")
