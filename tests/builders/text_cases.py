@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
 """Cases of a rewrite in a text file: what fires beside what must not, and what is expected.
 
-    # name of the case
+    # name of the case -> Conv        what is left, or the codes of refusals
     x: N, 8, W                        settings that the test knows
     a = Conv(x, w)  y = Mul(a, c)     nodes in ONNX's textual syntax
-    -> Conv                           expected: what is left, or the codes of refusals
 
-A block whose title is ``@name`` has lines for all cases that have the line ``@name``.
+What is expected may also stand in lines of its own, ``-> Conv``. The lines below ``# @name``
+are for all cases with the line ``@name``; empty lines, and those with ``##``, are ignored.
 ``ORTPLUGINS_REWRITE_EXPECTED=1 python -m pytest FILE`` writes what is found into the file, for
 you to read in the diff.
 """
@@ -22,6 +22,9 @@ from ortplugins.reasons import code_of
 
 _SETTING = re.compile(r"(\w+): (.+)")
 _SHARED = re.compile(r"^@\w+$", re.MULTILINE)
+_BLOCK = re.compile(r"^# (.+)\n((?:(?!# ).*\n)*)", re.MULTILINE)
+_ARROW = " -> "
+_TITLE_WIDTH = 100
 _REWRITE = "ORTPLUGINS_REWRITE_EXPECTED"
 
 
@@ -37,31 +40,36 @@ class TextCase(NamedTuple):
         if not os.environ.get(_REWRITE):
             assert found == self.expected
             return
-        head, name, rest = self.path.read_text().partition(f"# {self.name}\n")
-        case, mark, others = rest.partition("\n\n")
-        kept = [line for line in case.splitlines() if not line.startswith("-> ")]
-        lines = [*kept, *(f"-> {line}" for line in found.splitlines())]
-        self.path.write_text(head + name + "\n".join(lines) + (mark or "\n") + others)
+
+        def rewritten(block: re.Match[str]) -> str:
+            if block[1].partition(_ARROW)[0] != self.name:
+                return block[0]
+            title, lines = f"# {self.name}", block[2].splitlines()
+            lines = [line for line in lines if not line.startswith("-> ")]
+            if "\n" in found or len(title + _ARROW + found) > _TITLE_WIDTH:
+                lines += [f"-> {line}" for line in found.splitlines()]
+            else:
+                title += _ARROW + found
+            return "\n".join([title, *lines, ""])
+
+        self.path.write_text(_BLOCK.sub(rewritten, self.path.read_text()))
 
 
 def text_cases(path: Path) -> dict[str, TextCase]:
-    """Read the cases of a file, by name; they stand apart by an empty line."""
+    """Read the cases of a file, by name."""
     cases, shared = {}, dict[str, str]()
-    for block in path.read_text().strip().split("\n\n"):
-        title, _, text = block.partition("\n")
-        lines = _SHARED.sub(lambda name: shared[name[0]], text).splitlines()
-        if title.startswith("@"):
-            shared[title] = "\n".join(lines)
-        if not title.startswith("# "):  # a comment between cases
+    for block in _BLOCK.finditer(path.read_text()):
+        name, _, expected = block[1].partition(_ARROW)
+        text = _SHARED.sub(lambda line: shared[line[0]], block[2])
+        lines = [line for line in text.splitlines() if line and not line.startswith("##")]
+        if name.startswith("@"):
+            shared[name] = "\n".join(lines)
             continue
         settings = dict(found.groups() for line in lines if (found := _SETTING.match(line)))
-        expected = [line[3:] for line in lines if line.startswith("-> ")]
-        nodes = [
-            line for line in lines if not (line.startswith("-> ") or _SETTING.match(line))
-        ]
-        case = TextCase(path, title[2:], settings, "\n".join(nodes), "\n".join(expected))
-        assert case.name not in cases, f"two cases of {path} are called {case.name!r}"
-        cases[case.name] = case
+        expected = expected or "\n".join(x[3:] for x in lines if x.startswith("-> "))
+        nodes = [x for x in lines if not (x.startswith("-> ") or _SETTING.match(x))]
+        assert name not in cases, f"two cases of {path} are called {name!r}"
+        cases[name] = TextCase(path, name, settings, "\n".join(nodes), expected)
     return cases
 
 
