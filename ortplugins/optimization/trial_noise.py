@@ -7,6 +7,10 @@ of it where each rewritten part, run on what the original computes for it, is ri
 
     original:  x -> [part 1] -> u -> [part 2] -> v -> y
     result:    x -> [part 1'] -> u'      u -> [part 2'] -> v'      v -> y'
+
+Where activations are rounded to codes, a last digit moves a whole code here and there, in how
+many places is chance. So parts end at codes, too, which may be one step apart as often as
+floats within the bound are, and the outputs may differ by any number below the ceiling.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from numpy.typing import NDArray
 
 from ortplugins.model_io.saving import save_with_data
 from ortplugins.optimization.offline_optimizers import SLOW_OPTIMIZERS
+from rewrite_rules.graph.parameters import constant
 from rewrite_rules.remarks import Trial
 
 Array = NDArray[Any]
@@ -35,6 +40,8 @@ _FACTOR = 8.0
 _CEILING, _PART_CEILING = 1e-2, 1e-3
 # Constants up to this size are moved: weights of norms, biases, factors.
 _MAX_MOVED = 1 << 16
+# Operators whose first output is codes of their first input.
+_ROUNDING = frozenset({"DynamicQuantizeLinear", "QuantizeLinear"})
 _GIVEN = ".given"
 
 
@@ -56,6 +63,12 @@ class Noise:
             if not isinstance(outputs, Exception)
         }
         self._moved: dict[Trial, dict[str, float]] = {}
+        # Names of the codes that activations are rounded to.
+        self._codes = frozenset(
+            str(node.outputs[0].name)
+            for node in model.graph
+            if node.op_type in _ROUNDING and constant(node.inputs[0]) is None
+        )
 
     def excess(
         self, differences: Mapping[Trial, Mapping[str, Apart]], after: ir.Model
@@ -68,6 +81,8 @@ class Noise:
             for name, far in found.items():
                 if far.share > _CEILING:
                     return trial, _reason(name, far, trial.bound)
+        if self._codes:
+            return self._part_that_differs(list(beyond), after)
         feeds = {trial: trial.feeds for trial in beyond if trial not in self._moved}
         if feeds:
             self._moved |= self._movement(self._model, feeds, self._expected)
@@ -98,7 +113,7 @@ class Noise:
         ]
         found = iter(self._run(moved, drawn, threads=2))
         return {
-            trial: _greatest(trial, expected[trial], [next(found) for _ in range(_DRAWS)])
+            trial: self._greatest(trial, expected[trial], [next(found) for _ in range(_DRAWS)])
             for trial in feeds
         }
 
@@ -111,7 +126,11 @@ class Noise:
         if not all(whole):
             return trials[0], "it differs, and what is computed inside can't be fetched"
         outputs = {*_names(ends)} - {*_names(after)}
-        joints = {k: v for k, v in whole[0].items() if k in outputs and v.dtype.kind == "f"}
+        joints = {
+            name: array
+            for name, array in whole[0].items()
+            if name in outputs and (array.dtype.kind == "f" or name in self._codes)
+        }
         expected = dict(zip(trials, whole, strict=True))
         feeds = {
             trial: {**trial.feeds, **{name + _GIVEN: values[name] for name in joints}}
@@ -123,7 +142,7 @@ class Noise:
             kept = {
                 k: v for k, v in expected[trial].items() if k in joints or k not in outputs
             }
-            for name, far in _differences(trial, kept, values):
+            for name, far in self._differences(trial, kept, values):
                 if far.share > trial.bound and not moved:
                     moved = self._movement(_in_parts(self._model, joints), feeds, expected)
                 noise = moved[trial][name] if moved else 0.0
@@ -145,6 +164,24 @@ class Noise:
             for outputs in found
         ]
 
+    def _differences(self, trial: Trial, a: Values, b: Values) -> Iterator[tuple[str, Apart]]:
+        """Yield how far values are apart, where the trial counts; all of those that fail."""
+        for name, array in a.items():
+            if name not in b:
+                yield name, Apart(np.inf, "is not computed")
+            else:
+                compare = _codes_apart if name in self._codes else apart
+                yield name, compare(array, b[name], trial.counted(name, array.shape))
+
+    def _greatest(
+        self, trial: Trial, expected: Values, drawn: Sequence[Values]
+    ) -> dict[str, float]:
+        moved = dict.fromkeys(expected, 0.0)
+        for values in drawn:
+            for name, far in self._differences(trial, expected, values) if values else ():
+                moved[name] = max(moved[name], far.share)
+        return moved
+
 
 def _names(model: ir.Model) -> list[str]:
     return [str(value.name) for value in model.graph.outputs]
@@ -157,23 +194,6 @@ def _reason(name: str, far: Apart, allowed: float) -> str:
 
 def _allowed(trial: Trial, noise: float, ceiling: float) -> float:
     return max(trial.bound, min(_FACTOR * noise, ceiling))
-
-
-def _differences(trial: Trial, a: Values, b: Values) -> Iterator[tuple[str, Apart]]:
-    """Yield how far values are apart, where the trial counts; all of those that fail."""
-    for name, array in a.items():
-        if name not in b:
-            yield name, Apart(np.inf, "is not computed")
-        else:
-            yield name, apart(array, b[name], trial.counted(name, array.shape))
-
-
-def _greatest(trial: Trial, expected: Values, drawn: Sequence[Values]) -> dict[str, float]:
-    moved = dict.fromkeys(expected, 0.0)
-    for values in drawn:
-        for name, far in _differences(trial, expected, values) if values else ():
-            moved[name] = max(moved[name], far.share)
-    return moved
 
 
 def _is_float(dtype: ir.DataType | None) -> bool:
@@ -282,6 +302,23 @@ def _open(path: Path, providers: Sequence[str], threads: int) -> Any:
         enable_fallback=0,
         disabled_optimizers=[*SLOW_OPTIMIZERS],
     )
+
+
+def _codes_apart(a: Array, b: Array, counted: NDArray[np.bool_] | None) -> Apart:
+    """Compare codes, as a share of how many there are: the mean where no step is above 1.
+
+    Numbers that are apart by a share of their range have codes that are as far apart in the
+    mean. A single step says nothing.
+    """
+    if a.shape != b.shape or a.dtype != b.dtype or a.dtype.kind not in "iu":
+        return apart(a, b, counted)
+    steps = np.abs(a.astype(np.int64) - b)
+    if counted is not None:
+        steps = steps[np.broadcast_to(counted, a.shape)]
+    greatest = steps.max(initial=0)
+    far = (steps.mean() if steps.sum() > 1 else 0) if greatest <= 1 else greatest
+    share = float(far) / (1 << 8 * a.itemsize)
+    return Apart(share, f"has codes that differ by {share:.1e} of their range")
 
 
 def apart(a: Array, b: Array, counted: NDArray[np.bool_] | None = None) -> Apart:
