@@ -5,15 +5,16 @@
     x: N, 8, W                        settings that the test knows
     a = Conv(x, w)  y = Mul(a, c)     nodes in ONNX's textual syntax
 
-What is expected may also stand in lines of its own, ``-> Conv``. The lines below ``# @name``
-are for all cases with the line ``@name``; empty lines, and those with ``##``, are ignored.
+What is expected may also be in lines of its own, ``-> Conv``. A line ``each op k: Mul two |
+Add one`` makes two cases, with these words in the place of ``{op}`` and ``{k}``. Lines below
+``# @name`` are for all cases with the line ``@name``; empty ones, and ``##``, are ignored.
 ``ORTPLUGINS_REWRITE_EXPECTED=1 python -m pytest FILE`` writes what is found into the file, for
-you to read in the diff.
+you to read in the diff, but into no case that is one of several.
 """
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ import ortplugins
 from ortplugins.reasons import code_of
 
 _SETTING = re.compile(r"(\w+): (.+)")
+_EACH = re.compile(r"^each (.+): (.+)\n", re.MULTILINE)
 _SHARED = re.compile(r"^@\w+$", re.MULTILINE)
 _BLOCK = re.compile(r"^# (.+)\n((?:(?!# ).*\n)*)", re.MULTILINE)
 _ARROW = " -> "
@@ -37,7 +39,9 @@ class TextCase(NamedTuple):
 
     def expect(self, found: str) -> None:
         """Compare with what is expected, or write it there."""
-        if not os.environ.get(_REWRITE):
+        text = self.path.read_text()
+        titles = {block[1].partition(_ARROW)[0] for block in _BLOCK.finditer(text)}
+        if not os.environ.get(_REWRITE) or self.name not in titles:
             assert found == self.expected
             return
 
@@ -52,25 +56,37 @@ class TextCase(NamedTuple):
                 title += _ARROW + found
             return "\n".join([title, *lines, ""])
 
-        self.path.write_text(_BLOCK.sub(rewritten, self.path.read_text()))
+        self.path.write_text(_BLOCK.sub(rewritten, text))
 
 
 def text_cases(path: Path) -> dict[str, TextCase]:
     """Read the cases of a file, by name."""
     cases, shared = {}, dict[str, str]()
     for block in _BLOCK.finditer(path.read_text()):
-        name, _, expected = block[1].partition(_ARROW)
         text = _SHARED.sub(lambda line: shared[line[0]], block[2])
-        lines = [line for line in text.splitlines() if line and not line.startswith("##")]
-        if name.startswith("@"):
-            shared[name] = "\n".join(lines)
+        if block[1].startswith("@"):
+            shared[block[1]] = text.rstrip("\n")
             continue
-        settings = dict(found.groups() for line in lines if (found := _SETTING.match(line)))
-        expected = expected or "\n".join(x[3:] for x in lines if x.startswith("-> "))
-        nodes = [x for x in lines if not (x.startswith("-> ") or _SETTING.match(x))]
-        assert name not in cases, f"two cases of {path} are called {name!r}"
-        cases[name] = TextCase(path, name, settings, "\n".join(nodes), expected)
+        for title, lines in _each(block[1], text):
+            name, _, expected = title.partition(_ARROW)
+            settings = dict(found.groups() for x in lines if (found := _SETTING.match(x)))
+            expected = expected or "\n".join(x[3:] for x in lines if x.startswith("-> "))
+            nodes = [x for x in lines if not (x.startswith("-> ") or _SETTING.match(x))]
+            assert name not in cases, f"two cases of {path} are called {name!r}"
+            cases[name] = TextCase(path, name, settings, "\n".join(nodes), expected)
     return cases
+
+
+def _each(title: str, text: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the title and the lines of a case, for each of what it is written for."""
+    found = _EACH.search(text)
+    names, rows = found.groups() if found else ("", "")
+    for row in rows.split(" | "):
+        case = f"{title}\n{_EACH.sub('', text)}"
+        for name, word in zip(names.split(), row.split(), strict=True):
+            case = case.replace(f"{{{name}}}", word)
+        one, *lines = case.splitlines()
+        yield one, [line for line in lines if line and not line.startswith("##")]
 
 
 def codes_of(report: ortplugins.Report) -> list[str]:

@@ -5,14 +5,15 @@
     python -m pytest check_strength.py          all of mutations.txt
     python -m pytest check_strength.py -k grid  those whose line has the word
 
-A mutation is a line with the file, two colons and what to run, then the text to replace behind
-``- `` and the new text behind ``+ ``; both may have several lines. It is an error if the text
-no longer stands in its file exactly once: rewrite the mutation for the code as it is.
+Below a line with a file, two colons and what to run are mutations of that file: the text to
+replace behind ``- ``, the new text behind ``+ ``; both may have several lines. It is an error
+if a text is no longer in its file exactly once: rewrite the mutation for the code as it is.
 """
 
 import dataclasses
 import functools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -40,22 +41,14 @@ class Mutation:
 
 
 def read_mutations(text: str) -> list[Mutation]:
-    """Read the table; comments and empty lines divide."""
-    found, header, parts = [], "", {"- ": [], "+ ": []}
-
-    def finish() -> None:
-        if header:
-            file, _, tests = header.partition(" :: ")
-            old, new = ("\n".join(parts[sign]) for sign in ("- ", "+ "))
-            found.append(Mutation(file, tuple(tests.split(" ")), old, new))
-
-    for line in text.splitlines():
-        if line[:2] in parts:
-            parts[line[:2]].append(line[2:])
-        elif " :: " in line:
-            finish()
-            header, parts = line, {"- ": [], "+ ": []}
-    finish()
+    """Read the table."""
+    found = []
+    for block in re.split(r"^(?=\S.* :: )", text, flags=re.MULTILINE)[1:]:
+        header, *_ = block.splitlines()
+        file, _, tests = header.partition(" :: ")
+        for old, new in re.findall(r"((?:^- .*\n)+)((?:^\+ .*\n)*)", block, re.MULTILINE):
+            texts = (re.sub(r"^..", "", each, flags=re.MULTILINE)[:-1] for each in (old, new))
+            found.append(Mutation(file, tuple(tests.split(" ")), *texts))
     return found
 
 

@@ -120,7 +120,9 @@ def test_regions(name: str):
         case.expect(" ".join(["stays", *filter(None, codes)]))
         return
     found = {str(tensor.grid) for tensor in QuantizedGraph(model).tensors}
-    case.expect("\n".join([" ".join([*sorted(chains(model)), *codes]), *sorted(found)]))
+    case.expect(
+        "\n".join([" ".join([*sorted(chains(model)), *codes]), ", ".join(sorted(found))])
+    )
     feeds = {v.name: np.ones(v.shape.numpy(), v.dtype.numpy()) for v in model.graph.inputs}
     run(model, feeds)
     run(model, feeds, optimised=True)
