@@ -16,6 +16,7 @@ from ortplugins.optimization.request import BuildRequest
 from ortplugins.report import PassReport
 from ortplugins.runtime.child_process import child_environment, child_python
 from ortplugins.runtime.copied_options import apply_settings
+from rewrite_rules.graph.nodes import sort_nodes
 from rewrite_rules.onnxruntime_version import parse_version
 from rewrite_rules.remarks import (
     Candidate,
@@ -88,7 +89,7 @@ class PassRuns:
                 )
             if isinstance(target, ir.Model):
                 # Rewrites may put a producer behind its consumer; sorting is stable.
-                target.graph.sort()
+                sort_nodes(target.graph)
         except RewriteError as error:
             raise FailedPass(item, f"failed at {error}") from error
         except Exception as error:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 import onnx_ir as ir
 
 from ortplugins.optimization.trials import OriginalOnTrials, trials_of
+from rewrite_rules.graph.nodes import sort_nodes
 from rewrite_rules.remarks import Candidate, Outcome, PassContext, Remark, Remarks
 
 # How often a pass is run again, and after how many failures in a row no more: the halves and
@@ -66,7 +67,7 @@ def keep_what_passes(
 
 
 def _failure(attempt: Attempt, beside: OriginalOnTrials) -> str | None:
-    attempt.model.graph.sort()
+    sort_nodes(attempt.model.graph)
     wanted = {trial.name for trial in attempt.context.trials}
     return beside.failure(attempt.model, wanted)
 

@@ -18,7 +18,14 @@ from rewrite_rules.conv_fusion.fold_rules import (
 from rewrite_rules.conv_fusion.hard_swish import hard_swish_rules
 from rewrite_rules.conv_fusion.integers import FloatConvolution, UnsignedWeight
 from rewrite_rules.conv_fusion.one_axis import DepthwiseLine, FourierFrames
-from rewrite_rules.graph.nodes import drop_copies, label, made_by, remove_unused
+from rewrite_rules.graph.nodes import (
+    drop_copies,
+    label,
+    made_by,
+    remove_unused,
+    sort_nodes,
+    walk,
+)
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.remarks import PassContext
 
@@ -38,14 +45,14 @@ def fuse_convolutions(
     model: ir.Model, context: PassContext, *, slow_kernels: str = "keep"
 ) -> None:
     """Rewrite a model with inferred shapes in place; ``slow_kernels`` as the pass has it."""
-    nodes = [*model.graph.all_nodes()]
+    nodes = [*walk(model.graph)]
     if _ANCHORS.isdisjoint(node.op_type for node in nodes):
         return
     if (opset := model.opset_imports.get("", 0)) < _MIN_OPSET:
         reason = f"opset {opset} is too old: convert the model to opset {_MIN_OPSET} or newer"
         context.remarks.refused("model", reason)
         return
-    model.graph.sort()
+    sort_nodes(model.graph)
     drop_copies(node for node in nodes if node.op_type in ("Cast", "Identity"))
     folding, graphs = Folding(model, context.remarks), {node.graph for node in nodes}
     rules = [*hard_swish_rules(folding), *folding_rules(folding)]
@@ -55,12 +62,12 @@ def fuse_convolutions(
     for _ in range(_MAX_ROUNDS):
         if not _apply(model, rules, graphs):
             break
-        drop_copies(node for node in model.graph.all_nodes() if node.op_type == "Identity")
+        drop_copies(node for node in walk(model.graph) if node.op_type == "Identity")
     if context.cpu_only:
         forms = [each.rule(folding) for each in (DepthwiseLine, FourierFrames)]
         _apply(model, [*normalizing_rules(folding), *forms], graphs)
     remove_unused(model)
-    present = {*model.graph.all_nodes()}
+    present = {*walk(model.graph)}
     for node, reason in folding.refused.items():
         if node in present:
             context.remarks.refused(label(node), reason)

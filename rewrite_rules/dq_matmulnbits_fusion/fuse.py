@@ -20,6 +20,7 @@ from rewrite_rules.graph.nodes import (
     inline_functions,
     is_dequantize_linear,
     label,
+    walk,
 )
 from rewrite_rules.graph.parameters import constant, source_of
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
@@ -67,7 +68,7 @@ def _remark_unfused(model: ir.Model, run: FusionRun) -> None:
     (32-bit biases, 16-bit tables) are noted.
     """
     remarks = run.context.remarks
-    for node in model.graph.all_nodes():  # functions that are left have a remark
+    for node in walk(model.graph):  # functions that are left have a remark
         if not is_dequantize_linear(node) or len(node.outputs) != 1:
             continue
         if run.only is not None and node not in run.only:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from rewrite_rules.facts.axis_roles import AxisRoles
 from rewrite_rules.facts.input_roles import Kind, Role, made_up_values, role_of
+from rewrite_rules.graph.nodes import walk
 from rewrite_rules.graph.parameters import constant, constant_ints
 from rewrite_rules.remarks import Refusal, Trial
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
@@ -396,7 +397,7 @@ def numbers_compared_with(
 def _numbers_in(model: ir.Model) -> set[int]:
     """Return numbers that lengths may be compared, clipped or cut with."""
     found = set[int]()
-    for node in model.graph.all_nodes():
+    for node in walk(model.graph):
         if node.op_type in _COMPARES or node.op_type in _CLIPS:
             found |= {*_constants_of(node)}
         elif node.op_type == "Slice" and len(node.inputs) > 3:

@@ -7,14 +7,30 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import onnx
 import onnx_ir as ir
 
-from rewrite_rules.graph.nodes import inline_functions, label
+from rewrite_rules.graph.initializers import FreshNames, new_initializer
+from rewrite_rules.graph.nodes import all_nodes, inline_functions, label, walk
+from rewrite_rules.graph.parameters import ints_attribute
 
 _CONVERTER = "onnxscript.version_converter"
 # onnxscript's converter says so where it hands a model of an older opset to ONNX's own.
 _MIN_OPSET = 18
 _HANDED_ON = "will be converted using the onnx C API"
+# Of opset 13 to 18, in ONNX's definitions: other operators mean the same, or have new
+# attributes whose defaults are what they did. RoiAlign's default is another since 16.
+_FIRST_OPSET = 13
+_AXES_BECOME_INPUTS = frozenset({
+    "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean",
+    "ReduceMin", "ReduceProd", "ReduceSumSquare",
+})  # fmt: skip
+# Operators that onnxruntime 1.32 computes up to opset 21 only.
+_LOST_OPSET = 22
+_LOST = frozenset({
+    "GlobalLpPool", "MaxRoiPool", "Multinomial", "RandomNormal", "RandomNormalLike",
+    "RandomUniform", "RandomUniformLike", "RoiAlign",
+})  # fmt: skip
 
 
 def convert_opset(model: ir.Model, opset: int) -> str:
@@ -25,8 +41,12 @@ def convert_opset(model: ir.Model, opset: int) -> str:
     from onnxscript.version_converter import ConvertVersionPass
 
     graph = model.graph
-    # ONNX's own converter makes new nodes; a copy for it would take longer than its work.
-    copied = bool(model.functions) or model.opset_imports.get("", _MIN_OPSET) >= _MIN_OPSET
+    if model.opset_imports.get("", 0) < _LOST_OPSET <= opset:
+        kinds = (node.op_type for node in all_nodes(model) if not node.domain)
+        if lost := next(filter(_LOST.__contains__, kinds), None):
+            return f"onnxruntime has no kernel for {lost} since opset {_LOST_OPSET}"
+    # ONNX's own converter makes new nodes, and needs no copy.
+    copied = bool(model.functions) or _keeps_meaning(model)
     converted = model.clone() if copied else ir.Model(graph, ir_version=model.ir_version or 1)
     inputs, weights = [*graph.inputs], {v: v.const_value for v in graph.initializers.values()}
     with _warnings() as found:
@@ -34,6 +54,8 @@ def convert_opset(model: ir.Model, opset: int) -> str:
             kept = inline_functions(converted) if model.functions else {}
             if kept:
                 return next(iter(kept.values()))
+            if _keeps_meaning(converted):
+                _spell_as_18(converted)
             # Without what the whole pass does around it: inline, and remove unused nodes.
             ConvertVersionPass(opset, fallback=True)._convert_pass(converted)
         except Exception as error:  # whatever a converter of another project raises
@@ -47,12 +69,48 @@ def convert_opset(model: ir.Model, opset: int) -> str:
         return found[0]
     if converted.graph.opset_imports.get("", 0) < opset:
         return "onnx.version_converter gave up"
-    noted = {label(node): node.metadata_props for node in model.graph.all_nodes()}
-    for node in converted.graph.all_nodes():  # ONNX's own converter drops it
-        node.metadata_props.update(noted.get(label(node), {}))
+    if not copied:  # ONNX's own converter drops it
+        noted = {label(node): node.metadata_props for node in walk(model.graph)}
+        for node in walk(converted.graph):
+            node.metadata_props.update(noted.get(label(node), {}))
     model.graph = converted.graph
     model.functions.clear()
     return ""
+
+
+def _keeps_meaning(model: ir.Model) -> bool:
+    """Whether onnxscript's converter takes a model once it is spelt as in opset 18."""
+    opset = model.opset_imports.get("", _MIN_OPSET)
+    if opset >= _MIN_OPSET:
+        return True
+    nodes = [node for node in walk(model.graph) if not node.domain]
+    known = all(onnx.defs.has(kind, opset) for kind in {node.op_type for node in nodes})
+    # Statistics of a BatchNormalization that trains are other outputs since opset 14.
+    trains = any(n.op_type == "BatchNormalization" and len(n.outputs) > 1 for n in nodes)
+    aligns = opset < 16 and any(node.op_type == "RoiAlign" for node in nodes)
+    return opset >= _FIRST_OPSET and known and not trains and not aligns
+
+
+def _spell_as_18(model: ir.Model) -> None:
+    """Give the nodes of opset 13 to 17 the inputs and attributes of opset 18."""
+    if model.opset_imports.get("", _MIN_OPSET) >= _MIN_OPSET:
+        return
+    names, made = FreshNames(model), dict[tuple[int, ...], ir.Value]()
+    for node in walk(model.graph):
+        node.version = None
+        axes = ints_attribute(node, "axes") if node.op_type in _AXES_BECOME_INPUTS else None
+        if node.domain:
+            continue
+        if axes is not None:
+            if tuple(axes) not in made:
+                tensor = ir.tensor(axes, ir.DataType.INT64, name=names.take("axes"))
+                made[tuple(axes)] = new_initializer(model.graph, tensor)
+            node.resize_inputs(2)
+            node.replace_input_with(1, made[tuple(axes)])
+            del node.attributes["axes"]
+        elif node.op_type == "Split" and len(node.inputs) == 1:
+            node.attributes.add(ir.AttrInt64("num_outputs", len(node.outputs)))
+    model.graph.opset_imports[""] = _MIN_OPSET
 
 
 @contextmanager

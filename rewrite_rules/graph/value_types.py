@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import onnx
 import onnx_ir as ir
 
-from rewrite_rules.graph.nodes import DOMAINS, input_of, is_constant
+from rewrite_rules.graph.nodes import DOMAINS, input_of, is_constant, walk
 from rewrite_rules.graph.parameters import constant
 
 # Operators of onnxruntime, by the input whose type their results have.
@@ -33,7 +33,7 @@ _NAMED_BY = ("to", "dtype", "output_dtype")
 def derive_types(model: ir.Model) -> None:
     """Give values without a type the one that their operator makes, where it is known."""
     opset = model.opset_imports.get("", 0)
-    for node in model.graph.all_nodes():
+    for node in walk(model.graph):
         if all(value.dtype is not None for value in node.outputs):
             continue
         for value, dtype in zip(node.outputs, _types(node, opset), strict=False):

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
-from rewrite_rules.graph.nodes import all_nodes, is_custom, label
+from rewrite_rules.graph.nodes import all_nodes, is_custom, label, walk
 from rewrite_rules.remarks import PassContext
 from rewrite_rules.shape_size_reorder.search import (
     GraphOrder,
@@ -49,7 +49,7 @@ def reorder(
     order is good.
     """
     custom = [node for node in all_nodes(model) if is_custom(node, model)]
-    called = {node for each in model.functions.values() for node in each.graph.all_nodes()}
+    called = {node for each in model.functions.values() for node in walk(each.graph)}
     if len(custom) > 1 or not called.isdisjoint(custom):
         # A Shape that reads another value moves the walk that onnxruntime's default order is.
         context.remarks.refused(

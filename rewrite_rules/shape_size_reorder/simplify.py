@@ -28,7 +28,14 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from rewrite_rules.graph.initializers import name_apart
-from rewrite_rules.graph.nodes import all_nodes, label, remove_unused, subgraphs
+from rewrite_rules.graph.nodes import (
+    all_nodes,
+    label,
+    remove_unused,
+    sort_nodes,
+    subgraphs,
+    walk,
+)
 from rewrite_rules.remarks import PassContext
 from rewrite_rules.shapes.dimensions import Dim, Dims, Shape
 from rewrite_rules.shapes.node_facts import Integers
@@ -48,12 +55,12 @@ _FLOAT8 = frozenset(dtype for dtype in ir.DataType if dtype.name.startswith("FLO
 def simplify_shapes(model: ir.Model, context: PassContext) -> None:
     """Rewrite in place and sort; all numbers stay, whatever the sizes in a run."""
     graphs = [model.graph, *(function.graph for function in model.functions.values())]
-    present = {node.op_type for graph in graphs for node in graph.all_nodes()}
+    present = {node.op_type for graph in graphs for node in walk(graph)}
     if present.isdisjoint(_ROOTS):
         return
     try:
         for graph in graphs:
-            graph.sort()  # what is earlier is only known then
+            sort_nodes(graph)  # what is earlier is only known then
     except ValueError as error:
         context.remarks.refused("model", f"it can't be sorted: {error}")
         return
@@ -85,7 +92,7 @@ def _drop_saturate(graphs: Sequence[ir.Graph]) -> None:
     they fold it first, behind what has become a constant.
     """
     for graph in graphs:
-        for node in graph.all_nodes():
+        for node in walk(graph):
             to = node.attributes.get("to") if node.op_type == "Cast" else None
             if to is not None and not to.is_ref() and to.value not in _FLOAT8:
                 node.attributes.pop("saturate", None)
@@ -413,7 +420,7 @@ def _explain_the_rest(
 ) -> None:
     """Say why a Shape reads a computed tensor still."""
     for graph in graphs:
-        for node in graph.all_nodes():
+        for node in walk(graph):
             if not _is_root(node) or not node.inputs or (source := node.inputs[0]) is None:
                 continue
             maker = source.producer()

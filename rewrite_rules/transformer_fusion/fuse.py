@@ -12,7 +12,13 @@ from onnxscript.rewriter import RewriteRule
 
 from rewrite_rules.facts.made_up_batches import DecoderInputs, trials_of
 from rewrite_rules.graph.initializers import name_apart
-from rewrite_rules.graph.nodes import drop_copies, remove_unused, subgraphs
+from rewrite_rules.graph.nodes import (
+    drop_copies,
+    remove_unused,
+    sort_nodes,
+    subgraphs,
+    walk,
+)
 from rewrite_rules.graph.opset_conversion import convert_opset
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.graph.value_types import derive_types
@@ -74,7 +80,7 @@ def fuse_transformer(
     model: ir.Model, options: TransformerOptions, context: PassContext
 ) -> None:
     """Rewrite a model with inferred shapes, and constants as initializers, in place."""
-    model.graph.sort()
+    sort_nodes(model.graph)
     remarks = context.remarks
     given = model.graph, dict(model.functions)
     _raise_opset(model, options, context)
@@ -94,7 +100,7 @@ def fuse_transformer(
         raise ValueError(f"kv_cache=shared needs a CPU session and opset {_SHAPE_OPSET}")
     elif options.grouped_queries and opset >= _SHAPE_OPSET:
         give_heads_an_axis(model, [model.graph], remarks)
-        model.graph.sort()
+        sort_nodes(model.graph)
         remove_unused(model)
     rules, candidates = list[RewriteRule](), set[ir.Node]()
     if options.grouped_queries and opset >= _SHAPE_OPSET:
@@ -143,7 +149,7 @@ def _has_standard_attention(context: PassContext) -> bool:
 def _by_operator(model: ir.Model) -> Mapping[str, list[ir.Node]]:
     """The nodes of each operator, those of subgraphs too."""
     found = collections.defaultdict[str, list[ir.Node]](list)
-    for node in model.graph.all_nodes():
+    for node in walk(model.graph):
         found[node.op_type].append(node)
     return found
 
@@ -189,7 +195,7 @@ def _fuse_attention(
             shared.replace_sizes(whole for whole, _ in written.caches)
         written.name_caches()
         remove_unused(model)
-        model.graph.sort()
+        sort_nodes(model.graph)
         refuse_the_rest(graphs, weighted, remarks)
     if shared is not None:
         refused = (remark.reason for remark in remarks if remark.outcome is Outcome.REFUSED)
@@ -214,7 +220,7 @@ def _normalise(model: ir.Model, graphs: Sequence[ir.Graph], remarks: Remarks) ->
     give_heads_an_axis(model, graphs, remarks)
     remove_unused(model)
     derive_types(model)
-    model.graph.sort()
+    sort_nodes(model.graph)
 
 
 def _graphs(graph: ir.Graph) -> Iterator[ir.Graph]:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from rewrite_rules.facts.axis_roles import AxisRoles
 from rewrite_rules.facts.operator_table import NORMS, SKIP_NORMS, per_token
-from rewrite_rules.graph.nodes import label, subgraphs
+from rewrite_rules.graph.nodes import label, subgraphs, walk
 from rewrite_rules.graph.parameters import axis_of, check_payload, constant
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes import node_facts
@@ -298,7 +298,7 @@ class TokenFlow:
     def _reads_sequence(self, graph: ir.Graph) -> bool:
         return any(
             _changes(self.values.get(value))
-            for node in graph.all_nodes()
+            for node in walk(graph)
             for value in node.inputs
             if value is not None
         )

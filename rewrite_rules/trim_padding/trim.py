@@ -26,7 +26,7 @@ from rewrite_rules.facts.made_up_batches import (
 )
 from rewrite_rules.facts.operator_table import ATTENTIONS
 from rewrite_rules.graph.initializers import FreshNames, name_apart
-from rewrite_rules.graph.nodes import remove_unused
+from rewrite_rules.graph.nodes import remove_unused, walk
 from rewrite_rules.remarks import PassContext, Refusal, Trial
 from rewrite_rules.trim_padding.operator_rules import RULES
 from rewrite_rules.trim_padding.packing import pack_regions
@@ -128,7 +128,7 @@ def _pack(
 
 
 def _is_fused(model: ir.Model) -> bool:
-    nodes = (node for node in model.graph.all_nodes() if node.graph is not model.graph)
+    nodes = (node for node in walk(model.graph) if node.graph is not model.graph)
     return any((node.domain, node.op_type) in ATTENTIONS for node in nodes)
 
 

@@ -32,6 +32,29 @@ def test_numbers_stay_in_subgraphs_too(opset: int, caplog: pytest.LogCaptureFixt
     assert_same_outputs(model, ir.to_proto(given), X)
 
 
+@pytest.mark.parametrize("opset", [13, 15, 17])
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "a, b = Split(x) y = Sub(a, b)",
+        "a, b = Split<axis = 1>(x, parts) y = ReduceSumSquare<axes = [1, 2]>(b)",
+        "y = ReduceMax(x)",
+        "a = ReduceMin<axes = [-1], keepdims = 0>(x) y = ReduceProd<axes = [-1]>(a)",
+        "y = BatchNormalization(x, eight, eight, eight, eight)",
+        "i = Reshape(x, image) y = RoiAlign<output_height = 2>(i, boxes, where)",
+    ],
+)
+def test_operators_keep_what_they_meant(nodes: str, opset: int):
+    text = f"""g (float[2, 8, 4] x) => (float y) <int64[2] parts = {{3, 5}},
+        int64[4] image = {{1, 4, 4, 4}}, float[1, 4] boxes = {{0, 0, 3, 3}},
+        int64[1] where = {{0}}, float[8] eight = {{1, 2, 3, 4, 5, 6, 7, 8}}> {{ {nodes} }}"""
+    model, given = (model_of(text, opset=opset, ir_version=8) for _ in range(2))
+    for each in (model, given):
+        each.graph.outputs[0].shape = None
+    assert convert_opset(model, 21 if "RoiAlign" in nodes else 23) == ""
+    assert_same_outputs(model, ir.to_proto(given), X)
+
+
 OWN = """<ir_version: 8, opset_import: ["": {0}, "own": 1]>
 g (float[2, 8, 4] x) => (float[2, 8, 4] y) {{ y = own.step(x) }}
 <domain: "own", opset_import: ["": {1}]> step (x) => (y) {{ y = Relu(x) }}"""
@@ -40,12 +63,16 @@ UNKNOWN = """<ir_version: 10, opset_import: ["": 18]>
 g (float x) => (float[2, 8, 4] y) <float[2] one = {1, 1}> {
     made = Identity(x) z = GroupNormalization<num_groups = 2>(made, one, one) y = Relu(z) }"""
 
+NOISE = """<ir_version: 8, opset_import: ["": 17]>
+g (float[2, 8, 4] x) => (float[2, 8, 4] y) { n = RandomNormalLike(x) y = Add(x, n) }"""
+
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
         (OWN.format(17, 13), "imports opset 13"),
         (UNKNOWN, "Missing required shape"),
+        (NOISE, "onnxruntime has no kernel for RandomNormalLike since opset 22"),
         (
             '<ir_version: 8, opset_import: ["": 17]> g (float x) => (float y) { y = Own(x) }',
             "",
