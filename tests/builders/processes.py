@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+ROOT = Path(__file__).parents[2]
+
 
 def python(
     *arguments: object, cwd: Path | None = None, **variables: str
@@ -27,7 +29,9 @@ def python(
 def call(
     *command: object, cwd: Path | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run any program so."""
+    """Run any program so; Python in it imports this checkout before an installed one."""
+    path = variables.get("PYTHONPATH") or os.environ.get("PYTHONPATH")
+    own = os.pathsep.join([*filter(None, [path]), str(ROOT)])
     return subprocess.run(
         [*map(str, command)],
         capture_output=True,
@@ -35,7 +39,7 @@ def call(
         timeout=1800,
         check=False,
         cwd=cwd,
-        env={**os.environ, **variables},
+        env={**os.environ, **variables, "PYTHONPATH": own},
     )
 
 
