@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Graph work for ONNX Runtime, from Python, before the session exists.
+"""Optimise and quantise ONNX models for ONNX Runtime, from Python.
 
 Example::
 

@@ -80,26 +80,26 @@ _GENERAL_HELP = {
         "entries go first; else the environment variable ORTPLUGINS_CACHE_LIMIT, else no "
         "limit."
     ),
-    "strict": "An exception inside a pass raises; else it warns and the others run.",
-    "bake": "Keep onnxruntime's own optimisations in the cache too (CPU sessions).",
+    "strict": "Raise an exception inside a pass; else warn, and run the other passes.",
+    "bake": "Keep onnxruntime's own optimisations in the cache, too (CPU sessions).",
     "retry_failed": (
-        "Run a pass again that failed when a model was built; else the model stays cached "
-        "without it, until a version changes."
+        "Run passes again that failed when a model was built; else the cached model stays "
+        "without them until a version changes."
     ),
     "hint": (
         "What to optimise for: the first start measures passes and session settings on this "
         "machine, beside plain onnxruntime, and keeps what gains. Replaces passes."
     ),
-    "hint_seconds": "Seconds that measuring for a hint may take; 0 to measure nothing.",
+    "hint_seconds": "Seconds that a hint may measure; 0 to measure nothing.",
     "hint_error": (
         "Greatest difference to ORT_DISABLE_ALL, over the greatest output, that a hint may "
         "accept; 0 for twice plain onnxruntime's own difference."
     ),
     "hint_dims": (
-        "Sizes to measure a hint at, batch=8,sequence=128 for instance; else typical ones."
+        "Sizes to measure a hint at, for example batch=8,sequence=128; else typical ones."
     ),
     "hint_samples": (
-        "An .npz file of inputs to measure with, for a model that runs on no made-up ones."
+        "An .npz file of inputs to measure with, for models that made-up inputs do not fit."
     ),
 }
 GENERAL_OPTIONS = tuple(

@@ -30,22 +30,22 @@ except ModuleNotFoundError as missing:
     raise SystemExit(2) from None
 
 COMMANDS = {
-    "inspect": "Print what would fire on a model, what would not, and why; write nothing.",
+    "inspect": "Print what passes would do to a model, and why not; write nothing.",
     "optimize": "Apply passes to a model and write the result.",
     "pack": "Write a folder for a server: the optimised model and all that it needs.",
     "compare": "Run two models on the same inputs: errors, speed and memory.",
-    "evaluate": "Judge a model on a text: perplexity or retrieval, and size.",
-    "check": "Hold an optimised model to bounds: exit with 1 if it is beyond them.",
-    "report": "Write a page: what fires and what does not, and what sessions gain.",
-    "memory": "Show what a run holds in memory, step by step, in each execution order.",
+    "evaluate": "Measure a model's quality on a text: perplexity or retrieval; and its size.",
+    "check": "Check an optimised model against bounds; exit with 1 if it exceeds one.",
+    "report": "Write an HTML page: what passes do to a model, and what sessions gain.",
+    "memory": "Show the live memory of a run, step by step, in each execution order.",
     "quantize": "Quantise a model's weights to 4, 8 or 2 bits.",
-    "quantize-static": "Quantise weights and activations, some activations to 16 bits.",
+    "quantize-static": "Quantise weights and activations to 8 bits, chosen activations to 16.",
     "plan-precision": "Find the few activations of an 8-bit model that deserve 16 bits.",
     "tune": "Measure passes and session settings beside plain onnxruntime; write nothing.",
     "run": "Run a Python program with passes enabled for every session that it opens.",
     "cache": "Fill, show, check or empty the cache of sessions.",
     "passes": "List the passes and their options, as session keys.",
-    "explain": "Say what a refusal means, by its code or its text; without either, list all.",
+    "explain": "Explain a refusal by its code or its text; without either, list all.",
     "doctor": "Check what ortplugins depends on: versions, CPU, cache, limits.",
 }
 """Each command and its line in the help."""
@@ -89,7 +89,7 @@ def _load(name: str) -> Any:
 
 app = typer.Typer(
     cls=_Commands,
-    help="Graph work for ONNX Runtime, before the session exists.",
+    help="Optimise and quantise ONNX models for ONNX Runtime.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )

@@ -115,7 +115,7 @@ def memory_kept(version: str) -> Iterator[tuple[str, str]]:
     """Yield what keeps the memory of the largest input, and how to get it back."""
     yield "arena", "ortplugins.hint=memory, or enable_cpu_mem_arena = False"
     if platform.machine() in _ARM and _numbers(version) >= _KLEIDI_SINCE:
-        yield "KleidiAI's buffers, one of each thread", _KLEIDI_OFF
+        yield "KleidiAI's buffers of each thread", _KLEIDI_OFF
 
 
 def notes_on(model: ir.Model, version: str) -> Iterator[str]:
@@ -130,7 +130,7 @@ def notes_on(model: ir.Model, version: str) -> Iterator[str]:
     shapes = (value.shape for value in model.graph.inputs if value.shape is not None)
     if any(shape.is_dynamic() for shape in shapes):
         for what, advice in memory_kept(version):
-            yield f"what the largest input took stays in the {what}: {advice}"
+            yield f"memory of the largest input stays in the {what}: {advice}"
 
 
 def _numbers(version: str) -> tuple[int, ...]:

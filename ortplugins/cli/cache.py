@@ -108,7 +108,7 @@ def list_entries(store: Store, format: opt.Format = "text") -> None:
 
 @_command("show")
 def show_entry(store: Store, key: Annotated[str, typer.Argument()]) -> None:
-    """Print all that the cache knows of an entry, as JSON.
+    """Print everything the cache knows about an entry, as JSON.
 
     Args:
         key (KEY): Key of an entry, or its start.
@@ -122,7 +122,7 @@ def show_entry(store: Store, key: Annotated[str, typer.Argument()]) -> None:
 
 @_command("explain")
 def explain_miss(model: opt.Model, start: SessionStart) -> None:
-    """Show what a session on the CPU finds, or what of its key differs; exit with 1 then."""
+    """Show which entry a CPU session finds; exit with 1 if none, and say what differs."""
     from ortplugins.report import Report
     from ortplugins.session.warming import explain_miss
 
@@ -170,10 +170,10 @@ def prune_entries(
     max_size: Annotated[int | None, typer.Option(parser=opt.parse_size)] = None,
     older_than: Annotated[float | None, typer.Option(parser=parse_age)] = None,
 ) -> None:
-    """Remove what was not used for long, and the least recently used above a size.
+    """Remove entries that were not used for a time, and the oldest above a size.
 
     Args:
-        max_size (SIZE): Remove the least recently used above this: 500MB, 10GB, 1GiB.
+        max_size (SIZE): Remove the least recently used until the rest fits: 500MB, 10GB, 1GiB.
         older_than (AGE): Remove what was not used for this long: 12h, 30d, 2w.
     """
     if max_size is None and older_than is None:
@@ -209,7 +209,7 @@ def warm(
     models: Annotated[list[Path], typer.Argument()],
     start: SessionStart,
 ) -> None:
-    """Build ahead what sessions on the CPU will look for; exit with 1 if a model fails.
+    """Build the entries of CPU sessions ahead of time; exit with 1 if a model fails.
 
     For an image, --cache-dir is a directory that every user may read; sessions find it through
     ORTPLUGINS_CACHE_DIR.

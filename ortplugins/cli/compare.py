@@ -38,17 +38,17 @@ def compare(
     """Run two models on the same inputs: errors, speed and memory.
 
     Args:
-        model (A): An .onnx file: the reference.
-        other ([B]): Another; else A after --pass.
+        model (A): The reference, an .onnx file.
+        other ([B]): The model to compare; without it, A after --pass.
         runs (N): Timed runs of each process; 0 for none.
-        rounds (N): Processes of each, which run in turn.
+        rounds (N): Processes of each model; the models take turns.
     """
     from ortplugins.measurement.compare import compare
 
     if other is not None and passes:
-        raise typer.BadParameter("B is given, so no pass makes it", param_hint="--pass")
+        raise typer.BadParameter("has no effect beside B", param_hint="--pass")
     if other is None and not passes:
-        raise typer.BadParameter("give B, or --pass NAME for A after passes", param_hint="B")
+        raise typer.BadParameter("give a second model, or --pass NAME", param_hint="B")
     if not passes:
         opt.refuse_without_effect(context, "without --pass", "settings")
     if not runs:
@@ -117,11 +117,11 @@ def check(
     atol: Annotated[float | None, typer.Option(min=0)] = None,
     format: opt.Format = "text",
 ) -> None:
-    """Hold an optimised model to bounds: exit with 1 if it is beyond them.
+    """Check an optimised model against bounds; exit with 1 if it exceeds one.
 
-    The passes write to a temporary folder. The outputs of the plain and the optimised model,
-    both without onnxruntime's own optimisers, may differ by atol + rtol * |plain|. Where
-    accuracy_level is auto, by the greatest error of onnxruntime with all its optimisers, too.
+    The passes write to a temporary folder. Both models run without onnxruntime's own
+    optimisers; outputs may differ by atol + rtol * |plain|. With accuracy_level=auto they may
+    also differ by the greatest error of onnxruntime with all its optimisers.
 
     Args:
         max_unfused (N): Nodes that may keep a dequantised weight; without it, any number.
@@ -197,9 +197,8 @@ def _check(
     failures = [*map(str, worst.values())]
     failures += [f"output {k!r} cannot be checked: {v}" for k, v in pair.not_compared.items()]
     if max_unfused is not None and len(unfused) > max_unfused:
-        names = ", ".join(unfused)
-        text = f"{len(unfused)} nodes keep a dequantised weight, {max_unfused} may: {names}"
-        failures.insert(0, text)
+        number = f"{len(unfused)}, allowed {max_unfused}"
+        failures.insert(0, f"nodes with a dequantised weight: {number}: {', '.join(unfused)}")
     errors = {name: total.result().max_abs for name, total in sums.items()}
     content = {
         "ok": not failures,

@@ -32,14 +32,14 @@ def evaluate(
     providers: opt.Providers = opt.CPU,
     format: opt.Format = "text",
 ) -> None:
-    """Judge a model on a text: perplexity or retrieval, and size.
+    """Measure a model's quality on a text: perplexity or retrieval; and its size.
 
     Args:
         against (FLOAT): The float model, or its folder, to compare with.
-        text (FILE): What is read, UTF-8.
-        tokens: How many of the text a language model reads.
-        window: Tokens that a language model reads at once.
-        pairs: Pairs of texts that an encoder is to match.
+        text (FILE): The text, in UTF-8.
+        tokens: Language models: how many tokens of the text to read.
+        window: Language models: tokens of one run.
+        pairs: Encoders: pairs of texts to match.
     """
     from ortplugins.evaluation import evaluate
 

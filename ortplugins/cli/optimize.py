@@ -32,7 +32,7 @@ def optimize(
     """Apply passes to a model and write the result.
 
     Args:
-        hint: Take the passes that pay for this, measured here, as tune does.
+        hint: Measure as `tune` does, and run the passes that gain.
         bake: Run onnxruntime's own optimisers, too: for this machine, and for sessions that
             run none (ORT_DISABLE_ALL).
     """
@@ -76,9 +76,9 @@ def inspect(
     printing: opt.ReportPrinting,
     onnxruntime: str | None = None,
 ) -> None:
-    """Print what would fire on a model, what would not, and why; write nothing.
+    """Print what passes would do to a model, and why not; write nothing.
 
-    Without passes, of a model with no quantised weights, other passes that fire are named.
+    Of a model without quantised weights, it names all passes for speed that would fire.
     """
     from ortplugins.cli.advice import notes_on
     from ortplugins.optimization.optimize import optimize
@@ -118,7 +118,7 @@ def _firing_passes(model: Path, onnxruntime: str | None) -> Iterator[str]:
         if name not in opt.DEFAULT_PASSES:
             report = optimize(model, passes=[name], onnxruntime_version=onnxruntime).report
             if count := len(report.fired):
-                yield f"pass {name} would fire {count} times: see --pass {name}"
+                yield f"pass {name} would fire (rewrites: {count})"
 
 
 def pack(

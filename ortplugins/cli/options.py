@@ -31,13 +31,12 @@ _SHARED = """
     onnxruntime (VERSION): Oldest onnxruntime to run on, for example 1.24; default: the
         installed one.
     cache_dir (DIR): Cache directory; default: ORTPLUGINS_CACHE_DIR, else the user's own.
-    dims (NAME=SIZE,...): Sizes of the inputs' dimensions; x[1]=8 for an axis of x without a
-        name.
-    count: How many samples to make up, or to take of --text.
+    dims (NAME=SIZE,...): Sizes of input dimensions; x[1]=8 for an unnamed axis of x.
+    count: How many samples to take from --text, or to make up.
     nodes_to_include (PATTERN): Nodes to quantise: name, glob, or re:REGEX; repeatable.
     nodes_to_exclude (PATTERN): Nodes to leave in float: name, glob, or re:REGEX; repeatable.
     providers (NAME): Execution provider to run on; repeatable.
-    work_dir (DIR): For intermediate files; default: the system's temporary folder.
+    work_dir (DIR): Folder for intermediate files; default: the system's temporary folder.
     tokenizer (FILE): tokenizer.json; default: the one beside the model.
 """
 
@@ -175,9 +174,9 @@ def _given_samples(
     """Return the paths or the text; None where neither is given.
 
     Args:
-        samples (FILE.npz): Inputs, an array for each; repeatable. Default: inputs are made up.
-        text (FILE): Samples: windows of a text, by --tokenizer.
-        chat: With --text: each paragraph as a message of a conversation.
+        samples (FILE.npz): Samples: an array for each input; repeatable.
+        text (FILE): Samples: windows of a text, read by --tokenizer.
+        chat: With --text: send each paragraph through the chat template.
     """
     if text is None:
         refuse_without_effect(context, "without --text", "tokenizer", "chat")
@@ -210,7 +209,7 @@ def _inputs(
     """Return inputs, given or made up, as ``compare`` takes them.
 
     Args:
-        seed: Seed of samples that are made up.
+        seed: Seed of made-up samples.
     """
     return {"inputs": given, "dims": parse_dims(dims), "samples": count, "seed": seed}
 

@@ -52,10 +52,10 @@ def _key_row(key: str, spec: Option) -> tuple[str, str, str]:
 
 
 def explain(what: Annotated[str, typer.Argument()] = "") -> None:
-    """Say what a refusal means, by its code or its text; without either, list all.
+    """Explain a refusal by its code or its text; without either, list all.
 
     Args:
-        what ([CODE|TEXT]): ORP101, or words of a remark.
+        what ([CODE|TEXT]): A code such as ORP101, or words of a remark.
     """
     if not what:
         typer.echo("\n".join(_refusals()))
@@ -69,7 +69,7 @@ def explain(what: Annotated[str, typer.Argument()] = "") -> None:
     ]
     if not found:
         raise UsageError(
-            f"no refusal has the code or the words {what!r}; without any, all follow"
+            f"no refusal has the code or the words {what!r}: 'ortplugins explain' lists all"
         )
     for reason in found:
         typer.echo(f"{reason.code}  {reason.section}\n  {reason.advice}")

@@ -52,15 +52,16 @@ def plan_precision(
 
     Args:
         model (MODEL): An 8-bit QDQ .onnx file.
-        budget (COSINE): Of the outputs to those without grids, to be reached: 99.5%.
+        budget (COSINE): Least cosine of the outputs to those with unquantised activations, for
+            example 99.5%.
         max_16bit (N): Activations that may get 16 bits: a number, or a share such as 25%.
-        output: File for the result, overrides for mixed_precision_boundaries.overrides; else
-            it is printed.
-        mode: What is measured: 16-bit regions, or regions in float.
-        target: What runs the model.
+        output: File for the overrides that mixed_precision_boundaries.overrides takes;
+            without it they are printed.
+        mode: Measure promoted regions in 16 bits, or in float.
+        target: What the model will run on.
     """
     if source is None:
-        raise typer.BadParameter("give inputs to measure with", param_hint="--samples")
+        raise typer.BadParameter("give inputs, here or by --text", param_hint="--samples")
     if budget is None and max_16bit is None:
         raise typer.BadParameter("give --budget, --max-16bit or both", param_hint="--budget")
     from ortplugins.model_io.saving import check_absent

@@ -287,14 +287,14 @@ def quantize_static(
     providers: opt.Providers = opt.CPU,
     force: bool = False,
 ) -> None:
-    """Quantise weights and activations, some activations to 16 bits.
+    """Quantise weights and activations to 8 bits, chosen activations to 16.
 
     Args:
         overrides (JSON): {"TENSOR": [{"quant_type": "QUInt16"}]}, or @FILE with that.
         promote (NAME): A tensor or node to give 16 bits; repeatable.
-        mode: float leaves what is promoted unquantised: faster on CPUs.
-        target: qnn keeps every DQ -> Q, cpu those that change values.
-        per_channel: Weights get a scale for each channel.
+        mode: Promote to int16, or leave in float, which is faster on CPUs.
+        target: qnn keeps every DQ -> Q pair, cpu only those that change values.
+        per_channel: Give weights one scale per channel.
     """
     from ortplugins.static_qdq.quantize_static import quantize_static_mixed
     from rewrite_rules.mixed_precision_boundaries.tensor_overrides import OverrideError

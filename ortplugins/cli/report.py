@@ -26,13 +26,13 @@ def report(
     rounds: Annotated[int, typer.Option(min=1)] = 5,
     force: bool = False,
 ) -> None:
-    """Write a page: what fires and what does not, and what sessions gain.
+    """Write an HTML page: what passes do to a model, and what sessions gain.
 
     Args:
         output: The .html file to write.
-        facts (FILE): Write everything as JSON, too.
-        measure: Start and run sessions, with the passes and without.
-        rounds (N): Processes of each kind to measure.
+        facts (FILE): Also write everything as JSON, to this file.
+        measure: Measure sessions, with the passes and without.
+        rounds (N): Processes to measure, with the passes and without.
     """
     from ortplugins.html_report.facts import gather_facts
     from ortplugins.html_report.page import write_page
@@ -63,7 +63,7 @@ def memory(
     dims: str = "",
     format: opt.Format = "text",
 ) -> None:
-    """Show what a run holds in memory, step by step, in each execution order."""
+    """Show the live memory of a run, step by step, in each execution order."""
     from ortplugins.html_report.live_memory import memory_bars, order_of
 
     curves, notes = order_of(model, opt.parse_dims(dims))

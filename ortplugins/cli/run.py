@@ -57,13 +57,13 @@ def run(
 ) -> None:
     """Run a Python program with passes enabled for every session that it opens.
 
-    Without --pass, passes are those of the environment variable ORTPLUGINS, else
-    dq_matmulnbits_fusion. Options of ortplugins come before the program, all that follows is
-    the program's. Python processes that it starts have the passes enabled, too.
+    Without --pass, the environment variable ORTPLUGINS names the passes; by default
+    dq_matmulnbits_fusion. Options of ortplugins come before the program; the program gets
+    everything after its name. Its Python subprocesses have the passes enabled, too.
 
     Args:
-        program (SCRIPT|MODULE [ARGUMENTS]...): What python would run.
-        module: It is a module, as for python -m.
+        program (SCRIPT|MODULE [ARGUMENTS]...): The program, and its arguments.
+        module: Run a module, as python -m does.
     """
     from ortplugins.session.patching import enable
 

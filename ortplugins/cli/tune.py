@@ -36,9 +36,9 @@ def tune(
     the choice.
 
     Args:
-        hint: What matters.
-        seconds: Time to take, about; 0 to measure nothing.
-        error: Greatest error over the greatest output; 0 for plain onnxruntime's own.
+        hint: What to optimise for.
+        seconds: About how long to measure; 0 measures nothing.
+        error: Allowed error, over the greatest output; 0 for twice plain onnxruntime's own.
         samples (FILE.npz): Inputs to measure with.
     """
     from ortplugins.runtime.copied_options import MALLOC_THRESHOLD_KEY

@@ -26,9 +26,8 @@ class ConvFusion(Pass):
 
     slow_kernels: str = option(
         "keep",
-        "ConvInteger with a filter for each channel, slower than Conv in float: 'keep' leaves "
-        "it; 'float' computes with the dequantised weight, and with activations as they are "
-        "before quantisation. Numbers change, towards the float model's.",
+        "Depthwise ConvInteger, which is slower than Conv in float: 'keep' leaves it; 'float' "
+        "computes with the dequantised weight and unquantised activations, so numbers change.",
         choices=("keep", "float"),
     )
 

@@ -34,37 +34,37 @@ class MixedPrecisionBoundaries(Pass):
     # Kept as canonical JSON, whatever was given.
     overrides: str | Mapping[str, Any] = option(
         "",
-        "Types, scales and ranges of single tensors, and who reads them converted, in the "
-        "schema of onnxruntime's TensorQuantOverrides: JSON, or @file.json (session entries "
-        "end at 8,192 bytes); in Python a dict as well.",
+        "Types, scales, ranges and conversions of single tensors, in the schema of "
+        "onnxruntime's TensorQuantOverrides: JSON, or @file.json (session entries end at "
+        "8,192 bytes); in Python a dict as well.",
         may_name_file=True,
     )
     promote: str = option(
         "",
-        "Tensors, or nodes with what they compute, that get 16 bits: names, separated by "
-        "commas.",
+        "Names of tensors to promote, or of nodes, for all their inputs and outputs; "
+        "separated by commas.",
     )
     mode: str = option(
         "int16",
-        "What becomes of the regions: 'int16' quantises them with 16 bits, for NPUs; 'float' "
-        "takes their quantisation out, which on CPUs is faster than 16 bits.",
+        "What promoted regions become: 'int16' gives them 16 bits, for NPUs; 'float' leaves "
+        "them in float, which is faster on CPUs.",
         choices=("int16", "float"),
     )
     target: str = option(
         "cpu",
-        "What the result runs on: 'qnn' keeps every DQ->Q, which such accelerators run as a "
-        "Convert; 'cpu' drops a 16-bit pair that gives back the 8-bit values before it.",
+        "What the result runs on: 'qnn' keeps every DQ -> Q, which such accelerators run as "
+        "one conversion; 'cpu' drops 16-bit pairs that return the 8-bit values before them.",
         choices=("cpu", "qnn"),
     )
     merge: bool = option(
         False,
-        "Where one region leads straight into another, drop the 8-bit pair between them: more "
-        "accurate, but the numbers change.",
+        "Drop the 8-bit pair between two adjacent regions: more accurate, but the numbers "
+        "change.",
     )
     float_limit_mb: int = option(
         1024,
         "In mode 'float': megabytes that weights of float regions may take as float "
-        "constants; beyond, they are dequantised at every inference.",
+        "constants; weights beyond it are dequantised in every run.",
     )
 
     def __post_init__(self) -> None:

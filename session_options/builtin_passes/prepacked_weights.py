@@ -26,20 +26,19 @@ class PrepackedWeights(Pass):
 
     verify: str = option(
         "size",
-        "What a start checks of the files: 'size', or 'digest', which reads them whole. "
-        "onnxruntime before 1.32 computes wrong numbers, silently, from packed weights that "
-        "were damaged.",
+        "How a start checks the files: 'size', or 'digest', which reads them whole. Before "
+        "1.32, onnxruntime silently computes wrong numbers from damaged packed weights.",
         choices=("size", "digest"),
         shapes_result=False,
     )
     limit_mb: int = option(
         0,
-        "Megabytes of disk that a model may take, 0 for any number; above, nothing is packed.",
+        "Megabytes of disk that a model may take, 0 for no limit; nothing is packed above it.",
     )
     parallel: bool = option(
         False,
-        "Pack on all threads at the start (session.prepack.enable_parallel): a quicker start "
-        "on many cores, for a higher peak of memory.",
+        "Pack on all threads at the start (session.prepack.enable_parallel): faster on many "
+        "cores, with a higher peak of memory.",
     )
     trim: bool = option(
         True,

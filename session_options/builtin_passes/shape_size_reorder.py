@@ -20,20 +20,20 @@ class ShapeSizeReorder(Pass):
     """Shape and Size read early and small; nodes run in an order of low peak memory."""
 
     name: ClassVar[str] = "shape_size_reorder"
-    summary: ClassVar[str] = "free tensors that only their shapes keep, order nodes for memory"
+    summary: ClassVar[str] = "read shapes early, order nodes for a low peak of memory"
     depends_on_arena: ClassVar[bool] = True
     # Last of those that change the graph.
     position: ClassVar[int] = 80
 
     dims: str = option(
         "",
-        "Sizes of symbolic dimensions for estimates of memory: batch=1,seq=512. Others count "
+        "Sizes of symbolic dimensions to estimate memory with: batch=1,seq=512. Others count "
         "as 128. Results are right for any sizes.",
     )
     for_default_order: bool = option(
         False,
-        "Write a file whose default order is good, for sessions that cannot be set to run in "
-        "file order (Triton, C++); else sessions are set to ExecutionOrder.PRIORITY_BASED.",
+        "Write a file that is good in onnxruntime's default order, for sessions whose order "
+        "cannot be set (Triton, C++); else sessions run in ExecutionOrder.PRIORITY_BASED.",
     )
 
     def __post_init__(self) -> None:

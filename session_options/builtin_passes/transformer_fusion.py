@@ -26,15 +26,15 @@ class TransformerFusion(Pass):
     asks_for_trials: ClassVar[bool] = True
 
     rotary: bool = option(
-        True, "Rotary embeddings, found by what they compute, as one node (CPU sessions)."
+        True, "Rotary embeddings in any spelling, as one node (CPU sessions)."
     )
     attention: bool = option(
         True,
-        "Attention with a cache in the fastest form for one token and for a prompt, chosen at "
-        "each run (CPU sessions).",
+        "Attention in its fastest form; with a cache, one form for a token and one for a "
+        "prompt (CPU sessions).",
     )
     projections: bool = option(
-        True, "One MatMulNBits for Q, K, V and one for gate, up (CPU sessions)."
+        True, "One MatMulNBits for Q, K and V, and one for gate and up (CPU sessions)."
     )
 
     grouped_queries: bool = option(
@@ -51,9 +51,9 @@ class TransformerFusion(Pass):
 
     kv_cache: str = option(
         "exported",
-        "'shared': past inputs may be buffers longer than the cache, bound as present outputs "
-        "too (IOBinding); new keys and values are appended in place, and the attention mask "
-        "says how much they hold. An error where GroupQueryAttention does not fit.",
+        "'shared': the caller binds long buffers as past and as present (IOBinding); new keys "
+        "and values are appended in place, and the length of the attention mask says how much "
+        "they hold. An error where GroupQueryAttention does not fit.",
         choices=("exported", "shared"),
     )
 

@@ -20,23 +20,22 @@ class TrimPadding(Pass):
     """Inputs cut behind the longest row of a batch, outputs padded back: encoders."""
 
     name: ClassVar[str] = "trim_padding"
-    summary: ClassVar[str] = "leave out padding behind the longest row of a batch"
+    summary: ClassVar[str] = "cut off padding after the longest row of a batch"
     # The proof reads the operators of exporters, before anything is fused.
     position: ClassVar[int] = 5
     asks_for_trials: ClassVar[bool] = True
 
     multiple: int = option(
-        1, "The length that is computed is a multiple of this, or the length that was given."
+        1, "Compute lengths that are multiples of this, or the whole length."
     )
     mask: str = option(
         "",
-        "Name of the input that says which positions are real, of shape [batch, sequence]; "
-        "empty to find it by its use.",
+        "Name of the attention mask, of shape [batch, sequence]; empty to find it by its use.",
     )
     pack: bool = option(
         False,
-        "Run projections, feed-forward layers and norms on the real tokens of a batch only, "
-        "gathered from all rows: for rows of mixed lengths.",
+        "Run projections, feed-forward layers and norms on the real tokens of all rows only: "
+        "for rows of mixed lengths.",
     )
 
     def __post_init__(self) -> None:

@@ -65,7 +65,7 @@ _KERNEL_BLOCK_SIZES = (16, 32, 64, 128, 256, -1)
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What some nodes get; None leaves what the recipe, or an earlier rule, says.
+    """Settings of some nodes; None keeps what the recipe, or an earlier rule, says.
 
     Attributes:
         nodes: The nodes: a name, a glob, or a regular expression (compiled, or text that
@@ -79,7 +79,7 @@ class Rule:
         block_size: Elements along K that share a scale; -1 for a scale per column.
         is_symmetric: Signed codes without zero points; else unsigned ones with.
         keep_float: Whether the weight stays in float; routers do unless a rule says False.
-        optional: Whether it may match no node.
+        optional: Whether a rule that matches no node is allowed.
     """
 
     nodes: Pattern
@@ -141,40 +141,41 @@ class Recipe:
             ``"awq_gptq"`` scales first. ``"w8a8"`` computes products of 8-bit integers,
             activations included, in onnxruntime's MatMulIntegerToFloat: for the whole model,
             with 8 bits and a block_size of -1.
-        bits: 2, 4 or 8.
+        bits: Bits of a code: 2, 4 or 8.
         block_size: Elements along K that share a scale; -1 for a scale per column.
-        is_symmetric: Signed codes without zero points; else unsigned ones with.
-        grid: Of symmetric codes: extreme, positive or amax. See :class:`BlockFormat`.
-            ``"positive"`` is for runtimes that refuse negative scales, as TensorRT's parser
-            does: blocks lose a code of one sign, for a perplexity nearer to that of "amax".
-        op_types: Some of MatMul (FusedMatMul included), Gemm and Gather.
-        rules: What some nodes get instead, in order: later rules win over earlier ones. A
-            mapping, as in a file, of patterns to settings or ``"float"`` will do.
-        share_of_8_bits: Share of the weights, 0 to 1, that get 8 bits, rounded to nearest:
-            those whose codes add the most error to outputs. 0.03 of them make 4.6 bits per
-            weight out of 4.5. Needs samples.
-        quant_format: QDQ, QDQ_transposed or MatMulNBits. ``"QDQ"`` has codes ``[K, N]``,
+        is_symmetric: Signed codes without zero points, or unsigned codes with zero points.
+        grid: How symmetric codes are scaled: extreme uses all codes, positive keeps scales
+            positive, amax is ModelOpt's. See :class:`BlockFormat`. ``"positive"`` is for
+            runtimes that refuse negative scales, such as TensorRT's parser: blocks lose a
+            code of one sign, and the perplexity comes close to that of "amax".
+        op_types: Operators to quantise: MatMul (with FusedMatMul), Gemm, Gather.
+        rules: Other settings for the nodes that a pattern matches; later rules win. A mapping,
+            as in a file, of patterns to settings or ``"float"`` is accepted, too.
+        share_of_8_bits: Share of the weights, 0 to 1, that get 8 bits: those whose codes add
+            the most error to outputs. They are rounded to nearest. 0.03 of them make 4.6 bits
+            per weight out of 4.5. Needs samples.
+        quant_format: How the file holds the codes. ``"QDQ"`` has codes ``[K, N]``,
             blocks along axis 0; ``"QDQ_transposed"`` codes ``[N, K]``, and a Transpose;
             ``"MatMulNBits"`` is for onnxruntime alone (Gather becomes GatherBlockQuantized).
-        half_scales: Whether scales of float32 weights are stored in float16, behind a Cast
-            that onnxruntime folds when a session starts. Half a bit less for each weight in
+        half_scales: Store the scales of float32 weights in float16, behind a Cast that
+            onnxruntime folds when a session starts. Half a bit less for each weight in
             blocks of 32. Not where MatMulNBits or GatherBlockQuantized is written, which take
             scales of the activations' type.
-        fuse_tables: Whether Gather becomes GatherBlockQuantized in the other formats, too, and
-            a MatMul that reads the same codes MatMulNBits. Plain onnxruntime dequantises a
-            QDQ table whole at every run.
-        accuracy_level: Of MatMulNBits: 0 or 1 computes in float32 (the default), 4 with int8
+        fuse_tables: Write GatherBlockQuantized for Gather in the QDQ formats, too, and
+            MatMulNBits for a MatMul that reads the same codes. Plain onnxruntime dequantises
+            a QDQ table whole at every run.
+        accuracy_level: How MatMulNBits computes: 0 or 1 in float32 (default), 4 with int8
             activations. Only where that is written.
         alphas: Exponents that AWQ tries for the scales of input channels, 0 to 1.
-        clip_ratios: Ratios that it tries for what blocks are clipped to, above 0 and up to 1.
-        fold_scales: Whether those scales may be folded into the constants that an activation
-            comes from; else a Mul takes them out again.
-        gptq: Damping and searches of GPTQ; a mapping of its options will do.
-        least_cosine: Of a layer's output in w8a8 with the float layer's, on sampled tokens, 0
-            to 1; layers below it stay in float.
-        kv_bits: 8 for a cache of keys and values in int8, of GroupQueryAttention; ranges come
-            from samples. None leaves it.
-        quantized_inputs: Whether GPTQ makes up for the errors of earlier weights, too. Weights
+        clip_ratios: Ratios that AWQ tries when it clips blocks, above 0 and up to 1.
+        fold_scales: Fold AWQ's scales into the constants that an activation comes from, where
+            possible; else a Mul divides by them.
+        gptq: Damping and searches of GPTQ; a mapping of its options is accepted, too.
+        least_cosine: Least cosine, 0 to 1, of a layer's output in w8a8 to the float layer's,
+            on sampled tokens; layers below it stay in float.
+        kv_bits: 8 to keep the cache of GroupQueryAttention in int8; ranges come from samples.
+            None leaves it.
+        quantized_inputs: Compensate the errors of earlier weights with GPTQ, too. Weights
             are quantised one after the other, for the inputs that they get in the quantised
             model. It takes about twice as long.
 
