@@ -518,6 +518,10 @@ def test_stacks_in_files_are_not_copied_and_older_opsets_converted(tmp_path):
 
 STACKS = {"gate": (E, 64, H), "up": (E, 64, H), "down": (E, H, 64)}
 MODULE = "model.layers.0.mlp.experts"
+BIASED = """
+h1 = Squeeze(p1, last) -> q1 = Squeeze(p1, last) b1 = GatherND(B1, picks) h1 = Add(q1, b1)
+h2 = Squeeze(p2, last) -> q2 = Squeeze(p2, last) b2 = GatherND(B2, picks) h2 = Add(q2, b2)
+"""
 
 
 @pytest.mark.parametrize(
@@ -534,18 +538,23 @@ MODULE = "model.layers.0.mlp.experts"
 )
 def test_experts_of_llama_cpp_keep_their_numbers(tmp_path, types, quant_format, kernels):
     pytest.importorskip("gguf")
-    path, tensors, weights = tmp_path / "m.gguf", {}, {}
+    path, tensors, weights, biases = tmp_path / "m.gguf", {}, {}, {}
     for seed, (name, kind) in enumerate(zip(STACKS, types, strict=True)):
         e, n, k = STACKS[name]
         stored, weight = gguf_files.blocks(kind, e * n, k, seed)
         tensors[f"blk.0.ffn_{name}_exps.weight"] = stored.reshape(e, n, -1), kind
-        weights[name] = weight.reshape(e, n, k)
+        weights[name], biases[name] = weight.reshape(e, n, k), normal(e, n, seed=seed)
+        tensors[f"blk.0.ffn_{name}_exps.bias"] = biases[name], None
     gguf_files.save_gguf(path, tensors)
-    first = np.concatenate([weights["gate"], weights["up"]], axis=1)
-    rounded = with_weights(batched(d=64), {"W1": first, "W2": weights["down"]})
-    given = {"W1": near(first), "W2": near(weights["down"])}
+    stored = {"W2": weights["down"], "B2": biases["down"]}
+    for name, parts in (("W1", weights), ("B1", biases)):
+        stored[name] = np.concatenate([parts["gate"], parts["up"]], axis=1)
+    rounded = with_weights(batched(BIASED, d=64), stored)
+    given = {name: near(array) for name, array in stored.items()}
     model = ir.from_proto(with_weights(rounded, given))
-    model = renamed(model, {"W1": f"{MODULE}.gate_up_proj", "W2": f"{MODULE}.down_proj"})
+    names = {"W1": "gate_up_proj", "W2": "down_proj"}
+    names |= {"B1": "gate_up_proj_bias", "B2": "down_proj.bias"}
+    model = renamed(model, {name: f"{MODULE}.{new}" for name, new in names.items()})
     result = quantize(model, checkpoint=path, quant_format=quant_format)
     written = set(operators(result.model))
     assert kernels == written & {"QMoE", "MatMulNBits", "DequantizeLinear"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import itertools
 import math
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -67,6 +68,26 @@ class Checkpoint(abc.ABC):
     def vector(self, name: str) -> tuple[str, Sequence[npt.NDArray[Any]]] | None:
         """Return the name of a norm or a bias, and each way that it may have to be read."""
 
+    def _vector(self, name: str) -> tuple[str, Sequence[npt.NDArray[Any]]] | None:
+        """Return what there is for a vector of the graph, or for all parts of it."""
+        # Of a stack of experts, with the number of one behind it.
+        name = re.sub(r"\bexperts\.(\w+)[._]bias\.(\d+)$", r"experts.\2.\1.bias", name)
+        for spelled in spellings(name):
+            if found := self.vector(spelled):
+                return found
+            module, _, suffix = spelled.rpartition(".")
+            parent, _, last = module.rpartition(".")
+            parts = [
+                part
+                for each in _PARTS.get(last, ())
+                if (part := self.vector(f"{parent}.{each}.{suffix}")) is not None
+            ]
+            if parts and len(parts) == len(_PARTS[last]):
+                names, readings = zip(*parts, strict=True)
+                joint = map(np.concatenate, itertools.product(*readings))
+                return BETWEEN.join(names), list(joint)
+        return None
+
     @abc.abstractmethod
     def matrices(self) -> Sequence[str]:
         """Return the names of all that may be taken."""
@@ -75,7 +96,7 @@ class Checkpoint(abc.ABC):
         """Give a model what the checkpoint has in float."""
         for name, value in model.graph.initializers.items():
             old = value.const_value
-            found = next(filter(None, map(self.vector, spellings(name))), None)
+            found = self._vector(name)
             if found is not None and old is not None and len(old.shape) == 1:
                 self._put_vector(*found, value, old)
         for name in self.required:
@@ -112,7 +133,7 @@ class Checkpoint(abc.ABC):
                 f"tensor {name!r} of the checkpoint is not {value.name!r} of the model: "
                 f"they differ by {changes[least]:.0%}; give a checkpoint of this model"
             )
-        self.taken.add(name)
+        self.taken.update(name.split(BETWEEN))
         value.const_value = as_tensor(name, read[least], old)
 
     def has_codes(self, name: str) -> bool:
@@ -149,6 +170,9 @@ class Checkpoint(abc.ABC):
         left = [name for name in self.matrices() if name not in self.taken]
         if not left:
             return []
+        left.sort(
+            key=lambda name: not name.endswith(".bias")
+        )  # which the model has its own of
         return [
             f"{len(left)} matrices of the checkpoint are not in the result, as {left[0]!r}"
         ]

@@ -66,12 +66,7 @@ class GgufCheckpoint(Checkpoint):
 
     def candidates(self, name: str) -> Sequence[Found]:
         """Return the tensor of a module in each order of rows that it may have."""
-        expert = re.search(r"\.experts\.(\d+)(?=\.)", name)
-        if expert is None:
-            tensor = self._tensor(name, "weight")
-        else:
-            stack = self._tensor(name.replace(expert[0], ".experts"), "weight")
-            tensor = None if stack is None else stack.part(int(expert[1]))
+        tensor = self._tensor(name, "weight")
         if tensor is None or len(tensor.shape) != 2:
             return []
         (n, k), orders = tensor.shape, self._orders(tensor)
@@ -110,6 +105,9 @@ class GgufCheckpoint(Checkpoint):
         return tensor.name, read
 
     def _tensor(self, module: str, suffix: str) -> GgufTensor | None:
+        if expert := re.search(r"\.experts\.(\d+)(?=\.)", module):
+            stack = self._tensor(module.replace(expert[0], ".experts"), suffix)
+            return None if stack is None else stack.part(int(expert[1]))
         names = llama_names(module, self._architecture)
         if "output" in names and "output.weight" not in self._tensors:
             names = ["token_embd"]  # the head is the table

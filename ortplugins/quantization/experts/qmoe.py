@@ -26,6 +26,7 @@ from ortplugins.quantization.weights.graph import in_file
 from ortplugins.quantization.weights.weight import Weight
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.graph.nodes import producer, remove_unused
+from rewrite_rules.graph.parameters import require_constant
 from rewrite_rules.weights.bit_packing import SIGN_BITS, pack_rows
 
 Array = npt.NDArray[Any]
@@ -104,12 +105,15 @@ def _write(
 
     def bias(part: slice, order: Sequence[int]) -> ir.Value | None:
         """Write what is added to the rows, ``[E, N]``, if anything is."""
-        found = [None if b is None else b.numpy() for b in experts.biases[part]]
-        if not any(array is not None for array in found):
+        if not any(experts.biases[part]):
             return None
         dtype = layers[-1][0].uses[0].tensor.dtype.numpy()
-        none = (np.zeros((len(layer), layer[0].N), dtype) for layer in layers[part])
-        rows = [n if b is None else b for b, n in zip(found, none, strict=True)]
+        rows = [
+            np.stack([require_constant(values[name], name)[1].numpy() for name in vectors])
+            if vectors
+            else np.zeros((len(layer), layer[0].N), dtype)
+            for vectors, layer in zip(experts.biases[part], layers[part], strict=True)
+        ]
         name = names.take(f"{experts.name}.bias")
         whole = np.concatenate(rows, axis=1)[:, order]
         return new_initializer(model.graph, ir.tensor(whole, name=name))

@@ -39,9 +39,9 @@ class Experts:
     inputs: tuple[str, ...]  # x, what experts are chosen by, and their shares if not these
     attributes: dict[str, float | int | str]  # of QMoE
     order: tuple[int, ...]  # of the rows of all first layers
-    # Of each layer, the last one last: names of the products by expert; what is added, [E, N].
+    # Of each layer, the last one last: the products by expert, and vectors that are added.
     products: tuple[tuple[str, ...], ...]
-    biases: tuple[ir.TensorProtocol | None, ...]
+    biases: tuple[tuple[str, ...], ...]
 
 
 def unroll_mixtures(
@@ -99,6 +99,7 @@ def _unroll(graph: ir.Graph, names: FreshNames, mixture: Mixture) -> Experts:
         for layer in mixture.layers
     }
     products: dict[Layer, list[str]] = {layer: [] for layer in mixture.layers}
+    biases: dict[Layer, list[str]] = {layer: [] for layer in mixture.layers}
 
     def multiply(rows: Any, layer: Layer, expert: int) -> Any:
         matrix = weights[layer][expert]
@@ -112,7 +113,9 @@ def _unroll(graph: ir.Graph, names: FreshNames, mixture: Mixture) -> Experts:
         products[layer].append(product.name)
         if layer.bias is None:
             return product
-        return op.Add(product, _part(graph, names, layer.bias, layer.experts, expert))
+        bias = _part(graph, names, layer.bias, layer.experts, expert)
+        biases[layer].append(bias.name or "")
+        return op.Add(product, bias)
 
     for expert in range(count):
         share = op.Gather(routes, _constant(op, expert), axis=1)
@@ -144,7 +147,7 @@ def _unroll(graph: ir.Graph, names: FreshNames, mixture: Mixture) -> Experts:
         {"k": mixture.k, **mixture.activation.attributes()},
         tuple(_order(mixture.activation.parts, mixture.activation.layers)),
         tuple(tuple(products[layer]) for layer in mixture.layers),
-        tuple(constant(layer.bias) for layer in mixture.layers),
+        tuple(tuple(biases[layer]) for layer in mixture.layers),
     )
 
 
