@@ -148,7 +148,9 @@ def evaluate(
         paths = [item for item in (model, against) if isinstance(item, str | os.PathLike)]
         tokenizer = next(filter(None, map(tokenizer_beside, paths)), None)
         if tokenizer is None:
-            raise UsageError("no tokenizer.json beside the model: give its path")
+            raise UsageError(
+                "no tokenizer.json beside the model: give the path of a tokenizer"
+            )
     encoder = TextTokenizer(Path(tokenizer))
     with scratch_folder() as folder:
         models = [

@@ -337,10 +337,7 @@ def _ranges(
     if data is None:
         if given:
             return dict(given), f"ranges of {len(given)} tensors as given"
-        raise CalibrationError(
-            "no calibration data: give data, samples of inputs as the model will see "
-            "them, or ranges"
-        )
+        raise CalibrationError("no calibration data: give samples of real inputs, or ranges")
     from ortplugins.static_qdq.onnxruntime_quantizer import calibrate
 
     samples = KeptSamples(data, loaded.model, scratch=path.parent)

@@ -168,7 +168,7 @@ def test_a_file_that_is_not_a_recipe_is_named(model: ir.Model, content, message)
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        ("balansed", "balansed: is neither a file nor .*did you mean 'balanced'"),
+        ("balansed", "balansed: neither a file nor .*did you mean 'balanced'"),
         (".", "cannot be read"),
         (Recipe(rules=(Rule("*z*", bits=8),)), r"rules: '\*z\*' matches no node"),
         (Recipe(rules=(Rule("z*", keep_float=True),)), r"rules: 'z\*' matches no node"),

@@ -422,7 +422,7 @@ def _text_of(path: Path) -> str:
     except FileNotFoundError:
         known = ", ".join(PRESETS)
         hint = did_you_mean(str(path), PRESETS)
-        raise QuantizationError(f"is neither a file nor one of {known}{hint}") from None
+        raise QuantizationError(f"neither a file nor one of {known}{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise QuantizationError(f"cannot be read: {error}") from error
 
