@@ -19,7 +19,7 @@ from onnx import TensorProto, numpy_helper
 
 import ortplugins
 from ortplugins.errors import CalibrationError, ModelFileError, QuantizationError
-from ortplugins.quantization import int4, modelopt_arguments
+from ortplugins.quantization import int4
 
 METHODS = ("rtn", "rtn_dq", "awq_lite", "awq_clip", "awq_full")
 
@@ -409,7 +409,7 @@ def test_mixed_precision_picks_modelopts_nodes():
     names += [f"/model/layers.{i}/self_attn/qkv_proj/MatMul" for i in range(3)]
     names += ["/model/layers.0/mlp/up_proj/MatMul", "/lm_head/MatMul"]
     shuffled = sorted(names)  # layer 10 before layer 2
-    chosen = set(modelopt_arguments.sensitive(shuffled))
+    chosen = set(int4._sensitive(shuffled))
     layers = sorted(int(name.split(".")[1].split("/")[0]) for name in chosen if "mlp" in name)
     # 20 // 8 = 2 at each end; between, of layers 2 to 17, each third
     assert layers == [0, 1, 2, 5, 8, 11, 14, 17, 18, 19]
@@ -475,15 +475,13 @@ def test_what_has_no_effect_says_so(kwargs):
 def test_providers_that_are_missing_are_left_out(monkeypatch):
     available = ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: available)
-    assert modelopt_arguments.providers_of(["cuda:1", "dml:0", "cpu"], None) == [
+    assert int4._providers_of(["cuda:1", "dml:0", "cpu"], None) == [
         ("CUDAExecutionProvider", {"device_id": 1}),
         "CPUExecutionProvider",
     ]
-    assert modelopt_arguments.providers_of(
-        ["trt", "cpu"], [{"trt_profile_min_shapes": "x:1"}, {}]
-    ) == [
+    assert int4._providers_of(["trt", "cpu"], [{"trt_profile_min_shapes": "x:1"}, {}]) == [
         ("TensorrtExecutionProvider", {"trt_profile_min_shapes": "x:1"}),
         "CPUExecutionProvider",
     ]
     with pytest.warns(ortplugins.OrtpluginsWarning, match="samples run on the CPU"):
-        assert modelopt_arguments.providers_of(["dml:0"], None) == ["CPUExecutionProvider"]
+        assert int4._providers_of(["dml:0"], None) == ["CPUExecutionProvider"]

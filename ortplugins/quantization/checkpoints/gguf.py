@@ -20,8 +20,12 @@ import numpy.typing as npt
 
 from ortplugins.errors import MissingFileError, ModelFileError
 from ortplugins.quantization.checkpoints.checkpoint import Checkpoint
-from ortplugins.quantization.checkpoints.gguf_file import GgufTensor, read_gguf
-from ortplugins.quantization.checkpoints.gguf_names import architectures, llama_names
+from ortplugins.quantization.checkpoints.gguf_file import (
+    GgufTensor,
+    architectures,
+    llama_names,
+    read_gguf,
+)
 from ortplugins.quantization.checkpoints.gguf_types import TYPES
 from ortplugins.quantization.checkpoints.layers import (
     FloatMatrix,

@@ -3,16 +3,21 @@
 
 The gguf package's own reader takes seconds and hundreds of megabytes for the words of a
 tokenizer, and follows counts that lie. This one skips words, and believes no size before it is
-compared with the file's.
+compared with the file's. llama.cpp's names of modules are read from the package's tables: what
+it makes of these is as large as a file says, and differs once a model of another architecture
+was asked for.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import mmap
+import re
 import struct
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -180,3 +185,38 @@ class _Header:
         if count > len(self._data) - self._at:
             raise struct.error(f"{count} bytes at {self._at} of {len(self._data)}")
         self._at += count
+
+
+@functools.cache
+def architectures() -> Mapping[str, Any]:
+    """Return the architectures that are known, by name."""
+    gguf = package("gguf")
+
+    return {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
+
+
+def llama_names(module: str, architecture: str = "") -> Sequence[str]:
+    """Return what a module is called in an architecture; by default, in any."""
+    number = re.search(r"\.(\d+)\.", f".{module}")
+    if number is None:
+        return _patterns(architecture).get(module, ())
+    pattern = f".{module}".replace(number[0], ".{bid}.", 1)[1:]
+    return [
+        name.replace("{bid}", number[1]) for name in _patterns(architecture).get(pattern, ())
+    ]
+
+
+@functools.cache
+def _patterns(architecture: str) -> Mapping[str, Sequence[str]]:
+    """Return names by names, ``{bid}`` in the place of a layer's number."""
+    gguf = package("gguf")
+
+    known, own = gguf.TensorNameMap, architectures().get(architecture)
+    blocks = known.block_mappings_cfg | known.arch_block_mappings_cfg.get(own, {})
+    found: dict[str, list[str]] = {}
+    for tensor, modules in (*known.mappings_cfg.items(), *blocks.items()):
+        if own is None or tensor in gguf.MODEL_TENSORS[own]:
+            name = gguf.TENSOR_NAMES[tensor]
+            for module in (*modules, name):  # of several names the last one counts
+                found.setdefault(module, []).insert(0, name)
+    return found

@@ -19,8 +19,7 @@ import numpy as np
 
 from ortplugins.errors import MissingFileError, ModelFileError, QuantizationError
 from ortplugins.quantization.checkpoints.checkpoint import module_names
-from ortplugins.quantization.checkpoints.gguf_file import MAGIC, read_gguf
-from ortplugins.quantization.checkpoints.gguf_names import llama_names
+from ortplugins.quantization.checkpoints.gguf_file import MAGIC, llama_names, read_gguf
 from ortplugins.quantization.methods.nearest import Floats
 from ortplugins.quantization.weights.recipe import METHODS, Recipe
 from ortplugins.quantization.weights.uses import WeightUse
