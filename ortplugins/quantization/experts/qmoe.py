@@ -25,7 +25,7 @@ from ortplugins.quantization.tensor_reference import ScratchWriter
 from ortplugins.quantization.weights.graph import in_file
 from ortplugins.quantization.weights.weight import Weight
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
-from rewrite_rules.graph.nodes import producer, remove_unused
+from rewrite_rules.graph.nodes import producer
 from rewrite_rules.graph.parameters import require_constant
 from rewrite_rules.weights.bit_packing import SIGN_BITS, pack_rows
 
@@ -55,8 +55,6 @@ def write_experts(
             continue
         _write(model, each, layers, accuracy_level, writer)
         written.update(*layers)
-    if written:
-        remove_unused(model)
     return written, notes
 
 

@@ -31,7 +31,7 @@ from ortplugins.quantization.weights.recipe import Recipe
 from ortplugins.quantization.weights.uses import WeightUse
 from ortplugins.quantization.weights.weight import Weight
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
-from rewrite_rules.graph.nodes import drop_unused_initializers, is_constant, remove_node
+from rewrite_rules.graph.nodes import remove_unused
 from rewrite_rules.graph.parameters import float_attribute, int_attribute
 from rewrite_rules.weights.bit_packing import pack_rows
 
@@ -59,8 +59,7 @@ def write_codes(
         _read_through_dequantize(weight, names)
         for use in weight.uses:
             layers.write(weight, use)
-    for value in by_value:
-        _drop_unused(value)
+    remove_unused(plan.model)
 
 
 def _divide_activations(
@@ -193,25 +192,6 @@ def _unfuse(node: ir.Node) -> None:
     if node.op_type == "FusedMatMul" and not transposes and not scales:
         node.op_type, node.domain = "MatMul", ""
         node.attributes.clear()
-
-
-def _drop_unused(value: ir.Value) -> None:
-    """Remove a constant that nothing reads any more, and Transposes that lead nowhere."""
-    for use in list(value.uses()):
-        node = use.node
-        if node.op_type in ("Transpose", "Identity"):
-            _drop_unused(node.outputs[0])
-            unread = not node.outputs[0].uses() and not node.outputs[0].is_graph_output()
-            if unread and node.graph is not None:
-                node.graph.remove(node, safe=True)
-    producer = value.producer()
-    if (
-        producer is not None
-        and is_constant(producer)
-        and not (value.uses() or value.is_graph_output())
-    ):
-        remove_node(producer)
-    drop_unused_initializers([value])
 
 
 def in_file(
