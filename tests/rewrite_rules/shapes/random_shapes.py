@@ -62,6 +62,7 @@ class Drawer:
         self.sizes = [1, *rng.sample([2, 3, 4, 5, 6], 3)]
         self.inputs: list[onnx.ValueInfoProto] = []
         self.tensors: dict[str, onnx.TensorProto] = {}
+        self.constants: dict[str, Array] = {}
         self.values: list[Value] = []
         self.nodes: list[onnx.NodeProto] = []
         self.made: list[str] = []
@@ -109,7 +110,7 @@ class Drawer:
 
     def constant(self, array: npt.ArrayLike, dtype: npt.DTypeLike = None) -> Value:
         name, array = self.name("k"), np.asarray(array, dtype)
-        tensor = numpy_helper.from_array(array, name)
+        self.constants[name], tensor = array, numpy_helper.from_array(array, name)
         if self.rng.random() < 0.3:
             self.nodes.append(helper.make_node("Constant", [], [name], value=tensor))
         else:
@@ -174,23 +175,15 @@ class Drawer:
 
     def run(self, node: onnx.NodeProto, values: Sequence[Value]) -> list[Array]:
         """Run one node, on what it and its subgraphs read."""
-        arrays = {value.name: value.array for value in (*self.values, *values)}
-        arrays.update((name, numpy_helper.to_array(t)) for name, t in self.tensors.items())
-        arrays.update(
-            (n.output[0], numpy_helper.to_array(n.attribute[0].t))
-            for n in self.nodes
-            if n.op_type == "Constant"
-        )
-        read = _read([node])
-        known = {v.name for v in values} & (self.tensors.keys() | _constants(self.nodes))
-        inputs = [_info(name, arrays[name].dtype, [None] * arrays[name].ndim)
-                  for name in read if name in arrays and name not in known]  # fmt: skip
+        arrays = self.constants | {v.name: v.array for v in (*self.values, *values)}
+        known = {value.name for value in values} & self.constants.keys()
+        read = [name for name in _read([node]) if name in arrays and name not in known]
+        inputs = [_info(name, arrays[name].dtype, [None] * arrays[name].ndim) for name in read]
         tensors = [numpy_helper.from_array(arrays[name], name) for name in known]
         ends = [onnx.ValueInfoProto(name=name) for name in node.output]
         graph = helper.make_graph([node], "one", inputs, ends, tensors)
-        feeds = {value.name: arrays[value.name] for value in inputs}
         try:
-            return session(_model(graph, self.opset)).run(None, feeds)
+            return session(_model(graph, self.opset)).run(None, {x: arrays[x] for x in read})
         except Exception as error:
             raise Discarded(str(error)) from error
 
@@ -945,10 +938,6 @@ def _broadcast(a: Value, b: Value) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _constants(nodes: Sequence[onnx.NodeProto]) -> set[str]:
-    return {node.output[0] for node in nodes if node.op_type == "Constant"}
 
 
 def _read(nodes: Sequence[onnx.NodeProto]) -> dict[str, None]:

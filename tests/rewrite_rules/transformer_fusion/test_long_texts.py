@@ -96,6 +96,7 @@ MASKS = {
     "a bias of keys, some hidden": (KEYS, np.minimum(RANDOM[:, :, :1], hiding(RIGHT)), True),
     "all keys of a text": (KEYS, hiding((1,)), False),
     "all keys of a text, by infinity": (KEYS, hiding((1,), value=-np.inf), False),
+    "all keys of a text, for each query": (PAIRS, hiding((1,), rows=LENGTH), False),
     "all keys of a query": (PAIRS, hiding((1, 0, 2), rows=LENGTH), False),
     "one pair": (PAIRS, hiding((2, 0, 5, 0), rows=LENGTH), False),
     "pairs by infinity": (PAIRS, hiding((2, 0, 5, 0), value=-np.inf, rows=LENGTH), False),
