@@ -41,7 +41,14 @@ from rewrite_rules.remarks import Refusal, Remarks
 from rewrite_rules.shapes.dimensions import known, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.attention_forms import Attention
-from rewrite_rules.transformer_fusion.conditions import Build, Conditions, check_shared, either
+from rewrite_rules.transformer_fusion.conditions import (
+    Build,
+    Conditions,
+    bounded,
+    check_shared,
+    either,
+    guarded,
+)
 from rewrite_rules.transformer_fusion.head_layout import (
     SPLIT_HEADS,
     ints,
@@ -203,9 +210,15 @@ class FuseAttention(RewriteRuleClassBase):
             form = f"{form}, MultiHeadAttention for long texts"
 
             def others(op: Any) -> Sequence[ir.Value]:
-                return either(op, long, functools.partial(by_text, found), found.any_tokens)
+                fits = op.And(long, bounded(op, found, with_values=True))
+                return either(op, fits, functools.partial(by_text, found), found.any_tokens)
 
-        whole = functools.partial(found.whole, mask=answers.mask)
+        def whole(op: Any) -> Sequence[ir.Value]:
+            kernel = functools.partial(found.whole, mask=answers.mask)
+            if not found.guarded:
+                return kernel(op)
+            return guarded(op, kernel, found.any_tokens, lambda op, made: op.Identity(made))
+
         if answers.standard is None:
             return form, whole(op)
         return form, either(op, answers.standard, whole, others, name)
@@ -232,7 +245,7 @@ class FuseAttention(RewriteRuleClassBase):
 
             def build(op: Any) -> Sequence[ir.Value]:
                 empty = op.Less(op.Shape(past, start=2, end=3), ints(op, 1))
-                is_prompt = op.And(answers.kernel, empty)
+                is_prompt = op.And(op.And(answers.kernel, empty), bounded(op, found))
                 return either(op, is_prompt, kernel, found.any_tokens)
 
             def kernel(op: Any) -> Sequence[ir.Value]:
@@ -241,7 +254,16 @@ class FuseAttention(RewriteRuleClassBase):
 
         if number(found.tokens[1]) not in (None, 1):
             return forms, build(op)
-        one_token = functools.partial(found.one_token, rows=self._group_rows(op, found))
+        rows = self._group_rows(op, found)
+
+        def one_token(op: Any) -> Sequence[ir.Value]:
+            nodes = functools.partial(found.one_token, rows=None)
+            kernel = functools.partial(found.one_token, rows=rows)
+            if found.guarded and rows is not None:
+                return guarded(op, kernel, nodes, found.merge_token)
+            mixed, *caches = kernel(op)
+            return [found.merge_token(op, mixed), *caches]
+
         return forms, either(op, answers.one, one_token, build, name)
 
     def _group_rows(self, op: Any, found: Attention) -> ir.Value | None:

@@ -198,7 +198,7 @@ class Attention:
         return op.Shape(self.keys, start=axis, end=axis + 1)
 
     def one_token(self, op: Any, rows: ir.Value | None) -> list[Any]:
-        """Emit ``[B, 1, H * D]``, where query heads of a group are rows of one head.
+        """Emit ``[B, G, H/G, D]`` of a token: query heads of a group are rows of one head.
 
         ``rows``: the mask of these for the standard operator, which reads the cache in fewer
         steps; None for nodes.
@@ -224,8 +224,11 @@ class Attention:
         else:
             keys, values = both
             mixed = op.Attention(query, keys, values, mask, scale=self.scale)
-        attended = op.Reshape(mixed, ints(op, -1, 1, self.heads * self.size))
-        return self._results(attended, keys, values)
+        return self._results(mixed, keys, values)
+
+    def merge_token(self, op: Any, mixed: Any) -> Any:
+        """Emit ``[B, 1, H * D]`` of one token."""
+        return op.Reshape(mixed, ints(op, -1, 1, self.heads * self.size))
 
     def any_tokens(self, op: Any) -> list[Any]:
         """Emit ``[B, S, H * D]`` by nodes that broadcast as those of the model do."""

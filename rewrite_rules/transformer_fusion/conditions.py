@@ -4,6 +4,10 @@
 Kernels are other nodes than those of the model where a token sees nothing: nodes mix all
 values then, or make NaN. GroupQueryAttention hides later tokens, whatever the mask says. Both
 are asked of the mask, once in each run for all layers that share it.
+
+A score that is NaN or too great for float32 makes weights NaN, unless a kernel skips it as
+hidden: where kernels do, each layer asks how great its scores can be. A model may replace
+weights that are NaN by 0; where no kernel does, the result tells.
 """
 
 from __future__ import annotations
@@ -21,9 +25,12 @@ from rewrite_rules.shapes.dimensions import Dims, number
 from rewrite_rules.transformer_fusion.attention_forms import Attention
 from rewrite_rules.transformer_fusion.head_layout import in_order, ints, unproved_splits
 from rewrite_rules.transformer_fusion.long_texts import is_long
-from rewrite_rules.transformer_fusion.masks import HIDDEN, VISIBLE
+from rewrite_rules.transformer_fusion.masks import HIDDEN, LOWEST, VISIBLE
 
 Build = Callable[[Any], Sequence[ir.Value]]
+
+# Scores that are less than this do not show what a mask hides.
+_GREATEST = 1e18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +84,37 @@ def _branch(build: Build, dtype: ir.DataType) -> ir.Graph:
     for output in outputs:
         output.dtype = dtype
     return ir.Graph([], outputs, nodes=op.nodes, name="attention")
+
+
+def guarded(
+    op: Any, kernel: Build, nodes: Build, finish: Callable[[Any, Any], Any]
+) -> Sequence[ir.Value]:
+    """Emit what a kernel computes, or nodes where weights that are NaN count as 0."""
+    mixed, *caches = kernel(op)
+    # All weights of a token are NaN, or none.
+    is_nan = op.IsNaN(op.ReduceSum(mixed, keepdims=0))
+    made = either(
+        op,
+        is_nan,
+        lambda op: [finish(op, nodes(op)[0])],
+        lambda op: [finish(op, mixed)],
+    )
+    return [*made, *caches]
+
+
+def bounded(op: Any, found: Attention, with_values: bool = False) -> Any:
+    """Emit whether scores of new tokens are less than 1e18, and values if asked; no NaN is.
+
+    A product of two vectors is at most that of their lengths, so two sums are enough.
+    """
+    read = [in_order(found.query), in_order(found.new(found.read_keys))]
+    sums = [op.ReduceSumSquare(value, keepdims=0) for value in read]
+    most = op.Mul(*sums)
+    if with_values:
+        value = in_order(found.new(found.read_values))
+        most = op.Add(most, op.ReduceSumSquare(value, keepdims=0))
+    limit = (_GREATEST / max(found.scale, 1.0)) ** 2
+    return op.Less(most, op.Constant(value_float=limit))
 
 
 class Conditions:
@@ -159,7 +197,8 @@ def _ask(op: Any, mask: ir.Value, length: ir.Value, some: ir.Value) -> Answers:
         return either(op, is_prompt, prompt, nothing, dtype=ir.DataType.BOOL)
 
     def prompt(op: Any) -> Sequence[ir.Value]:
-        hides = _all_hidden(op, op.Trilu(_shown(op, mask), op.Constant(value_int=1), upper=1))
+        shown = _shown(op, mask, LOWEST)
+        hides = _all_hidden(op, op.Trilu(shown, op.Constant(value_int=1), upper=1))
         added = op.ReduceL1(op.Trilu(mask, upper=0), keepdims=0)
         plain = op.Equal(added, op.Constant(value_float=0.0))
         return [_false(op), op.And(hides, _sees(op, mask)), plain]
@@ -258,9 +297,9 @@ def _size(op: Any, value: ir.Value, axis: int) -> Any:
     return op.Shape(value, start=axis, end=axis + 1)
 
 
-def _shown(op: Any, mask: ir.Value) -> Any:
+def _shown(op: Any, mask: ir.Value, hidden: float = HIDDEN) -> Any:
     """Emit which scores a mask does not hide; NaN hides none."""
-    return op.Not(op.LessOrEqual(mask, op.Constant(value_float=HIDDEN)))
+    return op.Not(op.LessOrEqual(mask, op.Constant(value_float=hidden)))
 
 
 def _all_hidden(op: Any, shown: ir.Value) -> Any:

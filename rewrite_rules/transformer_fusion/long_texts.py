@@ -7,7 +7,7 @@
 MultiHeadAttention without a mask never holds all scores: it computes blocks of them that fit
 the cache. What a mask adds to the scores of a key is one more number of the key, by which each
 query has a 1. Keys before the first and after the last that a text sees are left out, so each
-text costs what its own length does.
+text costs what its own length does. A run has asked whether scores and values are finite.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from onnxscript import TapeBuilder
 from rewrite_rules.shapes.dimensions import number
 from rewrite_rules.transformer_fusion.attention_forms import Attention
 from rewrite_rules.transformer_fusion.head_layout import ints
-from rewrite_rules.transformer_fusion.masks import HIDDEN
+from rewrite_rules.transformer_fusion.masks import LOWEST
 
 # Scores of a head from which this form is faster, S * T. One thread, MiniLM's size, share of
 # onnxruntime's own time (the standard operator's): .97 (.97) for one text of 64 tokens, .95
@@ -54,7 +54,7 @@ def by_text(found: Attention, op: Any) -> list[Any]:
         sizes = ints(op, found.sizes(op)[0], 1, 1, found.count_keys(op))
         first = op.Slice(found.mask, ints(op, 0), ints(op, 1), ints(op, 2))
         added = op.Squeeze(op.Expand(first, sizes), ints(op, 1, 2))
-        shown = op.Greater(added, op.Constant(value_float=HIDDEN))
+        shown = op.Greater(added, op.Constant(value_float=LOWEST))
         shown = op.Cast(shown, to=ir.DataType.INT32)
         end = op.Add(op.ArgMax(shown, axis=1, select_last_index=1), ints(op, 1))
         added = op.Div(added, op.Constant(value_float=found.scale))

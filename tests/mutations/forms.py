@@ -189,8 +189,9 @@ def _decoders() -> Iterator[tuple[str, Form]]:
         make = partial(decoders.small_decoder, masks[mask], rotary=rotation)
         yield f"decoder {rotary} {mask}", Form(make, TRANSFORMER)
     yield "torch", Form(partial(decoders.decoder, "torch"), TRANSFORMER)
-    for layout in ("grouped on an axis", "grouped in rows"):
-        yield layout, Form(partial(decoders.changed, layout), TRANSFORMER)
+    infinite = [name for name in decoders.CASES if name.startswith("infinite")]
+    for name in ("grouped on an axis", "grouped in rows", *infinite):
+        yield name, Form(partial(decoders.changed, name), TRANSFORMER)
 
 
 def _small_ones() -> Iterator[tuple[str, Form]]:
@@ -244,7 +245,7 @@ FAMILIES = {
     **{
         family: (share, [name for name in FORMS if re.match(starts, name)])
         for family, share, starts in (
-            ("decoder", 18, r"decoder |torch$|grouped"),
+            ("decoder", 18, r"decoder |torch$|grouped|infinite"),
             ("encoder", 12, "encoder "),
             ("heads, norms", 8, "heads|norm|gelu|recurrence"),
             ("form", 6, "form "),

@@ -23,11 +23,17 @@ LOWEST = float(np.finfo(np.float32).min)
 WEIGHTS = {
     name: np.random.default_rng(number).standard_normal((32, 32)).astype(np.float32) / 5
     for number, name in enumerate(("wq", "wk", "wv"))
-} | {"scale": np.float32(0.35)}
+} | {"scale": np.float32(0.35), "zero": np.float32(0)}
 
 
-def attention(mask: str = "batch, 1, rows, columns", *, masked: str = "") -> onnx.ModelProto:
-    """Four heads of 8: queries of x, keys and values of t."""
+def attention(
+    mask: str = "batch, 1, rows, columns", *, masked: str = "", guard: bool = False
+) -> onnx.ModelProto:
+    """Four heads of 8: queries of x, keys and values of t; a guard makes NaN 0."""
+    weights = "weights = Softmax<axis = -1>(scores)"
+    if guard:
+        weights = f"""{weights.replace("weights", "raw")} holes = IsNaN(raw)
+        weights = Where(holes, zero, raw)"""
     heads = " ".join(
         f"""{name}2 = MatMul({source}, w{name}) {name}3 = Reshape({name}2, split)
         {name} = Transpose<perm = [0, 2, 1, 3]>({name}3)"""
@@ -38,7 +44,7 @@ def attention(mask: str = "batch, 1, rows, columns", *, masked: str = "") -> onn
         <int64[4] split = {{0, 0, 4, 8}}, int64[3] flat = {{0, 0, 32}}> {{
         {heads} turned = Transpose<perm = [0, 1, 3, 2]>(k) product = MatMul(q, turned)
         scaled = Mul(product, scale) {masked or "scores = Add(scaled, m)"}
-        weights = Softmax<axis = -1>(scores) mixed = MatMul(weights, v)
+        {weights} mixed = MatMul(weights, v)
         merged = Transpose<perm = [0, 2, 1, 3]>(mixed) y = Reshape(merged, flat) }}"""
     return proto_of(text, WEIGHTS)
 
@@ -149,10 +155,21 @@ def test_sizes_that_are_declared_short_have_one_form():
         assert [text.count("Attention") for text in fired] == [forms]
 
 
-def test_numbers_of_padding_do_not_reach_others(tmp_path: Path):
-    feeds = feeds_of(hiding(RIGHT))
-    feeds["t"][1, 4:] = 1e30
-    assert is_by_text(attention(KEYS), tmp_path, feeds) == [True]
+@pytest.mark.parametrize("guard", [False, True])
+@pytest.mark.parametrize("infinite", ["kv", "v"])
+def test_numbers_of_padding_reach_others_if_infinite(
+    infinite: str, guard: bool, tmp_path: Path
+):
+    """Nodes make NaN of what is hidden and infinite."""
+    model = attention(KEYS, guard=guard)
+    if infinite == "v":  # keys are those of tanh(t)
+        node = next(node for node in model.graph.node if node.output[0] == "k2")
+        model.graph.node.insert(0, onnx.helper.make_node("Tanh", ["t"], ["bent"]))
+        node.input[0] = "bent"
+    runs = [feeds_of(hiding(RIGHT)) for _ in range(4)]
+    for feeds, number in zip(runs, (1e12, np.inf, -np.inf, np.nan), strict=True):
+        feeds["t"][1, 4:] = number
+    assert is_by_text(model, tmp_path, *runs) == [True, False, False, False]
 
 
 def test_query_heads_may_share_keys(tmp_path: Path):
