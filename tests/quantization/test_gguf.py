@@ -108,7 +108,8 @@ def test_quantising_again_leaves_offsets_as_they_are(tmp_path, layout):
         quantize(model, **given)
 
 
-def test_floats_and_vectors_come_along(tmp_path):
+@pytest.mark.parametrize("name", [gf.BIAS, "model.layers.0.attn.k_proj.Add.bias"])
+def test_floats_and_vectors_come_along(tmp_path, name):
     norm, bias = normal(gf.K, seed=1), normal(32, seed=2)
     vectors = {
         "blk.0.attn_norm.weight": norm * np.float32(1.01),
@@ -117,7 +118,8 @@ def test_floats_and_vectors_come_along(tmp_path):
     path = tmp_path / "m.gguf"
     layers = {gf.Q: "BF16", gf.KEY: "F16", gf.DOWN: "Q4_0", gf.UP: "F32", gf.TABLE: "F16"}
     weights = gf.write_gguf(path, layers, vectors=vectors)
-    result = quantize(gf.attention(weights), checkpoint=path)
+    model = renamed(gf.attention(weights), {gf.BIAS: name})
+    result = quantize(model, checkpoint=path)
     assert [row.weight for row in result.report.quantized] == [f"{gf.DOWN}.weight"]
     wanted = expected(weights, vectors["blk.0.attn_norm.weight"], bias * np.float32(0.99))
     for one, other in zip(run(result.model, {"ids": IDS}), wanted, strict=True):

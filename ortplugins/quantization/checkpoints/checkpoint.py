@@ -72,6 +72,8 @@ class Checkpoint(abc.ABC):
         """Return what there is for a vector of the graph, or for all parts of it."""
         # Of a stack of experts, with the number of one behind it.
         name = re.sub(r"\bexperts\.(\w+)[._]bias\.(\d+)$", r"experts.\2.\1.bias", name)
+        # onnxruntime-genai's builder names a bias by the node that adds it.
+        name = re.sub(r"\.Add\.bias$", ".bias", name)
         for spelled in spellings(name):
             if found := self.vector(spelled):
                 return found
