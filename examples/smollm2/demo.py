@@ -108,18 +108,18 @@ PLAIN, FIRST, SECOND, INT8 = (
     "onnxruntime",
     "ortplugins, 1st start",
     "ortplugins, 2nd start",
-    "ortplugins, 2nd, level 4",
+    "ortplugins, 2nd start, level 4",
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the demo; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", type=Path, default=WORK, help="folder for what is made")
+    parser.add_argument("--work", type=Path, default=WORK, help="folder for the models")
     parser.add_argument(
         "--tokens", type=int, default=14, help="tokens to generate, at least 2"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="medians of so many runs")
+    parser.add_argument("--rounds", type=int, default=3, help="runs to take medians of")
     chosen = parser.parse_args(arguments)
     if chosen.tokens < 2 or chosen.rounds < 1:
         parser.error("--tokens must be 2 or more (the first is not timed), --rounds 1 or more")
@@ -193,10 +193,10 @@ def measure_layout(
     ours, level4 = {"cache_dir": str(cache)}, {"accuracy_level": 4}
     configurations: dict[str, dict[str, Any]] = {
         PLAIN: settings["defaults"],
-        f"onnxruntime, best own: {best}": settings[best],
+        f"onnxruntime, best setting: {best}": settings[best],
         FIRST: ours,
         SECOND: ours,
-        "ortplugins, 1st, level 4": ours | level4,
+        "ortplugins, 1st start, level 4": ours | level4,
         INT8: ours | level4,
     }
     runs: dict[str, list[Measurement]] = {name: [] for name in configurations}
@@ -205,7 +205,7 @@ def measure_layout(
         shutil.rmtree(cache, ignore_errors=True)  # or a first start would be a second one
         for name, changes in configurations.items():
             runs[name].append(run(f"{name}, round {i + 1}", **changes))
-    del runs["ortplugins, 1st, level 4"]  # it only filled the cache
+    del runs["ortplugins, 1st start, level 4"]  # it only filled the cache
     return {name: median(measured) for name, measured in runs.items()}
 
 
@@ -290,8 +290,8 @@ def make_table(model: Model, rows: Mapping[str, Measurement]) -> Table:
     """Lays out the measurements on one model."""
     table = Table(
         title=f"SmolLM2-135M int4, {LAYOUTS[model.layout]}: {QUESTION}",
-        caption="ortplugins computes in float32 here, but for level 4, which rounds "
-        "activations to int8, as onnxruntime's defaults do where they fuse",
+        caption="ortplugins computes in float32 here, except at level 4, which rounds "
+        "activations to int8. So does onnxruntime by default, where it fuses.",
     )
     table.add_column("configuration")
     for heading in (
@@ -299,7 +299,7 @@ def make_table(model: Model, rows: Mapping[str, Measurement]) -> Table:
         "private MB\nstarted",
         "private MB\nrunning",
         "ms per\ntoken",
-        "logits\ndiffer",
+        "error of\nlogits",
     ):
         table.add_column(heading, justify="right")
     table.add_column("text")
