@@ -294,8 +294,8 @@ def _range(site: Site) -> Sequence[Shape]:
     start, end, step = numbers
     if start is None or end is None or step is None:
         return [site.unknowns.fresh_dims(1)]
-    if start == (0, ()) and step == (1, ()) and (end[1] or end[0] >= 0):
-        return [(site.unknowns.inferred(end),)]
+    if step == (1, ()) and (count := site.unknowns.difference(end, start)) is not None:
+        return [(site.unknowns.inferred(count),)]
     if not (start[1] or end[1] or step[1]) and step[0]:
         return [(known(len(range(start[0], end[0], step[0]))),)]
     return [(site.unknowns.remembered("Range", start, end, step),)]

@@ -113,10 +113,17 @@ class ProvedShapes(Facts):
             return None
         return tuple(size for size, _ in shape)
 
-    def is_given(self, dim: Dim) -> bool:
-        """Whether a size is a number, or that of inputs, also by broadcasting."""
-        parts = self.unknowns.broadcast_parts(dim)
-        return all(unknown <= self._given for part in parts for unknown in part[1])
+    def agree(self, one: Dim, other: Dim) -> bool:
+        """Whether sizes are equal if the inputs have one batch and length, on an axis each."""
+        axes, others = ([self._input_axis(u) for u in dim[1]] for dim in (one, other))
+        known_axes = one == other or -1 not in axes
+        return known_axes and one[0] == other[0] and sorted(axes) == sorted(others)
+
+    def _input_axis(self, unknown: int) -> int:
+        """Return which axis of inputs has a size, or all that broadcast to it; else -1."""
+        parts = self.unknowns.broadcast_parts((1, (unknown,)))
+        axes = {self._axes.get(u, -1) for part in parts for u in part[1] or (-1,)}
+        return axes.pop() if len(axes) == 1 else -1
 
     def count(self, value: ir.Value) -> Dim:
         shape = self.shape(value)
@@ -145,7 +152,12 @@ class ProvedShapes(Facts):
         for value in graph.inputs:
             self._define(value, self._declared(value, main), self.unknowns.count)
         if main:
-            self._given = self.unknowns.count
+            self._axes = {
+                unknown: axis
+                for value in graph.inputs
+                for axis, dim in enumerate(self.dims(value) or ())
+                for unknown in dim[1]
+            }
 
     def _reach(self, value: ir.Value) -> bool:
         """Visit what a value is computed from; return whether its shape is noted then."""

@@ -52,7 +52,6 @@ from rewrite_rules.transformer_fusion.conditions import (
 from rewrite_rules.transformer_fusion.head_layout import (
     SPLIT_HEADS,
     ints,
-    token_dims,
     unproved_splits,
 )
 from rewrite_rules.transformer_fusion.long_texts import by_text
@@ -185,9 +184,7 @@ class FuseAttention(RewriteRuleClassBase):
                 node.outputs[0].replace_all_uses_with(rows)
         self._written.caches += zip((found.keys, found.values), cache, strict=False)
         self._written.uncached |= not found.cached
-        if found.keeps_tokens:  # of an If it is not known otherwise
-            tokens = token_dims(found.of_tokens, self._facts)
-            assert tokens is not None
+        if (tokens := found.result_tokens) is not None:  # of an If it is not known otherwise
             self._facts.note(rows, (*tokens, known(found.heads * found.size)))
         return split
 

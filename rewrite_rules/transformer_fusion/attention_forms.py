@@ -10,7 +10,7 @@ from typing import Any
 import onnx_ir as ir
 
 from rewrite_rules.graph.nodes import made_by, producer
-from rewrite_rules.shapes.dimensions import Dim, number
+from rewrite_rules.shapes.dimensions import Dim, Dims, Shape, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.head_layout import (
     SPLIT_HEADS,
@@ -125,6 +125,19 @@ class Attention:
         stay = all(rows_are(size, own, self.facts) for size, own in pairs)
         one_batch = all(self.same_tokens(heads)[0] for heads in self.both)
         return one_batch and stay and (self.mask is None or dims is not None)
+
+    @property
+    def result_tokens(self) -> Dims | None:
+        """B and S of the result; None where a mask's are not known."""
+        if self.keeps_tokens:
+            return token_dims(self.of_tokens, self.facts)
+        others = [self.facts.dims(heads.source, 4) for heads in self.both]
+        shapes: list[Shape] = [self.tokens, *((dims[0], (1, ())) for dims in others if dims)]
+        if self.mask is not None:
+            dims = self.facts.dims(self.mask, 4)
+            shapes.append(0 if dims is None else (dims[0], dims[2]))
+        found = self.facts.unknowns.broadcast(shapes)
+        return found if isinstance(found, tuple) else None
 
     @property
     def appends_tokens(self) -> bool:

@@ -21,7 +21,7 @@ from rewrite_rules.graph.nodes import label, producer
 from rewrite_rules.remarks import Refusal, Remarks
 from rewrite_rules.shapes.dimensions import Dims, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
-from rewrite_rules.transformer_fusion.head_layout import ints
+from rewrite_rules.transformer_fusion.head_layout import count_query_heads, ints
 from rewrite_rules.transformer_fusion.repeated_heads import (
     RepeatedHeads,
     read_repeated_heads,
@@ -92,8 +92,8 @@ class GroupQueries(RewriteRuleClassBase):
         query_heads = heads.groups * heads.repeats
         if rows is None or len(rows) != len(columns):
             raise Refusal(f"the rank of {left.name!r} is not known to be {len(columns)}")
-        if number(rows[-3]) not in (query_heads, None):
-            raise Refusal(f"{left.name!r} has {number(rows[-3])} heads, not {query_heads}")
+        if (own := count_query_heads(left, self._facts)) != query_heads:
+            raise Refusal(f"{left.name!r} has {own or 'unknown'} heads, not {query_heads}")
         return heads
 
 

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from rewrite_rules.graph.nodes import made_by
 from rewrite_rules.graph.parameters import constant
-from rewrite_rules.shapes.dimensions import Dim, number
+from rewrite_rules.shapes.dimensions import Dim, known, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
 SPLIT_HEADS = (0, 2, 1, 3)
@@ -90,12 +90,12 @@ def same_sizes(pairs: Sequence[tuple[Dim, Dim]]) -> bool | None:
 def rows_are(size: Dim, own: Dim, facts: ProvedShapes) -> bool:
     """Whether what broadcasts to texts or tokens leaves them as many as they are.
 
-    It does in each run whose inputs have one batch and length: others may be an error. Of what
-    the graph itself cuts, one text for instance, it may make more.
+    It does in each run whose inputs have one batch and length, on one axis each: others may be
+    an error. Of what the graph itself cuts, one text for instance, it may make more.
     """
-    if size in ((1, ()), own):
+    if size == (1, ()) or size in facts.unknowns.broadcast_parts(own):
         return True
-    return number(size) is None and number(own) != 1 and facts.is_given(own)
+    return facts.agree(size, own)
 
 
 def tokens_of(heads: ir.Value, facts: ProvedShapes) -> tuple[ir.Value, int]:
@@ -190,11 +190,33 @@ def read_split(split: ir.Value, facts: ProvedShapes) -> Split | None:
     return Split(source, sizes, width // count, size, unproved, packed)
 
 
-def count_heads(split: ir.Value, facts: ProvedShapes) -> int | None:
-    """Return H of ``[B, S, H, D]``, as it is or as :func:`unproved_splits` asks."""
-    dims, found = facts.dims(split, 4), read_split(split, facts)
-    proved = None if dims is None else number(dims[2])
-    return proved if found is None else found.heads
+def count_heads(heads: ir.Value, facts: ProvedShapes, axis: int = 1) -> int | None:
+    """Return H of ``[B, H, S, D]``, as it is or as :func:`unproved_splits` asks.
+
+    ``axis`` 2: of ``[B, S, H, D]``.
+    """
+    dims, split = facts.dims(heads, 4), heads if axis == 2 else unsplit(heads)
+    proved = None if dims is None else number(dims[axis])
+    if proved is not None or (axis == 1 and split is heads):
+        return proved
+    found = read_split(split, facts)
+    return None if found is None else found.heads
+
+
+def count_query_heads(heads: ir.Value, facts: ProvedShapes) -> int | None:
+    """Return H of ``[B, H, S, D]``, or what a Reshape leaves for it.
+
+    That is H if the inputs have one batch and length. One that may be 1 would be repeated.
+    """
+    dims = facts.dims(heads)
+    if dims is None or len(dims) < len(SPLIT_HEADS):
+        return None
+    if (found := number(dims[-3]) or count_heads(heads, facts)) is not None:
+        return found
+    match facts.unknowns.key(*dims[-3][1]) if len(dims[-3][1]) == 1 else ():
+        case "quotient", total, part if facts.agree((1, total[1]), (1, part[1])):
+            return number(facts.unknowns.quotient(known(total[0]), known(part[0])))
+    return None
 
 
 def unproved_splits(

@@ -17,7 +17,7 @@ from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.attention_forms import Attention
 from rewrite_rules.transformer_fusion.head_layout import (
     SPLIT_HEADS,
-    count_heads,
+    count_query_heads,
     unsplit,
 )
 from rewrite_rules.transformer_fusion.masks import (
@@ -73,12 +73,10 @@ class _Parts:
     @property
     def heads(self) -> int | None:
         """H: the MatMul wants as many as keys have, where they have more than one."""
-        dims = self.facts.dims(self.query, len(SPLIT_HEADS))
-        asked = None if dims is None else number(dims[1])
-        asked = asked or count_heads(unsplit(self.query), self.facts)
+        asked = count_query_heads(self.query, self.facts)
         shared = self.keys.groups * self.keys.repeats * self.layout.repeats
         found = asked if shared == 1 else shared
-        return found if dims is not None and asked in (None, found) else None
+        return found if asked == found else None
 
     @property
     def size(self) -> int | None:

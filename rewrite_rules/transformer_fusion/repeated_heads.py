@@ -27,7 +27,7 @@ from rewrite_rules.graph.parameters import constant, int_attribute
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import Dim, Shape, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
-from rewrite_rules.transformer_fusion.head_layout import count_heads, unsplit
+from rewrite_rules.transformer_fusion.head_layout import count_heads
 
 _HEADS = 1
 _RANK = 4
@@ -123,8 +123,7 @@ def _own_heads(
         except Refusal:
             continue
         split = order not in _HEADS_FIRST
-        made = source if split else unsplit(source)
-        groups = number(dims[2 if split else _HEADS]) or count_heads(made, facts)
+        groups = count_heads(source, facts, 2 if split else _HEADS)
         if groups is not None:
             found = RepeatedHeads(source, groups, 1, split=split)
             return _laid_out(found, order, chain[:count])

@@ -153,8 +153,7 @@ class Rotary(RewriteRuleClassBase):
         """Rotate before heads are transposed, where they are."""
         found, node = self._read(cos, sin, **bound), producer(out)
         assert found is not None
-        x, shape = found.x, self._facts.shape(found.x)
-        assert isinstance(shape, tuple)
+        x = found.x
         # Layers share the rows: the kernel fails where they are not those of its tokens.
         key = (cos, sin, found.interleaved, token_dims(x, self._facts))
         if key not in self._tables:
@@ -165,7 +164,7 @@ class Rotary(RewriteRuleClassBase):
             return op.RotaryEmbedding(x, *self._tables[key], **attributes, _name=node.name)
         split = unsplit(x)
         whole = read_split(split, self._facts)
-        known = number(shape[1]) or count_heads(split, self._facts)
+        known = count_heads(x, self._facts)
         if whole is not None and len(whole.unproved) == 1 and not whole.packed:
             # The Reshape checks the other axis: with other sizes, heads would be others.
             flat, sizes = whole.source, self._checked_sizes(op, whole)
