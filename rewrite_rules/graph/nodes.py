@@ -186,6 +186,15 @@ def is_custom(node: ir.Node, model: ir.Model) -> bool:
     return not own and node.op_identifier() not in model.functions
 
 
+def _holds_custom(node: ir.Node, model: ir.Model, *calls: ir.Function) -> bool:
+    """Whether a node is custom, or something in its subgraphs or in the function it calls."""
+    called = model.functions.get(node.op_identifier())
+    inner = [body for graph in subgraphs(node) for body in graph]
+    if called is not None and called not in calls:
+        inner, calls = [*called, *inner], (*calls, called)
+    return is_custom(node, model) or any(_holds_custom(each, model, *calls) for each in inner)
+
+
 def remove_unused(model: ir.Model) -> None:
     """Remove nodes that nothing reads, and initializers; graph outputs stay.
 
@@ -197,9 +206,7 @@ def remove_unused(model: ir.Model) -> None:
         for node in reversed(graph):
             readers = (use.node for value in node.outputs for use in value.uses())
             fetched = any(value.is_graph_output() for value in node.outputs)
-            if is_custom(node, model):
-                continue
-            if not fetched and unused.issuperset(readers):
+            if not fetched and unused.issuperset(readers) and not _holds_custom(node, model):
                 unused.add(node)
         graph.remove(unused, safe=True)
         drop_unused_initializers(list(graph.initializers.values()))

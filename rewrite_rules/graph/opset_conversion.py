@@ -56,7 +56,8 @@ def convert_opset(model: ir.Model, opset: int) -> str:
                 return next(iter(kept.values()))
             if _keeps_meaning(converted):
                 _spell_as_18(converted)
-            # Without what the whole pass does around it: inline, and remove unused nodes.
+            # No public API converts alone: the whole pass also removes nodes that nothing
+            # reads, custom operators among them, and inlines what has to stay.
             ConvertVersionPass(opset, fallback=True)._convert_pass(converted)
         except Exception as error:  # whatever a converter of another project raises
             # One that fails to write the model leaves its weights among its inputs.

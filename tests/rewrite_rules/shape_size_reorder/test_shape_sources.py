@@ -201,11 +201,26 @@ def test_shapes_become(name):
     case.expect("\n".join([*written(after), left]))
 
 
-def test_custom_operators_stay_though_nothing_reads_them():
-    model = parse("""g (float[a] x) => (int64[k] o, int64[k] p) { h = Relu (x)  i = Exp (h)
-        log = maker.Log (i)  s = Shape (x)  t = Shape (i)  o = Neg (s)  p = Abs (t) }""")
+@pytest.mark.parametrize(
+    "call",
+    [
+        "maker.Log (i)",
+        "local.Call (i)",
+        """If (c) <then_branch = t () => (a) { a = local.Call (i) },
+                   else_branch = e () => (b) { b = Identity (i) }>""",
+    ],
+)
+def test_custom_operators_stay_though_nothing_reads_them(call: str):
+    model = ir.from_onnx_text(
+        f"""<ir_version: 10, opset_import: ["": 21, "local": 1, "maker": 1]>
+        g (float[a] x, bool c) => (int64[k] o, int64[k] p) {{ h = Relu (x)  i = Exp (h)
+        log = {call}  s = Shape (x)  t = Shape (i)  o = Neg (s)  p = Abs (t) }}
+        <domain: "local", opset_import: ["": 21, "maker": 1]> Call (y) => (z) {{
+        z = maker.Log (y) }}"""
+    )
     assert "t: is 's', its like" in simplify(model, infer=False)
-    assert [n.op_type for n in model.graph] == ["Relu", "Exp", "Log", "Shape", "Neg", "Abs"]
+    called = call.partition(" ")[0].rpartition(".")[2]
+    assert [n.op_type for n in model.graph] == ["Relu", "Exp", called, "Shape", "Neg", "Abs"]
 
 
 def test_a_cast_of_what_became_a_constant_opens_as_before():
