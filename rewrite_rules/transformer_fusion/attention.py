@@ -222,13 +222,14 @@ class FuseAttention(RewriteRuleClassBase):
 
     def _in_buffers(self, op: Any, found: Attention) -> Sequence[ir.Value]:
         assert self._cache is not None
+        last, total = self._cache.counts(found)
         key = "checked", found.mask, *unproved_splits(op, found.splits, self._facts)
         if key not in self._shared:
             name = f"mask_hides_later_tokens_{len(self._shared)}"
             zero = check_shared(op, found, name)
-            self._shared[key] = op.Add(self._cache.last, zero)
+            self._shared[key] = op.Add(last, zero)
         joined = dataclasses.replace(found, joins=True)
-        return joined.by_kernel(op, self._shared[key], self._cache.total, cached=True)
+        return joined.by_kernel(op, self._shared[key], total, cached=True)
 
     def _cached(
         self, op: Any, found: Attention, name: str | None
@@ -353,6 +354,12 @@ _REFUSALS: tuple[tuple[Callable[[FuseAttention, Attention], bool], str], ...] = 
             found.cached and rule._cache and not (found.fits_kernel and found.appends_tokens)
         ),
         "GroupQueryAttention, which kv_cache=shared needs, can't compute it",
+    ),
+    (
+        lambda rule, found: bool(
+            found.cached and rule._cache and not rule._cache.takes(found)
+        ),
+        "it is not known which inputs are a mask [B, T] and tokens [B, S] of this cache",
     ),
 )
 

@@ -16,10 +16,12 @@ from collections.abc import Iterable
 import onnx_ir as ir
 from onnxscript import TapeBuilder
 
+from rewrite_rules.facts.axis_roles import AxisRoles
 from rewrite_rules.facts.input_roles import Kind
 from rewrite_rules.facts.made_up_batches import DecoderInputs
 from rewrite_rules.graph.nodes import label, producer
 from rewrite_rules.graph.parameters import int_attribute
+from rewrite_rules.transformer_fusion.attention_forms import Attention
 from rewrite_rules.transformer_fusion.head_layout import ints
 
 _RANK, _LENGTH = 4, 2
@@ -29,28 +31,62 @@ class SharedCache:
     """Says how many tokens a cache holds, whatever the length of its buffers.
 
     ``last`` is T - 1 for each row, of cached and new tokens, int32 ``[B]``; ``total`` T,
-    int32 ``[1]``. A ValueError if no input has a column for each of them.
+    int32 ``[1]``.
     """
 
     def __init__(self, model: ir.Model, inputs: DecoderInputs) -> None:
-        masks = inputs.all(Kind.MASK, "total")
-        tokens = inputs.all(Kind.IDS, "sequence") + inputs.all(Kind.EMBEDDINGS, "sequence")
-        if not masks or not tokens:
-            raise ValueError("kv_cache=shared needs a mask [B, T] and tokens [B, S] as inputs")
-        op = TapeBuilder()
-        self._graph, self._inputs, self._tokens = model.graph, inputs, tokens[0]
-        self._total = op.Shape(masks[0], start=1, end=2)
-        last = op.Cast(op.Sub(self._total, ints(op, 1)), to=ir.DataType.INT32)
-        self.last = op.Expand(last, op.Shape(masks[0], start=0, end=1))
-        # The kernel divides by the number of rows; of none, the first is an error.
-        one = op.Constant(value=ir.tensor([1], ir.DataType.INT32))
-        self.total = op.Add(op.Gather(self.last, ints(op, 0)), one)
-        model.graph.insert_before(model.graph[0], op.nodes)
+        self._graph, self._inputs = model.graph, inputs
+        self._roles = AxisRoles(model)
+        self._read: tuple[ir.Value, ir.Value] | None = None
+
+    def takes(self, found: Attention) -> bool:
+        """Whether inputs have a column for each token, and are those of other layers."""
+        read = self._columns(found)
+        return read is not None and self._read in (None, read)
+
+    def _columns(self, found: Attention) -> tuple[ir.Value, ir.Value] | None:
+        """Return the mask ``[B, T]`` and tokens ``[B, S, ...]`` by what their axes meet.
+
+        A mask of which a node gathers meets nothing: it is the one that what is added to the
+        scores depends on, beside inputs of the new tokens.
+        """
+        same, facts = self._roles.same, found.facts
+        of_query = facts.unknowns.broadcast_parts(found.tokens[1])
+        sizes = {v: self._roles.shapes.dims(v) or () for v in self._graph.inputs}
+        whole = self._roles.shapes.dims(found.keys)
+        tokens = [v for v in sizes if set((facts.dims(v) or ())[1:2]).intersection(of_query)]
+        if not tokens or whole is None:
+            return None
+        new = sizes[tokens[0]][1]
+        masks = [v for v, dims in sizes.items() if len(dims) == 2 and not same(dims[1], new)]
+        met = [v for v in masks if same(sizes[v][1], whole[_LENGTH])]
+        read = [
+            v for v in masks if any(v in self._roles.sources(m.value) for m in found.masks)
+        ]
+        chosen = met[:1] or read
+        return (chosen[0], tokens[0]) if len(chosen) == 1 else None
+
+    def counts(self, found: Attention) -> tuple[ir.Value, ir.Value]:
+        """Return ``last`` and ``total``, emitted in front of the graph for all layers."""
+        if self._read is None:
+            self._read = self._columns(found)
+            assert self._read is not None
+            op, mask = TapeBuilder(), self._read[0]
+            self._total = op.Shape(mask, start=1, end=2)
+            last = op.Cast(op.Sub(self._total, ints(op, 1)), to=ir.DataType.INT32)
+            self._last = op.Expand(last, op.Shape(mask, start=0, end=1))
+            # The kernel divides by the number of rows; of none, the first is an error.
+            one = op.Constant(value=ir.tensor([1], ir.DataType.INT32))
+            self._count = op.Add(op.Gather(self._last, ints(op, 0)), one)
+            self._graph.insert_before(self._graph[0], op.nodes)
+        return self._last, self._count
 
     def replace_sizes(self, caches: Iterable[ir.Value]) -> None:
         """Replace Shapes of caches, ``Concat(past, new)``, and of what they held before."""
+        if self._read is None:
+            return
         op = TapeBuilder()
-        cached = op.Sub(self._total, op.Shape(self._tokens, start=1, end=2))
+        cached = op.Sub(self._total, op.Shape(self._read[1], start=1, end=2))
         self._graph.insert_after(producer(self._total), op.nodes)
         for whole in caches:
             past = producer(whole).inputs[0]
