@@ -149,7 +149,12 @@ def _compared(
         names = [value.name for value in rewritten.get_outputs()]
         for at, (name, a, b) in enumerate(zip(names, run.outputs, found, strict=True)):
             far = _apart(a, b, run)
-            if far > _BOUND and not _is_noise(far, at, run, optimised):
+            if far <= _BOUND or _is_noise(far, at, run, optimised):
+                continue
+            again = session(model).run(None, run.feeds)[at]
+            if (
+                _apart(a, again, run) <= _BOUND
+            ):  # else it reads memory that nothing has written
                 return Verdict("wrong", f"{where}{name!r} differs by {far:.1e}")
     return Verdict("right")
 
