@@ -18,6 +18,7 @@ from rewrite_rules.transformer_fusion.head_layout import (
     in_order,
     ints,
     is_transposed_heads,
+    keeps_size,
     read_split,
     rows,
     rows_are,
@@ -121,10 +122,12 @@ class Attention:
     def keeps_tokens(self) -> bool:
         """Whether the result has B and S of the queries; a mask that has more is an error."""
         dims = self.facts.dims(self.mask, 4)
-        pairs = [] if dims is None else zip((dims[0], dims[2]), self.tokens, strict=True)
-        stay = all(rows_are(size, own, self.facts) for size, own in pairs)
+        (batch, length), stay = self.tokens, self.mask is None
+        if dims is not None:  # of a mask as long as past and new tokens, sizes do not say it
+            stay = rows_are(dims[0], batch, self.facts)
+            stay = stay and keeps_size(dims[2], length, self.facts)
         one_batch = all(self.same_tokens(heads)[0] for heads in self.both)
-        return one_batch and stay and (self.mask is None or dims is not None)
+        return one_batch and stay
 
     @property
     def result_tokens(self) -> Dims | None:

@@ -87,15 +87,19 @@ def same_sizes(pairs: Sequence[tuple[Dim, Dim]]) -> bool | None:
     return False if any(None not in map(number, pair) for pair in pairs) else None
 
 
+def keeps_size(size: Dim, own: Dim, facts: ProvedShapes) -> bool:
+    """Whether what broadcasts to a size leaves it as it is."""
+    parts, others = (facts.unknowns.broadcast_parts(dim) for dim in (size, own))
+    return {*parts} <= {(1, ()), *others}
+
+
 def rows_are(size: Dim, own: Dim, facts: ProvedShapes) -> bool:
     """Whether what broadcasts to texts or tokens leaves them as many as they are.
 
     It does in each run whose inputs have one batch and length, on one axis each: others may be
     an error. Of what the graph itself cuts, one text for instance, it may make more.
     """
-    if size == (1, ()) or size in facts.unknowns.broadcast_parts(own):
-        return True
-    return facts.agree(size, own)
+    return keeps_size(size, own, facts) or facts.agree(size, own)
 
 
 def tokens_of(heads: ir.Value, facts: ProvedShapes) -> tuple[ir.Value, int]:

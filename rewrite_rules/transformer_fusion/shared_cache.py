@@ -51,11 +51,15 @@ class SharedCache:
         scores depends on, beside inputs of the new tokens.
         """
         same, facts = self._roles.same, found.facts
-        of_query = facts.unknowns.broadcast_parts(found.tokens[1])
         sizes = {v: self._roles.shapes.dims(v) or () for v in self._graph.inputs}
         whole = self._roles.shapes.dims(found.keys)
-        tokens = [v for v in sizes if set((facts.dims(v) or ())[1:2]).intersection(of_query)]
-        if not tokens or whole is None:
+        if whole is None:
+            return None
+        last = self._roles.last_part(whole[_LENGTH])
+        of_query = facts.unknowns.broadcast_parts(found.tokens[1])
+        tokens = [v for v, dims in sizes.items() if last and dims[1:] and same(dims[1], last)]
+        tokens += [v for v in sizes if {*(facts.dims(v) or ())[1:2]} & {*of_query}]
+        if not tokens:
             return None
         new = sizes[tokens[0]][1]
         masks = [v for v, dims in sizes.items() if len(dims) == 2 and not same(dims[1], new)]
