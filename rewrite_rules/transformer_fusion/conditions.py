@@ -129,7 +129,7 @@ class Conditions:
         unproved = [each for each in found.both if found.same_tokens(each) != (True, True)]
         compared = [(found.tokens[0], each.source) for each in unproved]
         splits = unproved_splits(op, found.splits, found.facts)
-        key = found.mask, found.tokens, *compared, *splits
+        key = found.mask, found.tokens, found.shortest_prompt, *compared, *splits
         if key not in self._answers:
             batch, length = found.sizes(op)
             some = op.Less(ints(op, 0), batch)
@@ -143,7 +143,7 @@ class Conditions:
                 no = _false(op)
                 self._answers[key] = Answers(one, no, no)
             else:
-                self._answers[key] = _ask(op, found.mask, length, some)
+                self._answers[key] = _ask(op, found.mask, length, some, found.shortest_prompt)
         return self._answers[key]
 
     def of_uncached(self, op: Any, found: Attention) -> Uncached:
@@ -182,7 +182,9 @@ def check_shared(op: Any, found: Attention, name: str) -> ir.Value:
     return checked
 
 
-def _ask(op: Any, mask: ir.Value, length: ir.Value, some: ir.Value) -> Answers:
+def _ask(
+    op: Any, mask: ir.Value, length: ir.Value, some: ir.Value, shortest: int | None
+) -> Answers:
     rows, columns = (_size(op, mask, axis) for axis in (2, 3))
     # The standard operator wants a column for each key; one alone may stand for all.
     wide = op.And(op.Less(ints(op, 1), columns), some)
@@ -192,8 +194,10 @@ def _ask(op: Any, mask: ir.Value, length: ir.Value, some: ir.Value) -> Answers:
         return [_sees(op, mask), _false(op), _false(op)]
 
     def several(op: Any) -> Sequence[ir.Value]:
+        if shortest is None:
+            return nothing(op)
         square = op.And(op.Equal(rows, length), op.Equal(columns, length))
-        is_prompt = op.And(op.And(square, op.Less(ints(op, 0), length)), some)
+        is_prompt = op.And(op.And(square, op.LessOrEqual(ints(op, shortest), length)), some)
         return either(op, is_prompt, prompt, nothing, dtype=ir.DataType.BOOL)
 
     def prompt(op: Any) -> Sequence[ir.Value]:

@@ -241,6 +241,12 @@ def test_a_mask_of_two_axes_and_no_cache():
     agrees(model, result, Run(1, 1, 0), Run(2, 9, 0))
 
 
+def test_a_mask_of_each_head_takes_the_kernel_for_long_prompts():
+    model = changed("ALiBi")
+    result, *_ = fused(model)
+    agrees(model, result, Run(1, 1023, 0), Run(1, 1024, 0))
+
+
 @pytest.mark.parametrize("kind", ["float", "bool", "int64"])
 @pytest.mark.parametrize(
     ("axes", "laid_out"),
