@@ -212,7 +212,7 @@ class FuseAttention(RewriteRuleClassBase):
 
         def whole(op: Any) -> Sequence[ir.Value]:
             kernel = functools.partial(found.whole, mask=answers.mask)
-            if not found.guarded:
+            if not found.mends_nan:
                 return kernel(op)
             return guarded(op, kernel, found.any_tokens, lambda op, made: op.Identity(made))
 
@@ -257,7 +257,7 @@ class FuseAttention(RewriteRuleClassBase):
         def one_token(op: Any) -> Sequence[ir.Value]:
             nodes = functools.partial(found.one_token, rows=None)
             kernel = functools.partial(found.one_token, rows=rows)
-            if found.guarded and rows is not None:
+            if found.mends_nan and rows is not None:
                 return guarded(op, kernel, nodes, found.merge_token)
             mixed, *caches = kernel(op)
             return [found.merge_token(op, mixed), *caches]

@@ -186,6 +186,11 @@ class Attention:
         return not self.cap and self.sinks is None
 
     @property
+    def mends_nan(self) -> bool:
+        """Whether a token may see numbers although some of its scores are NaN."""
+        return self.guarded or any(mask.replaces for mask in self.masks)
+
+    @property
     def masks_heads(self) -> bool:
         """Whether the mask may differ from head to head."""
         dims = self.facts.dims(self.mask, len(SPLIT_HEADS))

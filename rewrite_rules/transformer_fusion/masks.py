@@ -108,8 +108,8 @@ class Mask:
 
     @property
     def replaces(self) -> bool:
-        """Whether a token that sees nothing sees other scores than if it were added."""
-        return self.lowest is not None and self.lowest * self.scale > LOWEST
+        """Whether scores that it hides count for nothing, NaN and all."""
+        return self.lowest is not None
 
     def added(self, op: Any, missing: int, total: ir.Value | None) -> Any:
         """Emit what is added, with that many more axes, after a total of other masks."""
