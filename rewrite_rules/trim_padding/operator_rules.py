@@ -29,7 +29,7 @@ from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import known
 from rewrite_rules.shapes.operator_shapes import REDUCTIONS
 from rewrite_rules.trim_padding.questions import LOW, ORDINARY, How
-from rewrite_rules.trim_padding.scores import keeps_order, sees_itself
+from rewrite_rules.trim_padding.scores import has_infinity, keeps_order, sees_itself
 from rewrite_rules.trim_padding.token_axes import (
     BATCH,
     UNFIT,
@@ -181,6 +181,9 @@ def _softmax(site: Site) -> Axes:
     is_log = site.node.op_type == "LogSoftmax"
     inside = [mixes and i in along for i in range(len(axes))]
     beside = _beside(axes, mixes)
+    if mixes:  # NaN where infinity hides all
+        infinite = has_infinity(site.flow, site.input(0))
+        beside = changed(axes, lambda one: Sequence(wild=infinite and one.low))
     made = {"zero": not is_log, "wild": is_log}
     made |= {} if is_log else {"low": False, "set_by_mask": False}
     under = marked(axes, **made)
@@ -215,7 +218,9 @@ def _beside(axes: Axes, mixes: bool) -> Axes:
 
     The mask may leave no position out where these are padding: how many there are counts.
     """
-    return plain(axes) if mixes else changed(axes, Sequence.reworked)
+    if mixes:
+        return changed(axes, lambda one: Sequence(wild=one.wild))
+    return changed(axes, Sequence.reworked)
 
 
 def _matmul(site: Site) -> Axes:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import numpy as np
 import onnx_ir as ir
 
 from rewrite_rules.facts.operator_table import per_token
@@ -43,6 +44,23 @@ def keeps_order(flow: TokenFlow, node: ir.Node, index: int, how: How) -> bool:
     # What says which keys count is no sum that could be asked by part.
     is_float = value.dtype is not None and value.dtype.is_floating_point()
     return how is How.NUMBERS and is_float and sees_itself(flow, value)
+
+
+def has_infinity(flow: TokenFlow, scores: ir.Value) -> bool:
+    """Return whether infinity is added to scores, or takes the place of some."""
+    pending, seen = [scores], {scores}
+    for value in pending:
+        found, tensor, node = flow.value(value), constant(value), value.producer()
+        arrays = found.arrays if isinstance(found, Side) else []
+        if tensor is not None:
+            arrays = [tensor.numpy()]
+        if any(array.dtype.kind == "f" and np.isinf(array).any() for array in arrays):
+            return True
+        if not arrays and node is not None and (per_token(node) or _moves(node)):
+            new = [one for one in node.inputs if one is not None and one not in seen]
+            seen.update(new)
+            pending += new
+    return False
 
 
 def _parts(flow: TokenFlow, scores: ir.Value) -> Iterator[_Part | None]:
