@@ -55,6 +55,7 @@ from rewrite_rules.transformer_fusion.head_layout import (
     unproved_splits,
 )
 from rewrite_rules.transformer_fusion.long_texts import by_text
+from rewrite_rules.transformer_fusion.masks import Mask
 from rewrite_rules.transformer_fusion.read_attention import (
     Match,
     keeps_order,
@@ -304,22 +305,26 @@ class FuseAttention(RewriteRuleClassBase):
         return False
 
     def _with_mask(self, op: Any, found: Attention) -> Attention:
-        """Emit the sum of the masks, once for all layers that add it."""
+        """Emit the sum of the masks, and of those that replace scores."""
         if not found.masks:
             return found
-        key = found.masks, found.layout
-        if key not in self._masks:
-            self._masks[key] = self._emit_mask(op, found)
-        mask, repeated = self._masks[key]
-        return dataclasses.replace(found, mask=mask, repeated_mask=repeated)
+        mask, repeated = self._sum_of(op, found, found.masks)
+        replacing = tuple(mask for mask in found.masks if mask.replaces)
+        chosen = self._sum_of(op, found, replacing)[0] if replacing else None
+        return dataclasses.replace(found, mask=mask, repeated_mask=repeated, chosen=chosen)
 
-    def _emit_mask(self, op: Any, found: Attention) -> tuple[ir.Value, ir.Value]:
-        """Emit the mask, and with the rows of each head of a group."""
-        ranks = (len(self._facts.dims(mask.value) or ()) for mask in found.masks)
-        repeated: Any = None
-        for mask, rank in zip(found.masks, ranks, strict=True):
-            repeated = mask.added(op, found.layout.rank - rank, repeated)
-        return found.layout.emit(op, repeated), repeated
+    def _sum_of(
+        self, op: Any, found: Attention, masks: tuple[Mask, ...]
+    ) -> tuple[ir.Value, ir.Value]:
+        """Emit a sum, once for all layers, and with the rows of each head of a group."""
+        key = masks, found.layout
+        if key not in self._masks:
+            repeated: Any = None
+            for mask in masks:
+                rank = len(self._facts.dims(mask.value) or ())
+                repeated = mask.added(op, found.layout.rank - rank, repeated)
+            self._masks[key] = found.layout.emit(op, repeated), repeated
+        return self._masks[key]
 
 
 _REFUSALS: tuple[tuple[Callable[[FuseAttention, Attention], bool], str], ...] = (

@@ -51,6 +51,7 @@ class Attention:
         sinks: A score of each head, ``[1, H, 1, 1]``, that takes a part of the weights.
         mask: The sum of the masks for ``[B, H, S, T]``; None for nothing.
         repeated_mask: The same with r times the rows.
+        chosen: The sum of the masks that replace scores; None for none.
         joins: Whether a form returns the new cache as well, made of the old one.
     """
 
@@ -70,6 +71,7 @@ class Attention:
     sinks: ir.Value | None = None
     mask: ir.Value | None = None
     repeated_mask: ir.Value | None = None
+    chosen: ir.Value | None = None
     joins: bool = False
 
     @property
@@ -188,7 +190,7 @@ class Attention:
     @property
     def mends_nan(self) -> bool:
         """Whether a token may see numbers although some of its scores are NaN."""
-        return self.guarded or any(mask.replaces for mask in self.masks)
+        return self.guarded or self.chosen is not None
 
     @property
     def masks_heads(self) -> bool:
@@ -239,15 +241,14 @@ class Attention:
         repeats, mask = self.heads // self.groups, self.mask if rows is None else rows
         sizes = ints(op, -1, self.groups, repeats, self.size)
         query, both = op.Reshape(in_order(self.query), sizes), (self.keys, self.values)
-        if mask is not None and repeats > 1 and self.masks_heads:
-            batch, count = (op.Shape(mask, start=axis, end=axis + 1) for axis in (0, 3))
-            mask = op.Reshape(mask, ints(op, batch, self.groups, repeats, count))
+        mask = self._of_groups(op, mask)
         if rows is None:
             keys, values = (self._cache(op, heads, one=True) for heads in self.both)
             sinks = self.sinks
             if sinks is not None:
                 sinks = op.Reshape(sinks, ints(op, 1, self.groups, repeats, 1))
-            weights = self._weights(op, self._scores(op, query, keys), mask, sinks)
+            chosen = self._of_groups(op, self.chosen)
+            weights = self._weights(op, self._scores(op, query, keys), mask, chosen, sinks)
             mixed = op.MatMul(weights, values)
         elif self.joins:
             past = [producer(whole).inputs[0] for whole in both]
@@ -259,6 +260,14 @@ class Attention:
             mixed = op.Attention(query, keys, values, mask, scale=self.scale)
         return self._results(mixed, keys, values)
 
+    def _of_groups(self, op: Any, mask: ir.Value | None) -> Any:
+        """Emit a mask of one token with the heads of a group as rows, where it has heads."""
+        dims, repeats = self.facts.dims(mask, 4), self.heads // self.groups
+        if repeats == 1 or dims is None or dims[1] == (1, ()):
+            return mask
+        batch, count = (op.Shape(mask, start=axis, end=axis + 1) for axis in (0, 3))
+        return op.Reshape(mask, ints(op, batch, self.groups, repeats, count))
+
     def merge_token(self, op: Any, mixed: Any) -> Any:
         """Emit ``[B, 1, H * D]`` of one token."""
         return op.Reshape(mixed, ints(op, -1, 1, self.heads * self.size))
@@ -269,7 +278,8 @@ class Attention:
         query = self._split(op, self.query)
         held, values = (self._cache(op, each) for each in self.both)
         if heads == groups:
-            weights = self._weights(op, self._scores(op, query, held), self.mask, self.sinks)
+            scores = self._scores(op, query, held)
+            weights = self._weights(op, scores, self.mask, self.chosen, self.sinks)
             mixed = op.MatMul(weights, self._stretched(op, values, weights))
             return self._results(self._merged(op, mixed, query), held, values)
         repeats = ints(op, heads // groups)
@@ -282,7 +292,7 @@ class Attention:
         tokens, keys = op.Shape(query, start=2, end=3), op.Shape(held, start=2, end=3)
         rows = reshape(query, groups, op.Mul(tokens, repeats), self.size)
         scores = reshape(self._scores(op, rows, held), heads, tokens, keys)
-        weights = self._weights(op, scores, self.mask, self.sinks)
+        weights = self._weights(op, scores, self.mask, self.chosen, self.sinks)
         # A mask may have more rows or columns, where there is one token or key.
         tokens, keys = (op.Shape(weights, start=axis, end=axis + 1) for axis in (2, 3))
         grouped = reshape(weights, groups, op.Mul(tokens, repeats), keys)
@@ -416,11 +426,16 @@ class Attention:
         return op.Mul(op.Tanh(scores), op.Constant(value_float=self.cap))
 
     def _weights(
-        self, op: Any, scores: ir.Value, mask: ir.Value | None, sinks: ir.Value | None
+        self,
+        op: Any,
+        scores: ir.Value,
+        mask: ir.Value | None,
+        chosen: ir.Value | None,
+        sinks: ir.Value | None,
     ) -> Any:
         total = scores if mask is None else op.Add(scores, mask)
-        if mask is not None and any(each.replaces for each in self.masks):
-            hidden = op.LessOrEqual(mask, op.Constant(value_float=HIDDEN))
+        if chosen is not None:  # what is only added leaves scores that are NaN
+            hidden = op.LessOrEqual(chosen, op.Constant(value_float=HIDDEN))
             total = op.Where(hidden, mask, total)
         if sinks is not None:
             sizes = ints(op, op.Shape(total, end=-1), 1)
