@@ -41,12 +41,13 @@ def convert_opset(model: ir.Model, opset: int) -> str:
     from onnxscript.version_converter import ConvertVersionPass
 
     graph = model.graph
-    if model.opset_imports.get("", 0) < _LOST_OPSET <= opset:
+    given = model.opset_imports.get("", _MIN_OPSET)
+    if given < _LOST_OPSET <= opset:
         kinds = (node.op_type for node in all_nodes(model) if not node.domain)
         if lost := next(filter(_LOST.__contains__, kinds), None):
             return f"onnxruntime has no kernel for {lost} since opset {_LOST_OPSET}"
     # ONNX's own converter makes new nodes, and needs no copy.
-    copied = bool(model.functions) or _keeps_meaning(model)
+    copied = bool(model.functions) or given >= _FIRST_OPSET
     converted = model.clone() if copied else ir.Model(graph, ir_version=model.ir_version or 1)
     inputs, weights = [*graph.inputs], {v: v.const_value for v in graph.initializers.values()}
     with _warnings() as found:
@@ -54,7 +55,8 @@ def convert_opset(model: ir.Model, opset: int) -> str:
             kept = inline_functions(converted) if model.functions else {}
             if kept:
                 return next(iter(kept.values()))
-            if _keeps_meaning(converted):
+            keeps_nodes = _keeps_meaning(converted)
+            if keeps_nodes and given < _MIN_OPSET:
                 _spell_as_18(converted)
             # No public API converts alone: the whole pass also removes nodes that nothing
             # reads, custom operators among them, and inlines what has to stay.
@@ -70,7 +72,7 @@ def convert_opset(model: ir.Model, opset: int) -> str:
         return found[0]
     if converted.graph.opset_imports.get("", 0) < opset:
         return "onnx.version_converter gave up"
-    if not copied:  # ONNX's own converter drops it
+    if not keeps_nodes:  # ONNX's own converter drops it
         noted = {label(node): node.metadata_props for node in walk(model.graph)}
         for node in walk(converted.graph):
             node.metadata_props.update(noted.get(label(node), {}))
@@ -94,14 +96,12 @@ def _keeps_meaning(model: ir.Model) -> bool:
 
 def _spell_as_18(model: ir.Model) -> None:
     """Give the nodes of opset 13 to 17 the inputs and attributes of opset 18."""
-    if model.opset_imports.get("", _MIN_OPSET) >= _MIN_OPSET:
-        return
     names, made = FreshNames(model), dict[tuple[int, ...], ir.Value]()
     for node in walk(model.graph):
-        node.version = None
-        axes = ints_attribute(node, "axes") if node.op_type in _AXES_BECOME_INPUTS else None
         if node.domain:
             continue
+        node.version = None
+        axes = ints_attribute(node, "axes") if node.op_type in _AXES_BECOME_INPUTS else None
         if axes is not None:
             if tuple(axes) not in made:
                 tensor = ir.tensor(axes, ir.DataType.INT64, name=names.take("axes"))

@@ -51,7 +51,12 @@ def test_operators_keep_what_they_meant(nodes: str, opset: int):
     model, given = (model_of(text, opset=opset, ir_version=8) for _ in range(2))
     for each in (model, given):
         each.graph.outputs[0].shape = None
+    for node in model.graph:
+        node.metadata_props["scope"] = "encoder"
     assert convert_opset(model, 21 if "RoiAlign" in nodes else 23) == ""
+    # What replaces another node gets its metadata, a constant in front of it none.
+    made = [node for node in model.graph if node.op_type != "Constant"]
+    assert {node.metadata_props.get("scope") for node in made} == {"encoder"}
     assert_same_outputs(model, ir.to_proto(given), X)
 
 
