@@ -60,7 +60,7 @@ class SampleMasks:
     def flagged(self, arrays: Sequence[Array], axes: Axes) -> Axes:
         """Mark the sequence along which padded positions are zero, low or one value."""
         if (BATCH,) not in axes and any(len(mask) > 1 for mask in self.masks):
-            return token_axes.marked(axes, wild=not _are_finite(arrays))
+            return token_axes.marked(axes, wild=not are_finite(arrays))
         if any(
             a.shape[i] != m.shape[1]
             for a, m in zip(arrays, self.masks, strict=True)
@@ -84,11 +84,12 @@ class SampleMasks:
 
         zero, low = all_say(Questions.zero), all_say(Questions.low)
         same = all_say(Questions.same)
-        wild = low or not _are_finite(arrays)
+        wild = low or not are_finite(arrays)
         changes = any((array != array.take([-1], place)).any() for array in arrays)
         set_by_mask = low or (same and changes and not zero)
         return token_axes.Sequence(zero, low, same, set_by_mask, wild)
 
 
-def _are_finite(arrays: Sequence[Array]) -> bool:
+def are_finite(arrays: Iterable[Array]) -> bool:
+    """Return whether all numbers are finite."""
     return all(np.isfinite(array).all() for array in arrays if array.dtype.kind == "f")

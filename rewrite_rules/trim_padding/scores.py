@@ -14,12 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-import numpy as np
 import onnx_ir as ir
 
 from rewrite_rules.facts.operator_table import per_token
 from rewrite_rules.graph.parameters import constant
 from rewrite_rules.trim_padding.questions import ORDINARY, How
+from rewrite_rules.trim_padding.sample_masks import are_finite
 from rewrite_rules.trim_padding.token_axes import sequences_of
 from rewrite_rules.trim_padding.token_flow import RESHAPES, Side, TokenFlow
 
@@ -51,12 +51,10 @@ def has_infinity(flow: TokenFlow, scores: ir.Value) -> bool:
     pending, seen = [scores], {scores}
     for value in pending:
         found, tensor, node = flow.value(value), constant(value), value.producer()
-        arrays = found.arrays if isinstance(found, Side) else []
-        if tensor is not None:
-            arrays = [tensor.numpy()]
-        if any(array.dtype.kind == "f" and np.isinf(array).any() for array in arrays):
+        arrays = found.arrays if isinstance(found, Side) else ()
+        if not are_finite(arrays if tensor is None else (tensor.numpy(),)):
             return True
-        if not arrays and node is not None and (per_token(node) or _moves(node)):
+        if node is not None and (per_token(node) or _moves(node)):  # samples are not all
             new = [one for one in node.inputs if one is not None and one not in seen]
             seen.update(new)
             pending += new

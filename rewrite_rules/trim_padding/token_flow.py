@@ -19,7 +19,6 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
@@ -32,7 +31,7 @@ from rewrite_rules.shapes import node_facts
 from rewrite_rules.shapes.dimensions import Dims
 from rewrite_rules.shapes.evaluator import CannotEvaluate, NodeEvaluator
 from rewrite_rules.trim_padding.questions import LOW, How
-from rewrite_rules.trim_padding.sample_masks import SampleMasks
+from rewrite_rules.trim_padding.sample_masks import SampleMasks, are_finite
 from rewrite_rules.trim_padding.token_axes import (
     BATCH,
     MIXED_ROWS,
@@ -347,7 +346,7 @@ class Site(node_facts.Site):
             return value
         array = found.arrays[0]
         is_low = array.dtype.kind == "f" and bool((array < LOW).all())
-        wild = is_low or not np.isfinite(array).all() if array.dtype.kind == "f" else False
+        wild = is_low or not are_finite([array])
         return dataclasses.replace(value, zero=not array.any(), low=is_low, wild=wild)
 
     def made(self, output: int = 0) -> Dims:
