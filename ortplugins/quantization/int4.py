@@ -547,7 +547,7 @@ def _tokens(arrays: Sequence[Any], k: int) -> Array:
     return np.concatenate([np.asarray(array).reshape(-1, k) for array in arrays])
 
 
-# Arguments of quantize() in the terms of ours.
+# ModelOpt's arguments, translated into settings of ortplugins.quantization.quantize().
 
 
 _PROVIDERS = {

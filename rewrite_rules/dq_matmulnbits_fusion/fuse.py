@@ -55,7 +55,7 @@ def fuse(
     rules = [GatherToGatherBlockQuantized.rule(run), *AddBias.rule(run).commute()]
     for op_type in ("MatMul", "FusedMatMul", "Gemm"):
         rules += [MultiplyByWeight.rule(run, op_type, index) for index in (1, 0)]
-    left = {node for function in model.functions.values() for node in function.all_nodes()}
+    left = {node for function in model.functions.values() for node in walk(function.graph)}
     DispatchingRuleSet(rules, lambda node: node not in left).apply_to_model(model)
     _remark_unfused(model, run)
     run.compare_with_stock()

@@ -51,11 +51,8 @@ def name_apart(model: ir.Model) -> None:
 
     What replaces a node takes its name, and the node stays where something else reads it.
     """
-    names, graphs, kept = (
-        FreshNames(model),
-        [*graphs_of(model.graph)],
-        set(model.graph.outputs),
-    )
+    names, graphs = FreshNames(model), [*graphs_of(model.graph)]
+    kept = set(model.graph.outputs)
     seen = {value.name or "" for value in kept}
     for graph in graphs:
         seen.update(value.name or "" for value in graph.inputs)

@@ -29,7 +29,7 @@ from rewrite_rules.transformer_fusion.masks import HIDDEN, LOWEST, VISIBLE
 
 Build = Callable[[Any], Sequence[ir.Value]]
 
-# Scores that are less than this do not show what a mask hides.
+# Below this, a score stays hidden by a mask of LOWEST or less.
 _GREATEST = 1e18
 
 

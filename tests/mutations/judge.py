@@ -151,10 +151,9 @@ def _compared(
             far = _apart(a, b, run)
             if far <= _BOUND or _is_noise(far, at, run, optimised):
                 continue
+            # Where the original differs from itself, it reads memory that nothing has written.
             again = session(model).run(None, run.feeds)[at]
-            if (
-                _apart(a, again, run) <= _BOUND
-            ):  # else it reads memory that nothing has written
+            if _apart(a, again, run) <= _BOUND:
                 return Verdict("wrong", f"{where}{name!r} differs by {far:.1e}")
     return Verdict("right")
 

@@ -172,9 +172,8 @@ class Checkpoint(abc.ABC):
         left = [name for name in self.matrices() if name not in self.taken]
         if not left:
             return []
-        left.sort(
-            key=lambda name: not name.endswith(".bias")
-        )  # which the model has its own of
+        # A bias first: in its place, the model keeps its own.
+        left.sort(key=lambda name: not name.endswith(".bias"))
         return [
             f"{len(left)} matrices of the checkpoint are not in the result, as {left[0]!r}"
         ]

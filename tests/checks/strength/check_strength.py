@@ -6,8 +6,8 @@
     python -m pytest check_strength.py -k grid  those whose line has the word
 
 Below a line with a file, two colons and what to run are mutations of that file: the text to
-replace behind ``- ``, the new text behind ``+ ``; both may have several lines. It is an error
-if a text is no longer in its file exactly once: rewrite the mutation for the code as it is.
+replace behind ``- ``, the new text behind ``+ ``; both may have several lines. A text
+has to occur exactly once in its file; if the code has changed, adapt the mutation to it.
 """
 
 import dataclasses
