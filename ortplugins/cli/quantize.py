@@ -196,10 +196,8 @@ def _evaluate(path: Path, floats: Path, source: TextSamples, progress: Progress)
             return evaluate(
                 path, floats, text=rest, tokenizer=source.tokenizer, progress=progress
             )
-        except (
-            CalibrationError,
-            ModelFileError,
-        ) as error:  # the model is written all the same
+        except (CalibrationError, ModelFileError) as error:
+            # The quantised model is written already.
             return str(error).replace(str(rest), f"what calibration left of {source.text}")
 
 

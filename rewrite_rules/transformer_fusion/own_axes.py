@@ -393,9 +393,8 @@ def _product_of(op: Any, node: ir.Node, facts: ProvedShapes) -> ir.Value | None:
             return None
         sizes.append(dims[term.index(summed[0])])
         axes: Sequence[str] = term
-        if (
-            order[-1] in own and not are_mixed
-        ):  # keys, before they are laid out for the product
+        if order[-1] in own and not are_mixed:
+            # Keys, before they are laid out for the product.
             axes = [*batch, *own[1:], *summed]
             value = _transposed(op, value, term, axes)
         made.append(_transposed(op, value, axes, order))

@@ -174,10 +174,8 @@ def float64_outputs(
         for tensor in getattr(graph, "initializer", ()):
             widen(tensor)
         for node in graph.node:
-            if (
-                node.op_type == "Loop" and not node.input[1]
-            ):  # which the evaluator takes for False
-                node.input[1] = "always"
+            if node.op_type == "Loop" and not node.input[1]:
+                node.input[1] = "always"  # the evaluator takes "" for False
             for attribute in node.attribute:
                 widen(attribute.t)
                 if attribute.name == "to" and attribute.i in FLOATS:

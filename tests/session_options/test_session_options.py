@@ -446,9 +446,8 @@ def test_its_entry_point_serves_sessions_and_the_command_line(ran, tmp_path):
 
 def test_the_page_shows_the_example_as_it_is():
     page = (ROOT / "docs" / "write-a-pass.md").read_text(encoding="utf-8")
-    _, code = (
-        (EXAMPLE / "acme_passes.py").read_text(encoding="utf-8").split("\n", 1)
-    )  # the licence
+    licence, code = (EXAMPLE / "acme_passes.py").read_text(encoding="utf-8").split("\n", 1)
+    assert licence.startswith("# SPDX")
     assert code in page
     entry = (EXAMPLE / "pyproject.toml").read_text(encoding="utf-8").split("\n\n")[2]
     assert entry in page
