@@ -23,6 +23,7 @@ _CONSTANTS = {
     "of_pairs": np.array([2, 2, 1, -1]),
     "columns_of_texts": np.array([-1, 1, 0]),
     "minus_one": np.array([-1]),
+    "two_axis": np.array([2]),
     "three": np.array([3]),
     "four": np.array([4]),
     "eight": np.array([8]),
