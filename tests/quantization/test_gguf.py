@@ -86,16 +86,25 @@ def test_every_block_type_keeps_its_numbers(tmp_path, kind, layout):
 
 
 def test_weights_of_one_activation_share_what_offsets_need(tmp_path):
-    weights = gf.write_gguf(
-        tmp_path / "m.gguf", {gf.Q: "Q4_K", gf.KEY: "Q4_1", gf.DOWN: "Q5_K"}
-    )
-    model, path = gf.attention(weights), tmp_path / "m.gguf"
-    result = quantize(model, checkpoint=path)
+    layers = {gf.Q: "Q4_K", gf.KEY: "Q4_1", gf.DOWN: "Q5_K"}
+    model = gf.attention(gf.write_gguf(tmp_path / "m.gguf", layers))
+    result = quantize(model, checkpoint=tmp_path / "m.gguf")
     assert kinds(read(result.model)).count("ReduceSum") == 1
-    assert not any("checkpoint" in note for note in result.report.notes)
-    result = quantize(model, checkpoint=path, rules={"*k_proj*": "float"})
-    (note,) = [note for note in result.report.notes if "checkpoint" in note]
-    assert note.startswith("1 matrices") and note.endswith("'blk.0.attn_k.weight'")
+
+
+def test_a_note_names_what_is_not_in_the_result(tmp_path):
+    def note_of(rules: Mapping[str, str], *vectors: str) -> str:
+        path = tmp_path / "m.gguf"
+        norms = dict.fromkeys(vectors, normal(gf.K, seed=1))
+        layers = {gf.KEY: "Q4_1", gf.DOWN: "Q5_K"}
+        model = gf.attention(gf.write_gguf(path, layers, vectors=norms))
+        notes = quantize(model, checkpoint=path, rules=rules).report.notes
+        return " ".join(note for note in notes if "of the checkpoint" in note)
+
+    assert note_of({}, "blk.0.attn_norm.weight", "rope_freqs.weight") == ""
+    left = "1 tensors of the checkpoint are not in the result, as "
+    assert note_of({"*k_proj*": "float"}) == f"{left}'blk.0.attn_k.weight'"
+    assert note_of({}, "blk.0.attn_q_norm.weight") == f"{left}'blk.0.attn_q_norm.weight'"
 
 
 @pytest.mark.parametrize("layout", FORMATS)

@@ -94,6 +94,11 @@ class Checkpoint(abc.ABC):
     def matrices(self) -> Sequence[str]:
         """Return the names of all that may be taken."""
 
+    @property
+    @abc.abstractmethod
+    def vectors(self) -> Collection[str]:
+        """The names of norms and biases."""
+
     def put_floats(self, model: ir.Model) -> None:
         """Give a model what the checkpoint has in float."""
         for name, value in model.graph.initializers.items():
@@ -169,13 +174,14 @@ class Checkpoint(abc.ABC):
 
     def notes(self) -> list[str]:
         """Say what was left out."""
-        left = [name for name in self.matrices() if name not in self.taken]
+        left = [*self.matrices(), *self.vectors]
+        left = [name for name in left if name not in self.taken]
         if not left:
             return []
         # A bias first: in its place, the model keeps its own.
         left.sort(key=lambda name: not name.endswith(".bias"))
         return [
-            f"{len(left)} matrices of the checkpoint are not in the result, as {left[0]!r}"
+            f"{len(left)} tensors of the checkpoint are not in the result, as {left[0]!r}"
         ]
 
     def _readings(self, names: Iterator[str]) -> Sequence[Sequence[Found]]:

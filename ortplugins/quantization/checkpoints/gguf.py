@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,13 @@ class GgufCheckpoint(Checkpoint):
     def matrices(self) -> Sequence[str]:
         """Return the names of tensors of rank 2 and more."""
         return [tensor.name for tensor in self._tensors.values() if len(tensor.shape) > 1]
+
+    @property
+    def vectors(self) -> Collection[str]:
+        """The names of norms and biases."""
+        # Of factors of the rotary embedding, graphs hold what is computed with them.
+        found = (each for each in self._tensors.values() if len(each.shape) == 1)
+        return [each.name for each in found if not each.name.startswith("rope_")]
 
     def candidates(self, name: str) -> Sequence[Found]:
         """Return the tensor of a module in each order of rows that it may have."""
