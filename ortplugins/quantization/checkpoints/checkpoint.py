@@ -264,5 +264,5 @@ def spellings(name: str) -> tuple[str, ...]:
     """Return what transformers may call what the graph calls so."""
     # Exports often have a wrapper around the model. onnxruntime-genai's builder says attn
     # where transformers says self_attn.
-    inner = name.removeprefix("model.") if name.startswith("model.model.") else name
-    return (name, inner, inner.replace(".attn.", ".self_attn."))
+    known = name, name.partition(".")[2]
+    return (*known, *(each.replace(".attn.", ".self_attn.") for each in known))
