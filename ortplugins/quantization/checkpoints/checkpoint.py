@@ -180,9 +180,7 @@ class Checkpoint(abc.ABC):
             return []
         # A bias first: in its place, the model keeps its own.
         left.sort(key=lambda name: not name.endswith(".bias"))
-        return [
-            f"{len(left)} tensors of the checkpoint are not in the result, as {left[0]!r}"
-        ]
+        return [f"{len(left)} tensors of the checkpoint are not in the result, as {left[0]!r}"]
 
     def _readings(self, names: Iterator[str]) -> Sequence[Sequence[Found]]:
         """Return the candidates of each part of the first module that is there."""
