@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """A cache and a model for each test; nothing reaches the user's cache."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -10,6 +11,12 @@ from hypothesis import settings
 settings.register_profile("suite", deadline=None)  # no race against a clock
 settings.load_profile("suite")
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have workers, which start later, multiply on one core each: more threads only wait."""
+    if config.getoption("numprocesses", None):
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)

@@ -283,7 +283,7 @@ def test_what_is_found_while_two_collect_stays_whole(cache_dir, tmp_path):
     with concurrent.futures.ProcessPoolExecutor(2, mp_context=spawned) as pool:
         collectors = [pool.submit(collect, cache_dir, stop) for _ in range(2)]
         try:
-            while built < 50:  # what is built again was removed
+            while built < 20:  # what is built again was removed
                 assert time.monotonic() < deadline
                 if cache.find(key) is None:
                     with cache.build(key) as folder:
@@ -299,7 +299,7 @@ def test_what_is_found_while_two_collect_stays_whole(cache_dir, tmp_path):
                         assert entry.damage() == {} or not entry.folder.exists()
         finally:
             stop.touch()
-    assert sum(collector.result() for collector in collectors) >= 49
+    assert sum(collector.result() for collector in collectors) >= 19
     assert found > 0
     assert list((cache_dir / "building").iterdir()) == []
 

@@ -142,7 +142,7 @@ def test_an_error_in_a_worker_names_the_weight(tmp_path):
 
 def test_threads_share_the_memory_that_there_is():
     # GPTQ factors H in float64; a budget for one such factor is not to hold two.
-    k, n = 1500, 8
+    k, n = 800, 8
     factor = 8 * k * k
     model = model_of(
         f"""g (float[b, {k}] x, float[b, {k}] y) => (float[b, {n}] i, float[b, {n}] j) {{

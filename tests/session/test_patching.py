@@ -401,7 +401,7 @@ def test_threads_open_sessions_while_others_switch(model_path):
             check(session, CASE)
 
     def switching(number: int) -> None:
-        for _ in range(25):
+        for _ in range(10):
             if number % 2:
                 ortplugins.enable(EXACT)
                 ortplugins.disable()

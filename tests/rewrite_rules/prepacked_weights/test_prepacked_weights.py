@@ -586,7 +586,7 @@ def test_a_file_says_what_its_sessions_need(model_path, tmp_path, name):
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="no /proc to measure with")
 def test_packed_weights_are_not_on_the_heap(tmp_path):
     path = tmp_path / "chain.onnx"
-    assert write_chain(path, 15, 1024, 4096, "axis0") > 60e6
+    assert write_chain(path, 5, 1024, 4096, "axis0") > 20e6
 
     fusion, packing = DqMatMulNBitsFusion.name, PrepackedWeights.name
     options, cache = {f"{fusion}.accuracy_level": "0"}, str(tmp_path / "cache")
@@ -601,6 +601,6 @@ def test_packed_weights_are_not_on_the_heap(tmp_path):
     artifact = packed.report["artifact"]
     records = read_records(onnx.load(artifact, load_external_data=False))
     blob_bytes = sum(b[1] for found in records.values() for r in found for b in r.blobs)
-    assert blob_bytes > 60e6
+    assert blob_bytes > 20e6
     saved = plain.started_private.median - packed.started_private.median
     assert saved >= 0.8 * blob_bytes

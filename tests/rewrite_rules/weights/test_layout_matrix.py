@@ -108,7 +108,7 @@ def test_matrix_is_whole():
 # Accuracy level ``auto``: onnxruntime's own where it fuses a node itself, 0 elsewhere.
 
 
-RUNNING = [case for case in layout_cases() if case.runs or case.expect]
+RUNNING = [case for case in CASES if case.runs or case.expect]
 NATIVE_FUSION = "QDQSelectorActionTransformer"
 LEVEL = "session.qdq_matmulnbits_accuracy_level"
 
