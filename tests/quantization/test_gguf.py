@@ -149,7 +149,7 @@ def test_norms_are_those_of_the_graph(tmp_path, architecture, stored):
     np.testing.assert_allclose(found, norm * 1.001, rtol=1e-6)
 
 
-@pytest.mark.parametrize("wrapper", ["", "model.", "m."])
+@pytest.mark.parametrize("wrapper", ["", "model.", "m.", "module.llm."])
 def test_a_wrapper_around_the_model_does_not_matter(tmp_path, wrapper):
     vectors = {"blk.0.attn_norm.weight": normal(gf.K, seed=1) * np.float32(1.01)}
     weights = gf.write_gguf(tmp_path / "m.gguf", {gf.DOWN: "Q4_0"}, vectors=vectors)

@@ -260,7 +260,8 @@ def module_spellings(name: str) -> Iterator[str]:
 
 def spellings(name: str) -> tuple[str, ...]:
     """Return what transformers may call what the graph calls so."""
-    # Exports often have a wrapper around the model. onnxruntime-genai's builder says attn
-    # where transformers says self_attn.
-    known = name, name.partition(".")[2]
+    # Exports often have a wrapper or two around the model. onnxruntime-genai's builder says
+    # attn where transformers says self_attn.
+    parts = name.split(".")
+    known = [".".join(parts[start:]) for start in range(min(len(parts), 3))]
     return (*known, *(each.replace(".attn.", ".self_attn.") for each in known))
