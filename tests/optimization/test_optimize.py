@@ -264,7 +264,7 @@ def test_a_baked_value_has_its_shape_back_where_its_node_is_the_same(perm, shape
     slow_kernels=st.sampled_from(["fuse", "float"]),
     external=st.booleans(),
 )
-@settings(max_examples=100)
+@settings(max_examples=40)
 def test_what_is_saved_is_what_was_meant(tmp_path_factory, external, slow_kernels, **shape):
     case = DequantizedMatMul(**shape)  # type: ignore[arg-type]
     folder = tmp_path_factory.mktemp("saved")

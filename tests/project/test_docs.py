@@ -114,11 +114,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def quick_measures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have blocks that measure take two rounds of a few runs; figures are not looked at."""
+    """Have blocks that measure take one round of a few runs; figures are not looked at."""
 
     def measure(*arguments: Any, rounds: int, **settings: Any) -> list[harness.Measurement]:
         settings |= {"seconds": 0.05}
-        return harness.measure(*arguments, rounds=min(rounds, 2), **settings)
+        return harness.measure(*arguments, rounds=1, **settings)
 
     for module in (comparison, facts, tune):
         monkeypatch.setattr(module, "measure", measure)

@@ -13,16 +13,16 @@ from mutations.mutate import MUTATIONS
 
 from rewrite_rules.transformer_fusion.norms_and_activations import RmsNorm
 
-# Without exports: 150 of them, invalid ones left out.
-_SAMPLE = 150
+# Without exports: 100 of them, invalid ones left out.
+_SAMPLE = 100
 
 
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("part", range(2))
 def test_mutants_keep_their_numbers(part: int):
     source = names(seed=part, small=True)
     verdicts = ((name, judge(name)) for name in source)
     valid = ((name, verdict) for name, verdict in verdicts if verdict.kind != "invalid")
-    found = list(itertools.islice(valid, _SAMPLE // 3))
+    found = list(itertools.islice(valid, _SAMPLE // 2))
     wrong = [
         f"{name}: {v.kind}: {v.detail}" for name, v in found if v.kind in ("wrong", "raised")
     ]

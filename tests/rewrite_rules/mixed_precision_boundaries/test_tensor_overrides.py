@@ -15,7 +15,7 @@ from builders.command_line import printed
 from builders.samples import Reader
 from builders.sessions import CPU, options
 from builders.text_cases import text_cases
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
 
@@ -102,6 +102,7 @@ _lists = st.lists(_entries, min_size=1, max_size=3).filter(lambda x: x != [Tenso
 
 
 @given(st.dictionaries(st.text(max_size=8), _lists.map(tuple)))
+@settings(max_examples=40)
 def test_what_is_written_reads_back(overrides):
     text = format_overrides(overrides)
     assert read_overrides(text) == overrides
