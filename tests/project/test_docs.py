@@ -114,10 +114,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def quick_measures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have blocks that measure take one round of a few runs; figures are not looked at."""
+    """Have blocks measure one process each, for a moment; figures are not looked at."""
 
     def measure(*arguments: Any, rounds: int, **settings: Any) -> list[harness.Measurement]:
-        settings |= {"seconds": 0.05}
+        settings |= {"seconds": 0.05, "warmed": True}
         return harness.measure(*arguments, rounds=1, **settings)
 
     for module in (comparison, facts, tune):

@@ -596,6 +596,7 @@ def test_packed_weights_are_not_on_the_heap(tmp_path):
             for names in ([fusion], [fusion, packing])
         ],
         rounds=1,
+        warmed=True,
     )
     assert plain.started_private and packed.started_private and packed.report
     artifact = packed.report["artifact"]
