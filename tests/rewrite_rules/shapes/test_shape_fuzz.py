@@ -36,7 +36,7 @@ from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
 TIMES = int(os.environ.get("ORTPLUGINS_FUZZ", "1"))
 FIRST_SEED = int(os.environ.get("ORTPLUGINS_FUZZ_SEED", "0"))
-GRAPHS = 100 if TIMES == 1 else 1000 * TIMES
+GRAPHS = 300 if TIMES == 1 else 1000 * TIMES
 AT_ONCE = 25
 # Of processor time for one graph; a child that takes four times as long dies.
 SECONDS = 5
