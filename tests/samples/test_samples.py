@@ -137,9 +137,10 @@ def test_one_size_is_enough_for_all_dimensions_that_count_the_same(dims, shapes,
 
 
 @pytest.mark.filterwarnings("ignore:no calibration data")
-def test_the_commands_take_a_decoder_as_it_is(tmp_path, monkeypatch):
+@pytest.mark.parametrize("form", ["torch", "genai"])
+def test_the_commands_take_a_decoder_as_it_is(form, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    onnx.save(decoder("genai"), "model.onnx")
+    onnx.save(decoder(form), "model.onnx")
     for arguments in (
         "check model.onnx",
         "compare model.onnx model.onnx --runs 1",
