@@ -78,6 +78,7 @@ FOLDERS: list[tuple[str, dict[str, Any], str]] = [
         f"'{HEAD}'.*not the weight of node '/lm_head/MatMul'",
     ),
     ("awq", {"norm": "renamed"}, f"tensor '{NORM}' of the AWQ.*export the float model with"),
+    ("gptq", {"norm": f"vision.{NORM}"}, f"'{NORM}' of the checkpoint is not 'vision.{NORM}'"),
     # Parts of a layer.
     ("gptq", {"without": "scales"}, f"tensor '{UP}.scales' of the checkpoint is missing: F64"),
     ("gptq", {"without": "qzeros"}, f"tensor '{UP}.qzeros' of the checkpoint is missing"),

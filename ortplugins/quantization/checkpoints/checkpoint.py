@@ -37,6 +37,9 @@ _OPERATORS = (".MatMul", ".FusedMatMul", ".Gemm", ".Gather")
 # Columns that tell one reading from another, and the least mean cosine of their rows to the
 # float ones: codes of 2 bits have .8 and more, other weights 0.
 _COMPARED, _LEAST_COSINE = 64, 0.5
+# Of a vector that is found under a wrapper, which may be another network's beside it: the
+# greatest difference from the float model's, of its norm.
+_GREATEST_CHANGE = 0.5
 # Modules that onnxruntime-genai's builder makes one of.
 _PARTS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -68,15 +71,21 @@ class Checkpoint(abc.ABC):
     def vector(self, name: str) -> tuple[str, Sequence[npt.NDArray[Any]]] | None:
         """Return the name of a norm or a bias, and each way that it may have to be read."""
 
-    def _vector(self, name: str) -> tuple[str, Sequence[npt.NDArray[Any]]] | None:
-        """Return what there is for a vector of the graph, or for all parts of it."""
+    def _vector(self, name: str) -> tuple[str, Sequence[npt.NDArray[Any]], float] | None:
+        """Return what there is for a vector of the graph, or for all parts of it.
+
+        The number is how much it may differ from the graph's.
+        """
         # Of a stack of experts, with the number of one behind it.
         name = re.sub(r"\bexperts\.(\w+)[._]bias\.(\d+)$", r"experts.\2.\1.bias", name)
         # onnxruntime-genai's builder names a bias by the node that adds it.
         name = re.sub(r"\.Add\.bias$", ".bias", name)
+        certain = _without_wrapper(name)
         for spelled in spellings(name):
+            most = math.inf if spelled in certain else _GREATEST_CHANGE
+            most = min(most, self.greatest_change)
             if found := self.vector(spelled):
-                return found
+                return (*found, most)
             module, _, suffix = spelled.rpartition(".")
             parent, _, last = module.rpartition(".")
             parts = [
@@ -87,7 +96,7 @@ class Checkpoint(abc.ABC):
             if parts and len(parts) == len(_PARTS[last]):
                 names, readings = zip(*parts, strict=True)
                 joint = map(np.concatenate, itertools.product(*readings))
-                return BETWEEN.join(names), list(joint)
+                return BETWEEN.join(names), list(joint), most
         return None
 
     @abc.abstractmethod
@@ -124,6 +133,7 @@ class Checkpoint(abc.ABC):
         self,
         name: str,
         readings: Sequence[npt.NDArray[Any]],
+        most: float,
         value: ir.Value,
         old: ir.TensorProtocol,
     ) -> None:
@@ -135,7 +145,7 @@ class Checkpoint(abc.ABC):
         size = float(np.linalg.norm(floats)) or 1.0
         changes = [float(np.linalg.norm(each - floats)) / size for each in read]
         least = int(np.argmin(changes))
-        if not changes[least] <= self.greatest_change:
+        if not changes[least] <= most:
             raise ModelFileError(
                 f"tensor {name!r} of the checkpoint is not {value.name!r} of the model: "
                 f"they differ by {changes[least]:.0%}; give a checkpoint of this model"
@@ -260,8 +270,14 @@ def module_spellings(name: str) -> Iterator[str]:
 
 def spellings(name: str) -> tuple[str, ...]:
     """Return what transformers may call what the graph calls so."""
-    # Exports often have a wrapper or two around the model. onnxruntime-genai's builder says
-    # attn where transformers says self_attn.
+    # Exports often have a wrapper or two around the model, of any name.
     parts = name.split(".")
-    known = [".".join(parts[start:]) for start in range(min(len(parts), 3))]
-    return (*known, *(each.replace(".attn.", ".self_attn.") for each in known))
+    inner = [".".join(parts[start:]) for start in range(1, min(len(parts), 3))]
+    return _without_wrapper(name) + tuple(itertools.chain(*map(_without_wrapper, inner)))
+
+
+def _without_wrapper(name: str) -> tuple[str, ...]:
+    """Return what a name is if only a model of models is around it."""
+    # onnxruntime-genai's builder says attn where transformers says self_attn.
+    inner = name.removeprefix("model.") if name.startswith("model.model.") else name
+    return name, inner, inner.replace(".attn.", ".self_attn.")
