@@ -208,10 +208,8 @@ def test_float16_forms(name, layout):
 FORMATS_OF_CODES = list(itertools.product((2, 4, 8), BLOCKS, (True, False), FORMATS))
 
 
-@pytest.mark.parametrize(
-    ("size", "dtype"),
-    [((1, 1), np.float32), ((37, 13), np.float16), ((129, 3), np.float32)],
-)
+@pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=["float32", "float16"])
+@pytest.mark.parametrize("size", [(1, 1), (37, 13), (129, 3)], ids=str)
 def test_codes_are_the_nearest_in_every_format(size, dtype):
     weight = normal(*size, dtype=dtype)
     model = matmul_of(weight)

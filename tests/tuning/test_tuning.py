@@ -498,7 +498,7 @@ def test_float_weights_are_exact(model, tmp_path, measured):
 def test_a_real_search_keeps_outputs_and_is_found_again(model, tmp_path):
     feed = {"x": np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)}
     plain = onnxruntime.InferenceSession(model, providers=CPU)
-    for hint in ("throughput", "start"):  # docs/tuning.md runs the others
+    for hint in ("throughput", "memory", "start"):
         first = open_session(model, tmp_path / hint, hint=hint, hint_seconds=3)
         again = open_session(model, tmp_path / hint, hint=hint, hint_seconds=3)
         assert first.ortplugins_report.tried == again.ortplugins_report.tried
