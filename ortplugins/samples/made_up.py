@@ -20,6 +20,7 @@ with the past that the model returned for them.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -150,9 +151,11 @@ class MadeUpInputs:
             few = (_LENGTH, *_CANDIDATES[:5])
             trials += list(itertools.product(few, repeat=min(len(open_names), 3)))
         error: Exception | None = None
+        self._tried = dict.fromkeys(open_names, 1)
+        limit = max(self._most_elements(), _MAX_ELEMENTS)  # known sizes are as they are
         for sizes in trials[:_MAX_TRIALS]:
             self._tried = dict(zip(open_names, sizes, strict=False))
-            if any(np.prod(self._shape(value)) > _MAX_ELEMENTS for value, _ in self._inputs):
+            if self._most_elements() > limit:
                 continue
             try:
                 run(self._feed(np.random.default_rng(0)))
@@ -187,6 +190,10 @@ class MadeUpInputs:
             self._size(name) if name or not isinstance(dim, int) else dim
             for dim, name in sized
         )
+
+    def _most_elements(self) -> int:
+        """Elements of the largest input."""
+        return max((math.prod(self._shape(value)) for value, _ in self._inputs), default=0)
 
     def _size(self, name: str) -> int:
         given = self._given_size(name)

@@ -177,6 +177,13 @@ def test_audio_gets_a_window_that_the_model_takes(tmp_path):
     assert feed["input"].shape[1] >= 100
 
 
+@pytest.mark.parametrize("dims", [None, {"n": 1}])
+def test_a_large_image_is_fed_as_it_is(dims, tmp_path):
+    model = proto_of("g (float[n, 3, 1024, 1024] x) => (float[n, c, h, w] y) { y = Relu(x) }")
+    (feed,) = feeds_of(model, tmp_path, dims=dims)
+    assert feed["x"].shape == (1, 3, 1024, 1024)
+
+
 def test_what_cannot_be_solved_names_one_dimension(tmp_path):
     model = proto_of("""g (float[batch, points] cloud) => (float[batch, m, 77] y)
         <int64[3] shape = {0, -1, 77}> { y = Reshape(cloud, shape) }""")
