@@ -374,7 +374,9 @@ def _bias_behind(node: ir.Node, n: int) -> tuple[ir.Node, Floats | None]:
     if output.is_graph_output() or len(uses) != 1 or uses[0].node.op_type != "Add":
         return node, None
     behind, index = uses[0]
-    bias = None if behind.domain else _vector(behind.inputs[1 - index], n)
+    # A branch of If gives no value of the graph around it as its own.
+    alone = behind.domain or behind.graph is not node.graph
+    bias = None if alone else _vector(behind.inputs[1 - index], n)
     return (node, None) if bias is None else (behind, bias)
 
 

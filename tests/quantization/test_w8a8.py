@@ -86,6 +86,9 @@ FORMS = {
     "a bias": "p = MatMul(x, W) y = Add(b, p)",
     "a bias of other axes": "p = MatMul(x, W) y = Add(p, one)",
     "a product that is read twice": "p = MatMul(x, W) q = Add(p, b) y = Add(p, q)",
+    "a bias in a branch": """p = MatMul(x, W) m = ReduceMax<keepdims = 0>(x) is = Equal(m, m)
+        y = If(is)<then_branch = t () => (float[R, 48] u) { u = Add(p, b) },
+                  else_branch = e () => (float[R, 48] v) { v = Neg(rows) }>""",
     "Gemm": "y = Gemm(x, W, b)",
     "Gemm with transB": "y = Gemm<transB = 1>(x, T, b)",
     "Gemm with a scalar": "y = Gemm(x, W, c)",
