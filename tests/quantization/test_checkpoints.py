@@ -12,7 +12,7 @@ import pytest
 from builders.command_line import ortplugins_command, printed
 from builders.dequantized_models import relative_error, run
 from builders.quantized_files import FORMATS, arrays_of, dequantised, read
-from builders.text_models import normal
+from builders.text_models import model_of, normal
 
 from ortplugins.quantization import quantize
 
@@ -74,6 +74,19 @@ def test_layers_may_have_bits_of_their_own(tmp_path, kind):
     result = quantize(cf.mlp(weights), checkpoint=tmp_path / "c")
     assert [row.bits for row in result.report.quantized] == [8, 4]
     outputs_are(result.model, weights)
+
+
+def test_nodes_that_share_a_float_weight_have_layers_of_their_own(tmp_path):
+    parts, weight = cf.layer("gptq")
+    doubled = parts | {"scales": 2 * parts["scales"]}
+    layers = [{f"{i}.q.{part}": a for part, a in tensors.items()}
+              for i, tensors in enumerate((parts, doubled))]  # fmt: skip
+    cf.save_folder(tmp_path / "c", "gptq", layers)
+    text = """g (float[T, 96] x) => (float[T, 48] y, float[T, 48] z) {
+        ["/0/q/MatMul"] y = MatMul(x, W) ["/1/q/MatMul"] z = MatMul(x, W) }"""
+    model = model_of(text, {"W": cf.near(weight)})
+    y, z = run(quantize(model, checkpoint=tmp_path / "c").model, {"x": normal(5, cf.K)})
+    assert relative_error(z, 2 * y) < 1e-6
 
 
 def test_float_matrices_come_along_in_their_orientation(tmp_path):

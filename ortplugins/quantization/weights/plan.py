@@ -147,7 +147,7 @@ def _chosen(
         nodes.append(report_of(use, reason=reason) if reason else use)
         if not reason:
             name, k_last = use.weight.name or "", use.stored_k_last
-            key = (use.weight, k_last, form, method)
+            key = (use.weight, k_last, form, method, layer and layer.name)
             weight = Weight(
                 name, places[use.weight], use.K, use.N, k_last, form, method, layer, is_expert
             )
