@@ -60,7 +60,7 @@ def checked_feeds(source: CalibrationSource, model: ir.Model) -> Iterator[Feed]:
     if source is None:
         warnings.warn(
             "no calibration data, so random inputs are used: they say little about "
-            "the activations of real ones; give calibration_data_reader",
+            "the activations of real ones; give samples of real inputs",
             OrtpluginsWarning,
             stacklevel=2,
         )

@@ -45,6 +45,7 @@ from ortplugins.report import PassReport, Report
 from ortplugins.samples.sources import CalibrationSource, KeptSamples
 from rewrite_rules.closest_name import did_you_mean
 from rewrite_rules.graph.nodes import label
+from rewrite_rules.graph.opset_conversion import convert_opset
 from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
@@ -130,7 +131,8 @@ def quantize_static_mixed(
             back the 8-bit values before it; the numbers are the same.
         activation_type: ``"QUInt8"`` or ``"QInt8"``: of all other activations.
         weight_type: Of initializers: 8, 16 or 4 bits.
-        per_channel: Whether weights get a scale for each channel; needs opset 13.
+        per_channel: Whether weights get a scale for each channel; needs opset 13, to
+            which older models are converted.
         calibrate_method: ``"MinMax"``, ``"Entropy"``, ``"Percentile"`` or ``"Distribution"``.
         op_types_to_quantize: Operators; by default those that onnxruntime quantises by
             default.
@@ -179,8 +181,9 @@ def quantize_static_mixed(
         target=target,
     )
     loaded = load_model(model_input)
+    _check_float_model(loaded, op_types_to_quantize)
+    raised = _raise_opset(loaded, per_channel)
     graph = loaded.model.graph
-    _check_float_model(loaded, per_channel, op_types_to_quantize)
     _check_names_given(graph, wanted.overrides, wanted.promote, activation, ranges or {})
     weights = _quant_type_of(weight_type, "weight_type", _WEIGHTS)
     settings = {
@@ -191,7 +194,7 @@ def quantize_static_mixed(
     }
     folder_of_output = None if output is None else output.absolute().parent
     with scratch_within(folder_of_output) as scratch:
-        path = _staged(model_input, loaded, Path(scratch))
+        path = _staged(loaded.model if raised else model_input, loaded, Path(scratch))
         with quantizer.quiet_quantizer() as warned:
             how = method, op_types, calibration_providers
             found, note = _ranges(path, loaded, data, ranges or {}, *how)
@@ -207,7 +210,7 @@ def quantize_static_mixed(
             )
         wanted = dataclasses.replace(wanted, ranges=used, overrides=left)
         passes = _rewrite(model, wanted, calibration_providers)
-        notes = (note, *_counted(warned))
+        notes = (*raised, note, *_counted(warned))
         if output is not None:
             if external_data is None:
                 external_data = has_data_file(loaded, model)
@@ -236,28 +239,31 @@ def _quant_type_of(given: object, what: str, known: Sequence[ir.DataType]) -> ir
     return kind
 
 
-def _check_float_model(
-    loaded: LoadedModel, per_channel: bool, op_types: Sequence[str] | None
-) -> None:
+def _check_float_model(loaded: LoadedModel, op_types: Sequence[str] | None) -> None:
     """Refuse what onnxruntime's quantiser would make a broken graph of, or nothing."""
     if any(node.op_type == "QuantizeLinear" for node in loaded.model.graph):
         raise QuantizationError(
             f"{loaded.name}: is quantised already: give its 8-bit activations 16 bits with "
             f"the pass 'mixed_precision_boundaries'"
         )
-    imports = loaded.model.opset_imports
-    opset = imports.get("", 0)
-    least, reason = (13, "per_channel=True") if per_channel else (10, "QuantizeLinear")
-    if opset < least:
-        hint = "; or give per_channel=False" if per_channel and opset >= 10 else ""
-        raise QuantizationError(
-            f"{loaded.name}: has opset {opset}, but {reason} needs {least}: export it again, "
-            f"or convert it with onnx.version_converter{hint}"
-        )
     known = {node.op_type for owner in loaded.model.graphs() for node in owner}
     if op_types and known.isdisjoint(op_types):
         hint, named = did_you_mean(op_types[0], known), ", ".join(map(repr, op_types))
         raise QuantizationError(f"op_types_to_quantize: the model has no {named}{hint}")
+
+
+def _raise_opset(loaded: LoadedModel, per_channel: bool) -> list[str]:
+    """Convert the model to the opset that its quantised form needs; return a note of that."""
+    opset = loaded.model.opset_imports.get("", 0)
+    least, reason = (13, "a scale per channel") if per_channel else (10, "QuantizeLinear")
+    if opset >= least:
+        return []
+    if why := convert_opset(loaded.model, least):
+        raise QuantizationError(
+            f"{loaded.name}: has opset {opset}; {reason} needs {least}, and the conversion "
+            f"failed: {why}. Export it with opset {least}"
+        )
+    return [f"opset {opset} was converted to {least}: {reason} needs it"]
 
 
 def _check_names_given(

@@ -386,13 +386,26 @@ def test_infinite_ranges_are_named_and_can_be_given():
     assert arrays(other.model) == arrays(result.model)
 
 
-def test_opsets_that_are_too_old():
-    with pytest.raises(QuantizationError, match="opset 12, but per_channel=True needs 13"):
-        quantize_static_mixed(conv_net(opset=12), None, samples())
-    result = quantize_static_mixed(conv_net(opset=12), None, samples(), per_channel=False)
+@pytest.mark.parametrize(
+    ("opset", "per_channel", "least"),
+    [(12, True, 13), (12, False, 12), (9, True, 13), (9, False, 10)],
+)
+def test_older_models_are_converted_to_the_opset_that_scales_need(opset, per_channel, least):
+    given = conv_net(opset=opset)
+    result = quantize_static_mixed(given, None, samples(), per_channel=per_channel)
     assert op_types(result.model)["QuantizeLinear"] > 4
-    with pytest.raises(QuantizationError, match="opset 9, but QuantizeLinear needs 10"):
-        quantize_static_mixed(conv_net(opset=9), None, samples(), per_channel=False)
+    assert result.model.opset_import[0].version == least
+    assert given == conv_net(opset=opset)
+    (new,), (old,) = (run(model, samples()[0]) for model in (result.model, given))
+    np.testing.assert_allclose(new, old, atol=0.05 * np.abs(old).max())
+
+
+def test_an_older_model_that_cannot_be_converted_is_refused():
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 12, "own": 1]>
+        g (float[n] x) => (float[n] y) { y = own.step(x) }
+        <domain: "own", opset_import: ["": 11]> step (x) => (y) { y = Relu(x) }""")
+    with pytest.raises(QuantizationError, match=r"opset 12; .* needs 13, .* imports opset 11"):
+        quantize_static_mixed(model, None, samples())
 
 
 def test_a_quantised_model_is_refused_and_an_output_that_exists(tmp_path):
