@@ -101,6 +101,13 @@ def test_a_weight_that_is_not_a_number_is_reported_by_name(folder, number, metho
         into(folder, model)
 
 
+@pytest.mark.parametrize(("kind", "size"), [("float16", 6e4), ("float32", 3e38)])
+def test_a_weight_whose_codes_mean_more_than_its_type_holds_is_named(kind, size):
+    model = matmul_of(np.sign(normal(D, D)).astype(kind) * np.dtype(kind).type(size))
+    with pytest.raises(ValueError, match=f"'W' cannot be quantised: .* beyond {kind}"):
+        quantize(model, bits=2)
+
+
 @pytest.mark.parametrize(
     ("layout", "is_symmetric"),
     [("QDQ", True), ("QDQ_transposed", False), ("MatMulNBits", False)],

@@ -172,6 +172,7 @@ def _quantize(weight: Weight, group: Group, inputs: _Inputs, recipe: Recipe) -> 
             found = _codes(floats, scaled, weight, group, inputs, recipe)
         writer.write(columns, found)
         difference = found.dequantized(weight.form)
+        _check_type_holds(difference, found.scales, weight)
         if weight.layer is not None:
             check_columns(weight.layer.name, difference, floats, columns.start)
         difference -= scaled
@@ -274,6 +275,18 @@ def checked_matrix(matrix: npt.NDArray[Any], name: str) -> Floats:
             f"weight {name!r} cannot be quantised: it holds NaN or infinite values"
         )
     return copy
+
+
+def _check_type_holds(matrix: Floats, scales: Floats, weight: Weight) -> None:
+    """Refuse codes of a weight that stand for a matrix beyond its type."""
+    given = weight.floats.dtype
+    with np.errstate(over="ignore"):
+        reach = float(abs(scales).max()) * (1 << weight.form.bits)
+        if reach > np.finfo(given).max and not np.isfinite(matrix.astype(given)).all():
+            raise QuantizationError(
+                f"weight {weight.name!r} cannot be quantised: its codes stand for numbers "
+                f"beyond {given}: take more bits, or grid 'amax'"
+            )
 
 
 def _strips(matrix: npt.NDArray[Any], by_rows: bool) -> Iterator[slice]:
