@@ -385,6 +385,23 @@ def test_what_has_no_statistics_is_rounded_to_nearest_and_says_why(method):
     assert "K is not the last axis" in row.reason
 
 
+@pytest.mark.parametrize(
+    "options", [{"method": "gptq"}, {"method": "gptq", "quantized_inputs": True}], ids=str
+)
+def test_samples_may_leave_out_an_input_that_has_a_default(options):
+    text = f"""g (float[T, {D}] x) => (float[T, {D}] y, float[Q, {D}] z) {{
+        [m] y = MatMul(x, W) [n] z = MatMul(queries, V) }}"""
+    model = model_of(text, {"W": normal(D, D), "V": normal(D, D), "queries": normal(8, D)})
+    model.graph.inputs.append(model.graph.initializers["queries"])
+    feed = {"x": normal(50, D)}
+    left_out, given = (
+        quantize(model, calibration_data_reader=[each], **options)
+        for each in (feed, feed | {"queries": normal(8, D)})
+    )
+    assert {row.method for row in left_out.report.quantized} == {"gptq"}
+    assert read(left_out.model) == read(given.model)
+
+
 @pytest.mark.filterwarnings("ignore::ortplugins.OrtpluginsWarning")
 def test_a_negative_dimension_is_an_open_one():
     proto = ir.to_proto(chain("m"))  # as PaddlePaddle exports them

@@ -114,8 +114,8 @@ class _Source:
             value = values[name]
             if shapes:
                 value = appended(model, "Shape", value, {})
-            elif value.is_graph_input():
-                continue  # taken from the sample
+            elif value.is_graph_input() and not value.is_initializer():
+                continue  # taken from the sample, which may leave out one with a default
             elif value.dtype is ir.DataType.BFLOAT16:
                 # onnxruntime has no numpy arrays of these.
                 value = appended(model, "Cast", value, {"to": ir.DataType.FLOAT.value})

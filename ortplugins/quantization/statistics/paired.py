@@ -166,10 +166,14 @@ class PairedModels:
             shutil.rmtree(self._kept.pop(name))
 
     def _value(self, model: int, index: int, name: str, feed: Feed) -> Array:
-        if name not in self._kept:
+        if name in self._kept:
+            path = self._kept[name] / f"{model}-{index}.npy"
+            kept: Array = np.load(path, allow_pickle=False)
+            return kept
+        default = self._model.graph.initializers.get(name)
+        if name in feed or default is None or default.const_value is None:
             return feed[name]
-        array: Array = np.load(self._kept[name] / f"{model}-{index}.npy", allow_pickle=False)
-        return array
+        return default.const_value.numpy()
 
     def _put_in_weights(self, part: ir.Graph, writer: ScratchWriter) -> dict[str, Array]:
         """Have nodes read quantised weights; return those, mapped, by their new names."""
