@@ -93,8 +93,9 @@ class Quantized:
             points = np.asarray(rng.integers(low, low + (1 << bits), shape))
         if self.zero_points == "zero":
             points = np.zeros(shape, np.int64)
-        if self.zero_points in ("random", "one_other") and (points == middle).all():
-            points.flat[-1] = low
+        # Kernels take the middle where they get none, and pad with codes of 0.
+        if self.zero_points in ("random", "one_other") and {*points.flat} <= {low, middle}:
+            points.flat[-1] = low + 1
         offset = 0 if self.zero_points == "none" else points.flat[0]
         if codes.flat[0] == offset:  # a weight of nothing but 0 shows no error
             codes.flat[0] = low if offset != low else low + 1
