@@ -10,9 +10,9 @@
         -> FastGelu(x)
 
 Factors and terms stand in any order. What a norm computes in float32 may be cast back to a
-narrower type before the weight. LayerNormalization stays: SkipLayerNormalization is slower on
-a CPU than the sum and the norm. onnxruntime makes Gelu and QuickGelu of every spelling with
-Erf and Sigmoid itself.
+narrower type before the weight. LayerNormalization and its parts stay: onnxruntime makes one
+node of these itself, and SkipLayerNormalization is slower on a CPU than the sum and the norm.
+It makes Gelu and QuickGelu of every spelling with Erf and Sigmoid, too.
 """
 
 from __future__ import annotations
@@ -97,6 +97,8 @@ class RmsNorm(_Rule):
             return result.fail("the mean is not over the last axis", reduce)
         if _source(x, out) is None or out.dtype not in _KERNELS:
             return result.fail("no kernel has its type", x)
+        if _is_layer_norm(x, out):
+            return result.fail("onnxruntime makes LayerNormalization of it", out)
         return result
 
     def rewrite(
@@ -115,6 +117,24 @@ class RmsNorm(_Rule):
         number = float(small.numpy().reshape(-1)[0])
         attributes = {"axis": -1, "epsilon": number, "stash_type": 1, "_name": node.name}
         return op.SimplifiedLayerNormalization(_source(x, out), weight, **attributes)
+
+
+def _is_layer_norm(x: ir.Value, out: ir.Value) -> bool:
+    """Whether a mean is taken off before, and all that is read is a sum with a bias.
+
+    ``(x - mean) / sqrt(...) * weight + bias`` is one kernel, which does not add up twice.
+    """
+    centred = made_by(x, "Sub")
+    mean = centred and made_by(centred.inputs[1], "ReduceMean")
+    if centred is None or mean is None or mean.inputs[0] is not centred.inputs[0]:
+        return False
+    uses = out.uses()
+    return (
+        len(uses) == 1
+        and not out.is_graph_output()
+        and uses[0].node.op_type == "Add"
+        and any(constant(value) is not None for value in uses[0].node.inputs)
+    )
 
 
 def _any_of(tag: str, *patterns: Any) -> Any:

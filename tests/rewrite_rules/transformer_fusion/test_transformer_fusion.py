@@ -73,6 +73,7 @@ def test_one_head_is_repeated_by_matmul(nodes: str):
 
 
 ADDENDS = {"a": normal(2, 3, 8), "b": normal(2, 3, 8, seed=1)}
+WEIGHT = "float[8] weight = {1, 2, 3, 4, 5, 6, 7, 8}"
 
 
 @pytest.mark.parametrize("weight", WEIGHTS)
@@ -122,6 +123,37 @@ def test_norms_of_other_types(kind: type):
     assert_same_outputs(result, model, inputs, rtol=1e-2 if kind is np.float16 else 1e-7)
 
 
+@pytest.mark.parametrize(
+    ("end", "is_whole"),
+    [
+        ("y = Add(scaled, bias)", True),
+        ("y = Add(bias, scaled)", True),
+        ("y = Identity(scaled)", False),
+        ("y = Add(scaled, x)", False),
+        ("sum = Add(scaled, bias) y = Mul(sum, scaled)", False),
+    ],
+)
+def test_the_parts_of_a_layer_norm_with_a_bias_are_left_to_onnxruntime(end, is_whole):
+    """It makes one LayerNormalization of them, but of a norm with a sum behind it none."""
+    model = proto_of(
+        f"""g (float[2, 3, 8] x) => (float[2, 3, 8] y) <float two = {{2}},
+        float epsilon = {{1e-5}}, {WEIGHT}, float[8] bias = {{1, 2, 3, 4, 5, 6, 7, 8}}> {{
+            middle = ReduceMean<axes = [-1]>(x)
+            centred = Sub(x, middle)
+            square = Pow(centred, two)
+            mean = ReduceMean<axes = [-1]>(square)
+            sum_of_both = Add(mean, epsilon)
+            root = Sqrt(sum_of_both)
+            unit = Div(centred, root)
+            scaled = Mul(unit, weight)
+            {end} }}""",
+        opset=14,
+    )
+    result, *_ = fused(model)
+    assert ("SimplifiedLayerNormalization" not in op_types(result)) == is_whole
+    check(result, model, {"x": normal(2, 3, 8)})
+
+
 @pytest.mark.parametrize("last", LASTS)
 @pytest.mark.parametrize("inner", INNERS)
 @pytest.mark.parametrize("powers", POWERS)
@@ -139,9 +171,6 @@ def test_gelu_by_tanh_is_one_node(powers: str, inner: str, last: str, exchanged:
 
 def gathered(change: tuple[str, str]) -> onnx.ModelProto:
     return attention("gather", change=change)
-
-
-WEIGHT = "float[8] weight = {1, 2, 3, 4, 5, 6, 7, 8}"
 
 
 @pytest.mark.parametrize(
