@@ -61,7 +61,7 @@ def find_caches(model: ir.Model) -> list[Cache]:
         for kind, index, present in zip("kv", _PAST, node.outputs[1:3], strict=False):
             if (past := input_of(node, index)) is None:
                 continue
-            if reason := _refusal(node, past, present):
+            if reason := _refusal(node, past, present, model.graph):
                 where = f"kv_bits: the cache of {label(node)!r} stays"
                 raise ModelFileError(f"{where}: {reason}; {_ADVICE}")
             found.append(Cache(node, kind, past, present))
@@ -70,9 +70,9 @@ def find_caches(model: ir.Model) -> list[Cache]:
     return found
 
 
-def _refusal(node: ir.Node, past: ir.Value, present: ir.Value) -> str:
+def _refusal(node: ir.Node, past: ir.Value, present: ir.Value, main: ir.Graph) -> str:
     """Say why a cache can't be int8; nothing if it can."""
-    if not past.is_graph_input() or not present.is_graph_output():
+    if node.graph is not main or not past.is_graph_input() or not present.is_graph_output():
         return "it does not go from an input of the model to an output"
     if past.dtype not in _FLOATS:
         return f"it is {past.dtype.name.lower() if past.dtype else 'of no type'}"

@@ -9,6 +9,7 @@ from builders.command_line import printed
 from builders.decoders import decoder, genai_feeds
 from builders.exports import exported
 from builders.sessions import CPU
+from builders.text_models import model_of, normal
 from checkpoint_files import save_folder, words
 
 import ortplugins
@@ -194,6 +195,22 @@ def with_nan(model: ir.Model) -> ir.Model:
     return model
 
 
+def in_a_branch() -> ir.Model:
+    """As in a decoder whose branch without a cache was merged with the one that has it."""
+    q, cache = "float[1, S, 16]", "float[1, 2, T, 8]"
+    text = f"""g ({q} q, {cache} pk, {cache} pv, int32[1] l, int32 t, bool c) =>
+        ({q} z, {cache} k, {cache} v) {{
+        y, k, v = If (c) <
+            then_branch = a () => ({q} y1, {cache} k1, {cache} v1) {{
+                y1, k1, v1 = com.microsoft.GroupQueryAttention
+                    <num_heads = 2, kv_num_heads = 2> (q, q, q, pk, pv, l, t) }},
+            else_branch = b () => ({q} y2, {cache} k2, {cache} v2) {{
+                y2 = Identity(q) h = Reshape(q, heads)
+                k2 = Transpose <perm = [0, 2, 1, 3]> (h) v2 = Identity(k2) }}>
+        z = MatMul(y, W) }}"""
+    return model_of(text, {"W": normal(16, 16), "heads": np.array([0, 0, 2, 8])})
+
+
 GENAI, FEED = ir.from_proto(decoder("genai")), genai_feeds([1, 2, 3])
 
 
@@ -206,11 +223,12 @@ GENAI, FEED = ir.from_proto(decoder("genai")), genai_feeds([1, 2, 3])
             ModelFileError,
             "kv_bits: .*optimize the model",
         ),
+        (in_a_branch(), 8, ModelFileError, "kv_bits: .*an input of the model to an output"),
         (with_reader(GENAI), 8, ModelFileError, "kv_bits: .*'reader' reads"),
         (with_nan(GENAI.clone()), 8, CalibrationError, "_key' holds NaN or infinity.*samples"),
         (GENAI, 4, QuantizationError, "kv_bits is 4: 8 is expected"),
     ],
-    ids=["as exported", "read by another node", "NaN", "4 bits"],
+    ids=["as exported", "in a branch", "read by another node", "NaN", "4 bits"],
 )
 def test_a_cache_that_cannot_be_int8_is_an_error(model, bits, error, match):
     with pytest.raises(error, match=match):
