@@ -236,8 +236,11 @@ def _largest_pair(weight: Floats) -> Floats:
     k, n = weight.shape
     fours = np.zeros((-(-k // 4) * 4, n), np.float32)
     fours[:k] = np.maximum(weight, 0)
-    pairs: Floats = np.sort(fours.reshape(-1, 4, n), axis=1)[:, 2:].sum(axis=1).max(axis=0)
-    return pairs
+    a, b, c, d = (fours[row::4] for row in range(4))
+    pairs: Floats = np.maximum(a, b) + np.maximum(c, d)
+    for pair in (a + b, c + d):
+        np.maximum(pairs, pair, out=pairs)
+    return pairs.max(axis=0)
 
 
 def float_matrix(use: WeightUse) -> Floats:
