@@ -49,7 +49,7 @@ from ortplugins.quantization.weights.recipe import Recipe
 from ortplugins.quantization.weights.uses import WeightUse
 from ortplugins.quantization.weights.weight import UNREACHED, Errors
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
-from rewrite_rules.graph.nodes import remove_unused
+from rewrite_rules.graph.nodes import label, remove_unused
 from rewrite_rules.graph.parameters import constant, float_attribute
 
 # Tokens that ranges come from, and those that errors are measured on, of each activation.
@@ -330,7 +330,7 @@ class _Writer:
             if node.op_type == "Gemm" and bias is None and len(node.inputs) > 2:
                 y = op.Add(y, node.inputs[2])
             self._put_before(node, op, base)
-            replaced = last.outputs[0]
+            replaced, node.name = last.outputs[0], label(node)  # its output may have given it
             y.dtype, y.shape = use.tensor.dtype, replaced.shape
             if replaced.is_graph_output():
                 y.name, replaced.name = replaced.name, y.name

@@ -13,7 +13,7 @@ from builders.decoders import decoder
 from builders.encoders import encoder
 from builders.exports import exported, fused
 from builders.quantized_files import arrays_of, kinds, read
-from builders.text_models import T, normal, text_model
+from builders.text_models import T, model_of, normal, text_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnxruntime.quantization import CalibrationDataReader, quantize_dynamic, quantize_static
@@ -114,6 +114,12 @@ def test_each_form_is_near_float(form: str):
     assert not result.report.refused
     assert error(model, read(result.model), with_outliers(256, seed=3)) < 0.03
     assert "MatMulIntegerToFloat" in kinds(read(result.model))
+
+
+def test_a_node_without_a_name_is_reported_by_its_output():
+    model = model_of(f"g (float[T, {K}] x) => (float[T, {N}] y) {{ {PRODUCT} }}", {"W": W})
+    result = quantize(model, recipe="encoder8", calibration_data_reader=[{"x": X}])
+    assert [row.node for row in result.report.nodes] == ["y"]
 
 
 def test_a_constant_bias_takes_no_node_of_its_own():
