@@ -14,6 +14,7 @@ from builders.dequantized_models import relative_error, run
 from builders.quantized_files import FORMATS, arrays_of, dequantised, read
 from builders.text_models import model_of, normal
 
+from ortplugins.errors import ModelFileError
 from ortplugins.quantization import quantize
 
 pytest.importorskip("safetensors")
@@ -87,6 +88,27 @@ def test_nodes_that_share_a_float_weight_have_layers_of_their_own(tmp_path):
     model = model_of(text, {"W": cf.near(weight)})
     y, z = run(quantize(model, checkpoint=tmp_path / "c").model, {"x": normal(5, cf.K)})
     assert relative_error(z, 2 * y) < 1e-6
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_nodes_that_share_a_weight_get_one_float_matrix(tmp_path, factor):
+    parts, weight = cf.layer("gptq")
+    matrices = {"0.q.weight": weight.T.copy(), "1.q.weight": factor * weight.T.copy()}
+    cf.save_folder(
+        tmp_path / "c", "gptq", [{f"up.{k}": v for k, v in parts.items()}, matrices]
+    )
+    text = """g (float[T, 96] x) => (float[T, 48] u, float[T, 48] y, float[T, 48] z) {
+        [up] u = MatMul(x, V) ["/0/q/MatMul"] y = MatMul(x, W)
+        ["/1/q/MatMul"] z = MatMul(x, W) }"""
+    model = model_of(text, {"V": cf.near(weight), "W": cf.near(weight)})
+    if factor == 1:
+        u, y, z = run(quantize(model, checkpoint=tmp_path / "c").model, {"x": normal(5, cf.K)})
+        assert relative_error(y, u) < 1e-6 and (y == z).all()
+    else:
+        with pytest.raises(
+            ModelFileError, match=r"'0\.q' and '1\.q' [^']*differ.* weight 'W'"
+        ):
+            quantize(model, checkpoint=tmp_path / "c")
 
 
 def test_float_matrices_come_along_in_their_orientation(tmp_path):

@@ -121,12 +121,14 @@ class Checkpoint(abc.ABC):
                     f"tensor {name!r} of the AWQ checkpoint: the model has no initializer of "
                     "this name and shape: export the float model with its names"
                 )
+        taken: dict[ir.Value, tuple[FloatMatrix, WeightUse]] = {}
         for _, use in find_uses(model, OP_TYPES):
             if isinstance(use, WeightUse) and use.weight.is_initializer():
                 with contextlib.suppress(UnreadableError):  # of one that may stay in float
                     matrix = self._found(use)
                     if isinstance(matrix, FloatMatrix):
                         self.taken.update(matrix.name.split(BETWEEN))
+                        _check_same(taken.setdefault(use.weight, (matrix, use)), matrix, use)
                         matrix.put(use)
 
     def _put_vector(
@@ -214,6 +216,21 @@ class Checkpoint(abc.ABC):
         if len(parts) > 1:
             parts = [_most_alike([joined(parts)], use, slice(0, use.N))]
         return parts[0] if parts else None
+
+
+def _check_same(
+    first: tuple[FloatMatrix, WeightUse], matrix: FloatMatrix, use: WeightUse
+) -> None:
+    """Refuse a second matrix for a weight: exporters store equal ones of two nodes once."""
+    of_first, other = first
+    if of_first.name == matrix.name:
+        return
+    if not np.array_equal(of_first.stored(other), matrix.stored(use)):
+        raise ModelFileError(
+            f"layers {of_first.name!r} and {matrix.name!r} of the checkpoint differ, but "
+            f"nodes {other.label!r} and {use.label!r} share weight {use.weight.name!r}: "
+            "export the float model with two"
+        )
 
 
 def _most_alike(found: Sequence[Found], use: WeightUse, place: slice) -> Found:

@@ -115,14 +115,20 @@ class FloatMatrix:
         """Return some columns, float32 ``[K, n]``."""
         return np.asarray(self.read(columns), np.float32)
 
+    def stored(self, use: WeightUse) -> Floats:
+        """Return it as the weight of a node is stored, float32."""
+        numbers = self.columns(slice(0, self.shape[1]))
+        return numbers.T if use.stored_k_last else numbers
+
     def put(self, use: WeightUse) -> None:
         """Give a weight of the graph these numbers; they are read when the model is saved."""
         old, value = use.tensor, use.weight
 
         def stored() -> ir.TensorProtocol:
-            numbers, own = self.columns(slice(0, self.shape[1])), old.numpy()
-            check_columns(self.name, numbers, own.T if use.stored_k_last else own)
-            return as_tensor(self.name, numbers.T if use.stored_k_last else numbers, old)
+            numbers, own = self.stored(use), old.numpy()
+            k_first = (numbers.T, own.T) if use.stored_k_last else (numbers, own)
+            check_columns(self.name, *k_first)
+            return as_tensor(self.name, numbers, old)
 
         value.const_value = ir.LazyTensor(
             stored, old.dtype, ir.Shape(old.shape.numpy()), name=value.name
