@@ -237,10 +237,11 @@ def _largest_pair(weight: Floats) -> Floats:
     fours = np.zeros((-(-k // 4) * 4, n), np.float32)
     fours[:k] = np.maximum(weight, 0)
     a, b, c, d = (fours[row::4] for row in range(4))
-    pairs: Floats = np.maximum(a, b) + np.maximum(c, d)
+    pairs = np.maximum(a, b) + np.maximum(c, d)
     for pair in (a + b, c + d):
         np.maximum(pairs, pair, out=pairs)
-    return pairs.max(axis=0)
+    largest: Floats = pairs.max(axis=0)
+    return largest
 
 
 def float_matrix(use: WeightUse) -> Floats:

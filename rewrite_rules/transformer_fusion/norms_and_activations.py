@@ -128,12 +128,12 @@ def _is_layer_norm(x: ir.Value, out: ir.Value) -> bool:
     mean = centred and made_by(centred.inputs[1], "ReduceMean")
     if centred is None or mean is None or mean.inputs[0] is not centred.inputs[0]:
         return False
-    uses = out.uses()
+    readers = [use.node for use in out.uses()]
     return (
-        len(uses) == 1
+        len(readers) == 1
         and not out.is_graph_output()
-        and uses[0].node.op_type == "Add"
-        and any(constant(value) is not None for value in uses[0].node.inputs)
+        and readers[0].op_type == "Add"
+        and any(constant(value) is not None for value in readers[0].inputs)
     )
 
 
