@@ -101,6 +101,7 @@ def test_a_weight_that_is_not_a_number_is_reported_by_name(folder, number, metho
         into(folder, model)
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("kind", "size"), [("float16", 6e4), ("float32", 3e38)])
 def test_a_weight_whose_codes_mean_more_than_its_type_holds_is_named(kind, size):
     model = matmul_of(np.sign(normal(D, D)).astype(kind) * np.dtype(kind).type(size))

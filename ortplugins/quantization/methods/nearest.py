@@ -310,7 +310,8 @@ def dequantize_blocks(
         part = whole.astype(weight.dtype)
         if zero_points is not None:
             part -= zero_points[blocks, None]
-        part *= scales[blocks, None]
+        with np.errstate(over="ignore"):  # callers refuse what the type does not hold
+            part *= scales[blocks, None]
         weight[rows] = part.reshape(-1, codes.shape[1])
     return weight
 
