@@ -26,12 +26,14 @@ def session(
     optimised: bool = False,
     accuracy_level: int | None = None,
     final: Path | None = None,
+    reuse: bool = True,
 ) -> ort.InferenceSession:
     """Open a model, or a path, as it stands; a level is that of onnxruntime's own fusion.
 
-    ``final`` is a file for the graph that runs.
+    ``final`` is a file for the graph that runs; ``reuse`` is of buffers.
     """
     options = ort.SessionOptions()
+    options.enable_mem_reuse = reuse
     if final is not None:
         options.optimized_model_filepath = str(final)
     if accuracy_level is not None:

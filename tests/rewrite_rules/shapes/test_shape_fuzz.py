@@ -123,11 +123,11 @@ def test_every_operator_of_the_table_is_drawn():
 
 
 def run(
-    model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]
+    model: onnx.ModelProto, feeds: Mapping[str, np.ndarray], *, reuse: bool = True
 ) -> dict[str, np.ndarray] | None:
     """The outputs by name; None where onnxruntime refuses the model or the sizes."""
     with contextlib.suppress(Exception):
-        opened = session(model)
+        opened = session(model, reuse=reuse)
         names = [value.name for value in opened.get_outputs()]
         return dict(zip(names, opened.run(names, dict(feeds)), strict=True))
     return None
@@ -174,6 +174,10 @@ def look_at(seed: int) -> str:
         if expected is None:
             continue
         actual = run(simplified, feeds)
+        if actual is None and any(node.op_type == "PRelu" for node in simplified.graph.node):
+            # Of a slope that is larger than x, which ONNX forbids, onnxruntime computes more
+            # than it plans buffers for: some orders fail.
+            actual = run(simplified, feeds, reuse=False)
         assert actual is not None, "onnxruntime refuses the simplified one only"
         if not same(actual, expected):
             again = [(run(simplified, feeds), run(proto, feeds)) for _ in range(3)]
