@@ -125,10 +125,9 @@ class FloatMatrix:
         old, value = use.tensor, use.weight
 
         def stored() -> ir.TensorProtocol:
-            numbers, own = self.stored(use), old.numpy()
-            k_first = (numbers.T, own.T) if use.stored_k_last else (numbers, own)
-            check_columns(self.name, *k_first)
-            return as_tensor(self.name, numbers, old)
+            numbers, own = self.columns(slice(0, self.shape[1])), old.numpy()
+            check_columns(self.name, numbers, own.T if use.stored_k_last else own)
+            return as_tensor(self.name, numbers.T if use.stored_k_last else numbers, old)
 
         value.const_value = ir.LazyTensor(
             stored, old.dtype, ir.Shape(old.shape.numpy()), name=value.name
