@@ -38,9 +38,8 @@ DOCS = ROOT / "docs"
 
 # Pages whose model.onnx is an int4 QDQ model; the others' is in float.
 INT4_PAGES = (
-    *("README.md", "cache.md", "dq-matmulnbits-fusion.md", "index.md", "prepacked-weights.md"),
-    *("serving.md", "troubleshooting.md", "adopt-anywhere.md", "testing.md", "report.md"),
-    "compare.md",
+    *("README.md", "cache.md", "dq-matmulnbits-fusion.md", "index.md", "serving.md"),
+    *("troubleshooting.md", "adopt-anywhere.md", "testing.md", "report.md", "compare.md"),
 )
 # Pages that need an int8.onnx which they do not make themselves.
 INT8_PAGES = ("precision-planning.md",)
@@ -49,7 +48,6 @@ PRINTED = {
     "README.md": ("built: fired 2, refused 0", "median (range)"),
     "dq-matmulnbits-fusion.md": ("built: fired 2, refused 0", "wrote fused.onnx"),
     "mixed-precision.md": ("uint8 -> uint16", "refused 0", "built: fired"),
-    "prepacked-weights.md": ("built: fired 3, refused 0",),
     "quantization.md": ("rtn: 3 quantised", "gptq: 3 quantised"),
     "serving.md": ("sessions on this file need graph_optimization_level = ORT_DISABLE_ALL",),
     "start.md": ("4 quantised", "onnxruntime  ", "ortplugins, from then on"),
