@@ -10,7 +10,8 @@ of it where each rewritten part, run on what the original computes for it, is ri
 
 Where activations are rounded to codes, a last digit moves a whole code here and there, in how
 many places is chance. So parts end at codes, too, which may be one step apart as often as
-floats within the bound are, and the outputs may differ by any number below the ceiling.
+floats within the bound are, and the outputs may differ by any number below the ceiling, or
+by a multiple of the noise where that is more.
 """
 
 from __future__ import annotations
@@ -77,18 +78,16 @@ class Noise:
         beyond = {trial: found for trial, found in differences.items() if found}
         if not beyond:
             return None
-        for trial, found in beyond.items():
-            for name, far in found.items():
-                if far.share > _CEILING:
-                    return trial, _reason(name, far, trial.bound)
-        if self._codes:
-            return self._part_that_differs(list(beyond), after)
         feeds = {trial: trial.feeds for trial in beyond if trial not in self._moved}
-        if feeds:
+        if feeds and (not self._codes or _greatest_share(beyond) > _CEILING):
             self._moved |= self._movement(self._model, feeds, self._expected)
         for trial, found in beyond.items():
             for name, far in found.items():
-                allowed = _allowed(trial, self._moved[trial].get(name, 0.0), _CEILING)
+                noise = self._moved.get(trial, {}).get(name, 0.0)
+                if self._codes:  # a step is a step, however little moved it
+                    allowed = max(_CEILING, min(_FACTOR * noise, 1.0))
+                else:
+                    allowed = _allowed(trial, noise, _CEILING)
                 if far.share > allowed:
                     return trial, _reason(name, far, allowed)
         return self._part_that_differs(list(beyond), after)
@@ -190,6 +189,10 @@ def _names(model: ir.Model) -> list[str]:
 def _reason(name: str, far: Apart, allowed: float) -> str:
     limit = f", {allowed:.0e} is allowed" if np.isfinite(far.share) else ""
     return f"{name!r} {far.text}{limit}"
+
+
+def _greatest_share(differences: Mapping[Trial, Mapping[str, Apart]]) -> float:
+    return max(far.share for found in differences.values() for far in found.values())
 
 
 def _allowed(trial: Trial, noise: float, ceiling: float) -> float:
