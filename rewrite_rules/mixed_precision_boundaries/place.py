@@ -70,8 +70,8 @@ class BoundaryOptions:
         promote: Tensors or nodes that are to have 16 bits, signed where all activations of the
             model are; a name of both means the tensor.
         mode: ``"int16"``, or ``"float"``: where 16 bits are asked for, nothing is quantised.
-        target: What runs the model, ``"cpu"``, or ``"qnn"``, where a bias of the wrong scale
-            is not a mere note.
+        target: What runs the model, ``"cpu"``, or ``"qnn"``, whose kernels want biases of the
+            scale of their input.
         ranges: Calibrated smallest and greatest values of float tensors.
     """
 
@@ -105,12 +105,12 @@ def place_boundaries(model: ir.Model, options: BoundaryOptions, context: PassCon
     ready = []
     for region in regions:
         try:
-            ready.append(_planned(graph, region, groups, overridden, options.ranges))
+            ready.append(_planned(graph, region, groups, overridden, options))
         except Refusal as refusal:
             for seed in region.seeds:
                 context.remarks.refused(seed, str(refusal))
     writer = RegionWriter(model)
-    written = [_write(writer, planned, options, context.remarks) for planned in ready]
+    written = [_write(writer, planned, context.remarks) for planned in ready]
     if any(written):
         writer.finish()
 
@@ -129,33 +129,32 @@ def _planned(
     region: Region,
     groups: Groups,
     overridden: Overridden,
-    ranges: Mapping[str, tuple[float, float]],
+    options: BoundaryOptions,
 ) -> _Planned:
     """Choose the grids and constants of a region; refused where the graph forbids it."""
     if region.refusal:
         raise Refusal(region.refusal)
-    grids = choose_grids(region, groups, overridden, ranges)
+    grids = choose_grids(region, groups, overridden, options.ranges)
     for tensor, plan in region.plans.items():
         plan.clipped = _may_clip(graph, tensor)
         _check_plan(graph, tensor, plan, grids)
         _check_sharing(graph, groups, region, tensor)
     constants = list(constant_changes(region, graph))
-    return _Planned(region, grids, constants, list(bias_changes(region, graph, grids)))
+    # A CPU computes them in float, or on the 8 bits that a folded entry leaves.
+    biases = bias_changes(region, graph, grids) if options.target == "qnn" else ()
+    return _Planned(region, grids, constants, list(biases))
 
 
-def _write(
-    writer: RegionWriter, planned: _Planned, options: BoundaryOptions, remarks: Remarks
-) -> bool:
+def _write(writer: RegionWriter, planned: _Planned, remarks: Remarks) -> bool:
     """Write a region; return whether any of its tensors changed."""
     region, grids, constants, biases = planned
     for change in constants:
         writer.change_constant(change)
-    remark_bias = remarks.refused if options.target == "qnn" else remarks.note
     for change_or_reason in biases:
         if isinstance(change_or_reason, ConstantChange):
             writer.change_constant(change_or_reason)
         else:
-            remark_bias(label(change_or_reason[0]), change_or_reason[1])
+            remarks.refused(label(change_or_reason[0]), change_or_reason[1])
     changed = False
     for tensor, plan in region.plans.items():
         changes = list(_changes(tensor, plan, grids))
