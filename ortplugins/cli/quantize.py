@@ -294,10 +294,14 @@ def quantize_static(
         target: qnn keeps every DQ -> Q pair, cpu only those that change values.
         per_channel: Give weights one scale per channel.
     """
+    import onnxruntime
+
     from ortplugins.static_qdq.quantize_static import quantize_static_mixed
     from rewrite_rules.mixed_precision_boundaries.tensor_overrides import OverrideError
     from session_options.keys import OptionError
 
+    # Its calibrators' sessions warn of each weight that is an input, as in older files.
+    onnxruntime.set_default_logger_severity(3)
     try:
         with progress_bar() as bar:
             report = quantize_static_mixed(

@@ -15,7 +15,7 @@ import logging
 import os
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,13 @@ _FLOATS: dict[int, type[np.floating[Any]]] = {
 }
 
 
+# Names that unnamed nodes have while they are quantised.
+_UNNAMED = "ortplugins.unnamed_"
+# What onnxruntime adds to the name of a tensor.
+_SUFFIXES = (
+    *("_scale", "_zero_point", "_quantized", "_quantized_scale", "_quantized_zero_point"),
+    *("_QuantizeLinear_Input", "_QuantizeLinear_Output", "_DequantizeLinear_Output"),
+)
 CALIBRATION_METHODS = ("MinMax", "Entropy", "Percentile", "Distribution")
 
 # Smallest and greatest value of each activation, of the activation's own type: from float16
@@ -143,6 +150,7 @@ def quantize_to_eight_bits(
     weight_type: ir.DataType,
     *,
     all_eight: bool,
+    read_elsewhere: Collection[str],
     **settings: Any,
 ) -> tuple[ir.Model, dict[str, tuple[float, float]]]:
     """Quantise the model of a temporary folder, where shape inference writes.
@@ -180,6 +188,8 @@ def quantize_to_eight_bits(
     try:
         quantizer = _EightBitQuantizer(
             dtypes,
+            ranges,
+            read_elsewhere,
             model=proto,
             reduce_range=False,
             weight_qType=_quant_type(weight_type),
@@ -191,8 +201,9 @@ def quantize_to_eight_bits(
             },
             **settings,
         )
-        quantizer.quantize_model()
-        quantizer.model.topological_sort()
+        model = quantizer.quantized()
+    except QuantizationError:
+        raise
     except Exception as error:  # anything, AssertionError among it
         text = str(error)
         if found := re.search(r"not specified for param (.*?)\. In static mode", text):
@@ -213,28 +224,125 @@ def quantize_to_eight_bits(
             low if entry.rmin is None else entry.rmin,
             high if entry.rmax is None else entry.rmax,
         )
-    return ir.from_proto(quantizer.model.model), used
+    return model, used
 
 
 class _EightBitQuantizer(QDQQuantizer):  # type: ignore[misc]  # onnxruntime has no types
     """Makes an 8-bit QDQ graph."""
 
-    def __init__(self, dtypes: Mapping[str, type[np.floating[Any]]], **arguments: Any) -> None:
-        """Take the types of all tensors."""
-        self._dtypes = dtypes
+    def __init__(
+        self,
+        dtypes: Mapping[str, type[np.floating[Any]]],
+        ranges: Mapping[str, Any],
+        read_elsewhere: Collection[str],
+        **arguments: Any,
+    ) -> None:
+        """Take types and ranges of tensors, and names of those that outputs or bodies read."""
+        self._dtypes, self._ranges, self._read_elsewhere = dtypes, ranges, read_elsewhere
+        # Tensors whose grid others take over, or that have channels along several axes.
+        self._per_tensor: set[str] = set()
+        for index, node in enumerate(arguments["model"].graph.node):
+            # It tells readers of a shared bias from each other by name.
+            node.name = node.name or f"{_UNNAMED}{index}"
         super().__init__(**arguments)
 
+    def quantized(self) -> ir.Model:
+        """Quantise; refuse a model of which nothing is, or that has a name which is needed."""
+        graph = self.model.graph()
+        known = {name for node in graph.node for name in node.output} | {*self.initializers}
+        self.quantize_model()
+        if not any(node.op_type == "QuantizeLinear" for node in graph.node):
+            raise QuantizationError(
+                "nothing to quantise: no chosen node of the main graph has float32 or float16 "
+                "inputs and an operator that onnxruntime quantises"
+            )
+        for name in self.quantized_value_map:
+            for suffix in _SUFFIXES:
+                if name + suffix in known:
+                    raise QuantizationError(
+                        f"onnxruntime's quantiser names a tensor {name + suffix!r}, which the "
+                        "model has already: rename it there"
+                    )
+        model: ir.Model = ir.from_proto(self.model.model)
+        model.graph.sort()  # onnxruntime's own overlooks what subgraphs read
+        for node in model.graph:
+            if (node.name or "").startswith(_UNNAMED):
+                node.name = None
+        return model
+
     def adjust_tensor_ranges(self) -> None:
-        """Adjust ranges; those of Softmax, which become float32, get their type back."""
+        """Adjust ranges; those of Softmax, which become float32, get their type back.
+
+        What a Relu or Clip reads keeps its range where it is read elsewhere, too.
+        """
+        before = dict(self.tensors_range)
         super().adjust_tensor_ranges()
+        clipped = {n.input[0] for n in self.model.nodes() if n.op_type in ("Clip", "Relu")}
         for name, data in self.tensors_range.items():
+            if name in clipped and name in self._read_elsewhere:
+                data = before[name]
             ends = [end.astype(self._dtypes.get(name, end.dtype)) for end in data.range_value]
             self.tensors_range[name] = TensorData(lowest=ends[0], highest=ends[1])
+
+    def try_replacing_upstream_output(self, upstream: str, output: str) -> bool:
+        """Drop a Relu or Clip, unless its grid has values that it never has.
+
+        Each grid has 0, which a Clip above it has not; and a user may ask for a wider one.
+        """
+        if upstream in self._read_elsewhere or output not in self.quantization_params:
+            return False
+        grid = self.quantization_params[output].original
+        codes, scale = np.iinfo(grid["zero_point"].dtype), float(grid["scale"])
+        ends = [(end - int(grid["zero_point"])) * scale for end in (codes.min, codes.max)]
+        low, high = map(float, self._ranges.get(output, ends))
+        if ends[0] < low - scale or high + scale < ends[1]:
+            return False
+        return bool(super().try_replacing_upstream_output(upstream, output))
+
+    def quantize_weight_tensor_per_channel(self, name: str, axis: int) -> None:
+        """Give a weight a scale for each channel, where all that read it count the same."""
+        known = self.tensors_to_quantize.get(name)
+        if known is not None and known.axis not in (None, axis):
+            self._per_tensor.add(name)
+        if name not in self._per_tensor:
+            super().quantize_weight_tensor_per_channel(name, axis)
+            return
+        self.tensors_to_quantize.pop(name, None)
+        self.quantize_weight_tensor(name)
+
+    def quantize_bias_tensor(
+        self,
+        node_name: str,
+        bias_name: str,
+        input_name: str,
+        weight_name: str,
+        beta: float = 1.0,
+    ) -> None:
+        """Quantise a bias of one number for each scale of its weight; others stay in float.
+
+        A Gemm's ``beta`` goes into its bias: onnxruntime sets it to 1, whatever it is.
+        """
+        bias = self.model.get_initializer(bias_name)
+        if bias is not None and beta != 1:
+            scaled = np.asarray(onnx.numpy_helper.to_array(bias) * float(beta))
+            bias = self.model.get_initializer(self._dup_initializer(bias).name)
+            bias.CopyFrom(onnx.numpy_helper.from_array(scaled, bias.name))
+            self.model.replace_input_of_nodes(bias_name, bias.name, {node_name})
+            bias_name = bias.name
+        axis = getattr(self.tensors_to_quantize.get(weight_name), "axis", None)
+        channels = None if axis is None else [self.initializers[weight_name].dims[axis]]
+        if bias is None or channels in (None, [*bias.dims]):
+            super().quantize_bias_tensor(node_name, bias_name, input_name, weight_name)
 
     def quantize_output_same_as_input(
         self, output_name: str, input_name: str, node_name: str
     ) -> None:
         """Share the parameters of a tensor, unless it is quantised in the model already."""
+        known = self.tensors_to_quantize.get(input_name)
+        if known is not None and known.axis is not None:
+            del self.tensors_to_quantize[input_name]
+            self.quantize_weight_tensor(input_name)
+        self._per_tensor.add(input_name)
         known = self.is_tensor_quantized(input_name)
         if known and input_name not in self.tensor_to_producing_dq:
             super().quantize_output_same_as_input(output_name, input_name, node_name)

@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from ortplugins.model_io.loading import (
     load_model,
     same_kind,
 )
+from ortplugins.model_io.opset import raise_opset
 from ortplugins.model_io.saving import (
     Progress,
     check_output,
@@ -45,7 +46,6 @@ from ortplugins.report import PassReport, Report
 from ortplugins.samples.sources import CalibrationSource, KeptSamples
 from rewrite_rules.closest_name import did_you_mean
 from rewrite_rules.graph.nodes import label
-from rewrite_rules.graph.opset_conversion import convert_opset
 from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
@@ -182,10 +182,16 @@ def quantize_static_mixed(
     )
     loaded = load_model(model_input)
     _check_float_model(loaded, op_types_to_quantize)
-    raised = _raise_opset(loaded, per_channel)
+    least = (13, "a scale per channel") if per_channel else (10, "QuantizeLinear")
+    raised = raise_opset(loaded.model, *least)
     graph = loaded.model.graph
     _check_names_given(graph, wanted.overrides, wanted.promote, activation, ranges or {})
     weights = _quant_type_of(weight_type, "weight_type", _WEIGHTS)
+    elsewhere = {
+        value.name or ""
+        for value in (*graph.inputs, *(output for node in graph for output in node.outputs))
+        if value.is_graph_output() or any(use.node.graph is not graph for use in value.uses())
+    }
     settings = {
         "per_channel": per_channel,
         "nodes_to_quantize": _selected_nodes("nodes_to_quantize", nodes_to_quantize, graph),
@@ -206,11 +212,12 @@ def quantize_static_mixed(
                 activation,
                 weights,
                 all_eight=not (left or wanted.promote),
+                read_elsewhere=elsewhere,
                 **settings,
             )
         wanted = dataclasses.replace(wanted, ranges=used, overrides=left)
         passes = _rewrite(model, wanted, calibration_providers)
-        notes = (*raised, note, *_counted(warned))
+        notes = (*raised, note, *_inner_nodes(loaded.model, op_types), *_counted(warned))
         if output is not None:
             if external_data is None:
                 external_data = has_data_file(loaded, model)
@@ -250,20 +257,6 @@ def _check_float_model(loaded: LoadedModel, op_types: Sequence[str] | None) -> N
     if op_types and known.isdisjoint(op_types):
         hint, named = did_you_mean(op_types[0], known), ", ".join(map(repr, op_types))
         raise QuantizationError(f"op_types_to_quantize: the model has no {named}{hint}")
-
-
-def _raise_opset(loaded: LoadedModel, per_channel: bool) -> list[str]:
-    """Convert the model to the opset that its quantised form needs; return a note of that."""
-    opset = loaded.model.opset_imports.get("", 0)
-    least, reason = (13, "a scale per channel") if per_channel else (10, "QuantizeLinear")
-    if opset >= least:
-        return []
-    if why := convert_opset(loaded.model, least):
-        raise QuantizationError(
-            f"{loaded.name}: has opset {opset}; {reason} needs {least}, and the conversion "
-            f"failed: {why}. Export it with opset {least}"
-        )
-    return [f"opset {opset} was converted to {least}: {reason} needs it"]
 
 
 def _check_names_given(
@@ -350,6 +343,14 @@ def _ranges(
     found = calibrate(path, samples, method, op_types, providers)
     note = f"ranges of {len(found)} tensors from {samples.count} samples, {method}"
     return {**found, **given}, note
+
+
+def _inner_nodes(model: ir.Model, op_types: Collection[str]) -> Iterator[str]:
+    """Note how many nodes onnxruntime's quantiser does not visit."""
+    graphs = [*model.graphs(), *model.functions.values()]
+    inner = [node for graph in graphs if graph is not model.graph for node in graph]
+    if count := sum(node.op_type in op_types for node in inner):
+        yield f"{count} nodes of subgraphs and functions stay in float"
 
 
 def _counted(warnings: Sequence[str]) -> list[str]:

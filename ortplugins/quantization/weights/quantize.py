@@ -25,6 +25,7 @@ from ortplugins.model_io.loading import (
     same_kind,
 )
 from ortplugins.model_io.model_folder import OutputFolder, model_in
+from ortplugins.model_io.opset import raise_opset
 from ortplugins.model_io.saving import (
     Progress,
     check_output,
@@ -53,7 +54,6 @@ from rewrite_rules.dq_matmulnbits_fusion.kernels import (
     slow_kernel,
 )
 from rewrite_rules.graph.nodes import dequantizer, label
-from rewrite_rules.graph.opset_conversion import convert_opset
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
 
 # The first opset whose DequantizeLinear takes blocks of so many bits, and the file format that
@@ -260,18 +260,11 @@ def _raise_opset(model: ir.Model, recipe: Recipe, plan: WeightPlan) -> list[str]
     if not bits:  # nothing but a cache
         return []
     opset, ir_version = max(_OPSETS[each] for each in bits)
-    found = model.opset_imports.get("", 0)
     reason = f"DequantizeLinear in blocks of {min(bits)} bits"
-    if found < opset and (why := convert_opset(model, opset)):
-        raise ModelFileError(
-            f"the model has opset {found}; {reason} needs {opset}, and the conversion failed: "
-            f"{why}. Export it with opset {opset}, or take quant_format='MatMulNBits', which "
-            "needs no other opset"
-        )
+    advice = ", or take quant_format='MatMulNBits', which needs no other opset"
+    notes = raise_opset(model, opset, reason, advice)
     model.ir_version = max(model.ir_version or 0, ir_version)
-    if found >= opset:
-        return []
-    return [f"opset {found} was converted to {opset}: {reason} needs it"]
+    return notes
 
 
 def _unpacked(report: QuantizeReport, recipe: Recipe) -> list[str]:
