@@ -48,6 +48,7 @@ from rewrite_rules.closest_name import did_you_mean
 from rewrite_rules.graph.nodes import label
 from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
+from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedGraph
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
     Activation,
     OverrideError,
@@ -61,6 +62,8 @@ from session_options.override_json import read_overrides, read_quant_type
 from session_options.plan import file_text
 
 _PASS = "mixed_precision_boundaries"
+# Where one end of a range is as many times the other one, it is a mask's.
+_MASKED = 1e4
 _ACTIVATIONS = (ir.DataType.UINT8, ir.DataType.INT8)
 _WEIGHTS = (
     *_ACTIVATIONS,
@@ -217,7 +220,8 @@ def quantize_static_mixed(
             )
         wanted = dataclasses.replace(wanted, ranges=used, overrides=left)
         passes = _rewrite(model, wanted, calibration_providers)
-        notes = (*raised, note, *_inner_nodes(loaded.model, op_types), *_counted(warned))
+        notes = (*raised, note, *_inner_nodes(loaded.model, op_types), *_lost(model, used))
+        notes += (*_counted(warned),)
         if output is not None:
             if external_data is None:
                 external_data = has_data_file(loaded, model)
@@ -351,6 +355,20 @@ def _inner_nodes(model: ir.Model, op_types: Collection[str]) -> Iterator[str]:
     inner = [node for graph in graphs if graph is not model.graph for node in graph]
     if count := sum(node.op_type in op_types for node in inner):
         yield f"{count} nodes of subgraphs and functions stay in float"
+
+
+def _lost(model: ir.Model, ranges: Mapping[str, tuple[float, float]]) -> Iterator[str]:
+    """Note activations of which a mask's values leave nothing but 0 of others."""
+    lost = [
+        f"{name!r} ({low:.3g} to {high:.3g})"
+        for tensor in QuantizedGraph(model).tensors
+        for name in tensor.names[:1]
+        for low, high in [ranges.get(name, (0.0, 0.0))]
+        if 0 < min(-low, high) < min(float(tensor.grid.scale) / 2, max(-low, high) / _MASKED)
+    ]
+    if lost:
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        yield f"all but large values of {lost[0]}{more} become 0: promote in mode 'float'"
 
 
 def _counted(warnings: Sequence[str]) -> list[str]:

@@ -136,7 +136,9 @@ def _planned(
         raise Refusal(region.refusal)
     grids = choose_grids(region, groups, overridden, options.ranges)
     for tensor, plan in region.plans.items():
-        plan.clipped = _may_clip(graph, tensor)
+        # Beside calibrated ranges, the Relu and Clip nodes that a grid replaces have stayed.
+        ranged = not options.ranges.keys().isdisjoint(tensor.names)
+        plan.clipped = not ranged and _may_clip(graph, tensor)
         _check_plan(graph, tensor, plan, grids)
         _check_sharing(graph, groups, region, tensor)
     constants = list(constant_changes(region, graph))

@@ -495,6 +495,24 @@ def test_what_is_not_quantised_is_said():
         quantize_static_mixed(double, None, [{"x": np.ones(2)}])
 
 
+def test_values_beside_a_mask_are_said_to_be_lost_and_kept_in_float():
+    model = proto_of(
+        "g (float[2,3] x, bool[2,3] seen) => (float[2,3] y)"
+        " { a = Where(seen, x, least)  y = Softmax(a) }",
+        {"least": np.float32(-1e9)},
+    )
+    feeds = {
+        "x": np.array([[1, 2, 3], [2, -1, 0]], np.float32),
+        "seen": np.array([[True, True, False], [True, False, True]]),
+    }
+    result = quantize_static_mixed(model, None, [feeds])
+    note = "all but large values of 'a' (-1e+09 to 2) become 0: promote in mode 'float'"
+    assert note in result.report.notes
+    result = quantize_static_mixed(model, None, [feeds], promote=["a"], mode="float")
+    assert not any("become 0" in note for note in result.report.notes)
+    assert_same_outputs(result.model, model, feeds, atol=4e-3)
+
+
 def test_a_name_that_the_quantiser_gives_is_refused():
     text = "g (float[2] x) => (float[2] y) { x_scale = Neg(x)  y = Mul(x_scale, x) }"
     with pytest.raises(QuantizationError, match="names a tensor 'x_scale', which the"):
