@@ -15,7 +15,7 @@ import logging
 import os
 import re
 import types
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,15 +150,16 @@ def quantize_to_eight_bits(
     weight_type: ir.DataType,
     *,
     all_eight: bool,
-    read_elsewhere: Collection[str],
+    removable: Mapping[str, tuple[float, float]],
     **settings: Any,
 ) -> tuple[ir.Model, dict[str, tuple[float, float]]]:
     """Quantise the model of a temporary folder, where shape inference writes.
 
     Overrides of initializers are passed on; of activations, all but other types. A Relu or
     Clip whose range the 8 bits have goes, as in onnxruntime, if ``all_eight`` activations keep
-    these. Return the QDQ graph, and the ranges of float tensors as they were used: the input
-    of a Relu has its output's, Softmax 0 to 1.
+    these and ``removable`` has its output's name, with the least and greatest value of that.
+    Return the QDQ graph, and the ranges of float tensors as they were used: the input of a
+    Relu has its output's, Softmax 0 to 1.
     """
     proto = load_model_with_shape_infer(path)
     dtypes = _float_types(proto.graph)
@@ -188,8 +189,7 @@ def quantize_to_eight_bits(
     try:
         quantizer = _EightBitQuantizer(
             dtypes,
-            ranges,
-            read_elsewhere,
+            removable,
             model=proto,
             reduce_range=False,
             weight_qType=_quant_type(weight_type),
@@ -233,12 +233,11 @@ class _EightBitQuantizer(QDQQuantizer):  # type: ignore[misc]  # onnxruntime has
     def __init__(
         self,
         dtypes: Mapping[str, type[np.floating[Any]]],
-        ranges: Mapping[str, Any],
-        read_elsewhere: Collection[str],
+        removable: Mapping[str, tuple[float, float]],
         **arguments: Any,
     ) -> None:
-        """Take types and ranges of tensors, and names of those that outputs or bodies read."""
-        self._dtypes, self._ranges, self._read_elsewhere = dtypes, ranges, read_elsewhere
+        """Take the types of all tensors, and what Relu and Clip nodes that may go write."""
+        self._dtypes, self._removable = dtypes, removable
         # Tensors whose grid others take over, or that have channels along several axes.
         self._per_tensor: set[str] = set()
         for index, node in enumerate(arguments["model"].graph.node):
@@ -273,29 +272,28 @@ class _EightBitQuantizer(QDQQuantizer):  # type: ignore[misc]  # onnxruntime has
     def adjust_tensor_ranges(self) -> None:
         """Adjust ranges; those of Softmax, which become float32, get their type back.
 
-        What a Relu or Clip reads keeps its range where it is read elsewhere, too.
+        What a Relu or Clip reads keeps its own range where others read it, too.
         """
         before = dict(self.tensors_range)
         super().adjust_tensor_ranges()
-        clipped = {n.input[0] for n in self.model.nodes() if n.op_type in ("Clip", "Relu")}
+        for node in self.model.nodes():
+            if node.op_type in ("Clip", "Relu") and node.output[0] not in self._removable:
+                self.tensors_range |= {n: before[n] for n in node.input[:1] if n in before}
         for name, data in self.tensors_range.items():
-            if name in clipped and name in self._read_elsewhere:
-                data = before[name]
             ends = [end.astype(self._dtypes.get(name, end.dtype)) for end in data.range_value]
             self.tensors_range[name] = TensorData(lowest=ends[0], highest=ends[1])
 
     def try_replacing_upstream_output(self, upstream: str, output: str) -> bool:
-        """Drop a Relu or Clip, unless its grid has values that it never has.
+        """Drop a Relu or Clip, unless its grid has values that it never writes.
 
-        Each grid has 0, which a Clip above it has not; and a user may ask for a wider one.
+        Each grid has 0, which may be below a Clip's lower end; and it may be symmetric.
         """
-        if upstream in self._read_elsewhere or output not in self.quantization_params:
+        if output not in self._removable or output not in self.quantization_params:
             return False
-        grid = self.quantization_params[output].original
+        grid, (low, high) = self.quantization_params[output].original, self._removable[output]
         codes, scale = np.iinfo(grid["zero_point"].dtype), float(grid["scale"])
-        ends = [(end - int(grid["zero_point"])) * scale for end in (codes.min, codes.max)]
-        low, high = map(float, self._ranges.get(output, ends))
-        if ends[0] < low - scale or high + scale < ends[1]:
+        least, greatest = ((end - int(grid["zero_point"])) for end in (codes.min, codes.max))
+        if least * scale < low - scale or high + scale < greatest * scale:
             return False
         return bool(super().try_replacing_upstream_output(upstream, output))
 

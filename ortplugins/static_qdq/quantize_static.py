@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 import os
 import re
 import shutil
@@ -45,7 +46,8 @@ from ortplugins.quantization.selection import Pattern, check_names, matches
 from ortplugins.report import PassReport, Report
 from ortplugins.samples.sources import CalibrationSource, KeptSamples
 from rewrite_rules.closest_name import did_you_mean
-from rewrite_rules.graph.nodes import label
+from rewrite_rules.graph.nodes import input_of, label
+from rewrite_rules.graph.parameters import constant
 from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedGraph
@@ -190,11 +192,6 @@ def quantize_static_mixed(
     graph = loaded.model.graph
     _check_names_given(graph, wanted.overrides, wanted.promote, activation, ranges or {})
     weights = _quant_type_of(weight_type, "weight_type", _WEIGHTS)
-    elsewhere = {
-        value.name or ""
-        for value in (*graph.inputs, *(output for node in graph for output in node.outputs))
-        if value.is_graph_output() or any(use.node.graph is not graph for use in value.uses())
-    }
     settings = {
         "per_channel": per_channel,
         "nodes_to_quantize": _selected_nodes("nodes_to_quantize", nodes_to_quantize, graph),
@@ -215,7 +212,7 @@ def quantize_static_mixed(
                 activation,
                 weights,
                 all_eight=not (left or wanted.promote),
-                read_elsewhere=elsewhere,
+                removable=_removable(graph),
                 **settings,
             )
         wanted = dataclasses.replace(wanted, ranges=used, overrides=left)
@@ -298,6 +295,27 @@ def _check_names_given(
                 f"ranges[{name!r}] is {low} to {high}: two finite numbers are expected, the "
                 "smaller first"
             )
+
+
+def _removable(graph: ir.Graph) -> dict[str, tuple[float, float]]:
+    """Return the least and greatest value of each Relu and Clip that alone reads its input.
+
+    By the name of the output; an end that is no constant is one that no range has.
+    """
+    found = {}
+    for node in graph:
+        value = node.inputs[0] if node.op_type in ("Clip", "Relu") else None
+        if value is None or value.is_graph_output() or len(value.uses()) > 1:
+            continue
+        ends = [0.0 if node.op_type == "Relu" else -math.inf, math.inf]
+        for index, attribute in enumerate(("min", "max")):
+            if attribute in node.attributes:  # before opset 11
+                ends[index] = node.attributes[attribute].as_float()
+            elif (end := input_of(node, index + 1)) is not None:
+                tensor = constant(end)
+                ends[index] = float(tensor.numpy().item()) if tensor else -ends[index]
+        found[node.outputs[0].name or ""] = (ends[0], ends[1])
+    return found
 
 
 def _selected_nodes(option: str, patterns: Sequence[Pattern], graph: ir.Graph) -> list[str]:

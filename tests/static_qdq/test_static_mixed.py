@@ -477,9 +477,13 @@ def test_an_error_is_of_the_size_of_a_rounding(text):
             np.testing.assert_allclose(found, wanted, atol=0.02 * np.abs(wanted).max())
 
 
-def test_a_relu_whose_range_was_widened_stays():
-    overrides = {"b": [{"symmetric": True}]}
-    result = quantize_static_mixed(conv_net(), None, samples(), overrides=overrides)
+@pytest.mark.parametrize(
+    "options",
+    [{"overrides": {"b": [{"symmetric": True}]}}, {"calibrate_method": "Distribution"}],
+    ids=["symmetric", "Distribution"],
+)
+def test_a_relu_whose_range_has_negative_values_stays(options):
+    result = quantize_static_mixed(conv_net(), None, samples(), **options)
     assert op_types(result.model)["Relu"] == 1
 
 
