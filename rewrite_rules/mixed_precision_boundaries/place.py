@@ -142,9 +142,10 @@ def _planned(
         _check_plan(graph, tensor, plan, grids)
         _check_sharing(graph, groups, region, tensor)
     constants = list(constant_changes(region, graph))
-    # A CPU computes them in float, or on the 8 bits that a folded entry leaves.
-    biases = bias_changes(region, graph, grids) if options.target == "qnn" else ()
-    return _Planned(region, grids, constants, list(biases))
+    # With 16 bits a CPU computes in float, or on the 8 bits that a folded entry leaves.
+    most_bits = 16 if options.target == "qnn" else 8
+    biases = list(bias_changes(region, graph, grids, most_bits))
+    return _Planned(region, grids, constants, biases)
 
 
 def _write(writer: RegionWriter, planned: _Planned, remarks: Remarks) -> bool:

@@ -95,13 +95,16 @@ def constant_changes(region: Region, graph: QuantizedGraph) -> Iterator[Constant
 
 
 def bias_changes(
-    region: Region, graph: QuantizedGraph, grids: Grids
+    region: Region, graph: QuantizedGraph, grids: Grids, most_bits: int
 ) -> Iterator[ConstantChange | tuple[ir.Node, str]]:
-    """The changes of int32 biases of nodes that read another grid now, or why one stays."""
+    """The changes of int32 biases of nodes that read another grid now, or why one stays.
+
+    Grids of more than ``most_bits`` have kernels that read a bias at its own scale, or none.
+    """
     asked: dict[tuple[ir.Node, float], list[ir.Node]] = {}
     for tensor, plan in region.plans.items():
         for node, dtype in plan.reads.items():
-            if dtype == ir.DataType.FLOAT or node.op_type not in _BIASED_OPERATORS:
+            if dtype.bitwidth > most_bits or node.op_type not in _BIASED_OPERATORS:
                 continue
             ratio = float(tensor.grid.scale) / float(grids[tensor, dtype].scale)
             dequantize = _bias_of(node, tensor)

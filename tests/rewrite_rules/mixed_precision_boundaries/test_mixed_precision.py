@@ -257,7 +257,10 @@ def test_a_bias_that_would_overflow_stays():
     assert "2147483648, beyond int32" in remark.reason
 
 
-def test_a_bias_fits_the_8_bits_that_a_cpu_reads():
+@pytest.mark.parametrize(
+    "asked", [{"convert": {"quant_type": "QUInt16"}}, {"scale": 0.01, "zero_point": 121}]
+)
+def test_a_bias_fits_the_8_bits_that_a_cpu_reads(asked):
     model = quantized("""g (float[1,2] x) => (float[1,1] y)
         <int8[2,1] w = {5, -7}, float[1] sw = {0.5}, int8[1] zw = {0},
          int32[1] b = {200}, float[1] sb = {0.01}, int32[1] zb = {0}> {
@@ -266,7 +269,7 @@ def test_a_bias_fits_the_8_bits_that_a_cpu_reads():
             [A] y = Gemm(x, wf, bf) }""")
     feeds = {"x": np.array([[0.1, 0.2]], np.float32)}
     before = run(model, feeds)
-    place(model, overrides=read_overrides({"x": [{"convert": {"quant_type": "QUInt16"}}]}))
+    place(model, overrides=read_overrides({"x": [asked]}))
     fold_pairs(model, "cpu", PassContext(Remarks("test")))
     np.testing.assert_allclose(run(model, feeds, optimised=True), before, atol=0.021)
 
