@@ -198,15 +198,20 @@ def _holds_custom(node: ir.Node, model: ir.Model, *calls: ir.Function) -> bool:
 def remove_unused(model: ir.Model) -> None:
     """Remove nodes that nothing reads, and initializers; graph outputs stay.
 
-    So do custom operators, which may do more than compute.
+    So do custom operators, which may do more than compute, and a QuantizeLinear of what a
+    subgraph reads: without it onnxruntime 1.31 repeats a DequantizeLinear over data movement
+    towards the subgraph, and aborts (PropagateDQForward of qdq_propagation.cc).
     """
     functions = (function.graph for function in model.functions.values())
     for graph in reversed([*functions, *graphs_of(model.graph)]):
         unused = set[ir.Node]()
         for node in reversed(graph):
             readers = (use.node for value in node.outputs for use in value.uses())
-            fetched = any(value.is_graph_output() for value in node.outputs)
-            if not fetched and unused.issuperset(readers) and not _holds_custom(node, model):
+            kept = any(value.is_graph_output() for value in node.outputs)
+            source = input_of(node, 0) if is_quantize_linear(node) else None
+            if source is not None and source.graph is graph:
+                kept |= any(use.node.graph is not graph for use in source.uses())
+            if not kept and unused.issuperset(readers) and not _holds_custom(node, model):
                 unused.add(node)
         graph.remove(unused, safe=True)
         drop_unused_initializers(list(graph.initializers.values()))

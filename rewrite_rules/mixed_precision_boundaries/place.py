@@ -34,7 +34,7 @@ from rewrite_rules.mixed_precision_boundaries.region_constants import (
     bias_changes,
     constant_changes,
 )
-from rewrite_rules.mixed_precision_boundaries.region_writer import RegionWriter, feeds_a_body
+from rewrite_rules.mixed_precision_boundaries.region_writer import RegionWriter
 from rewrite_rules.mixed_precision_boundaries.regions import (
     SHARING_OPERATORS,
     Grids,
@@ -187,8 +187,7 @@ def _check_plan(
         )
     if plan.produced == ir.DataType.FLOAT and plan.types() - {own, ir.DataType.FLOAT}:
         raise Refusal(f"tensor {tensor.name!r} would be float and of another type at once")
-    clipped = plan.clipped or feeds_a_body(tensor, plan)
-    if plan.produced == ir.DataType.FLOAT and clipped and graph.opset < _OPSET_OF_CLIP:
+    if plan.produced == ir.DataType.FLOAT and plan.clipped and graph.opset < _OPSET_OF_CLIP:
         raise Refusal(
             f"tensor {tensor.name!r} needs a Clip of opset {_OPSET_OF_CLIP}, and the model is "
             f"of opset {graph.opset}; convert the model"

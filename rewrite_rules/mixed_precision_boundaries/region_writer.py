@@ -49,8 +49,8 @@ class RegionWriter:
         self._parameters: dict[
             tuple[QuantizedTensor, QuantizationGrid], Sequence[ir.Value]
         ] = {}
-        # Operators whose output is float now; whether a subgraph reads it.
-        self._left: list[tuple[ir.Node, bool]] = []
+        # Operators whose output is float now.
+        self._left: list[ir.Node] = []
 
     # Tensors.
 
@@ -113,7 +113,7 @@ class RegionWriter:
         value, quantize = tensor.source, tensor.quantize
         assert value is not None and quantize is not None
         if tensor.producer is not None:
-            self._left.append((tensor.producer, feeds_a_body(tensor, plan)))
+            self._left.append(tensor.producer)
         if plan.clipped:
             # To the range that it was quantised for.
             clip = self._clip(_graph_of(tensor), value, tensor.grid, tensor.name)
@@ -141,18 +141,16 @@ class RegionWriter:
         """Once all regions are written, remove what nothing reads, and keep what is float.
 
         Over data movement, onnxruntime repeats the DequantizeLinear before it, towards the
-        readers (PropagateDQForward of qdq_propagation.cc, 1.31). That aborts the process where
-        a subgraph reads what was moved; and of int8 codes from opset 21 on it
-        makes a QuantizeLinear of two types, with which no session loads. It does not pass a
-        Clip, and one to the range of the codes changes no value.
+        readers (PropagateDQForward of qdq_propagation.cc, 1.31). Of int8 codes from opset 21
+        on it makes a QuantizeLinear of two types, with which no session loads. It does not
+        pass a Clip, and one to the range of the codes changes no value.
         """
-        for node, feeds_body in self._left:
+        for node in self._left if self._opset >= _OPSET_OF_16_BITS else ():
             if (found := _dequantized_before(node)) is None:
                 continue
             first, value, grid = found
             graph = first.graph
-            repeated = grid.dtype == ir.DataType.INT8 and self._opset >= _OPSET_OF_16_BITS
-            if isinstance(graph, ir.Graph) and (feeds_body or repeated):
+            if isinstance(graph, ir.Graph) and grid.dtype == ir.DataType.INT8:
                 clip = self._clip(graph, value, grid, value.name or "moved")
                 first.prepend(clip)
                 first.replace_input_with(0, clip.outputs[0])
@@ -288,19 +286,6 @@ def _graph_of(tensor: QuantizedTensor) -> ir.Graph:
     graph = owner(tensor.codes)
     assert isinstance(graph, ir.Graph)
     return graph
-
-
-def feeds_a_body(tensor: QuantizedTensor, plan: TensorPlan) -> bool:
-    """Whether data movement hands a float straight to a subgraph of an If or Loop."""
-    maker = tensor.producer
-    return (
-        maker is not None
-        and maker.op_type in _PASSED_OPERATORS
-        and any(
-            read == _FLOAT and node.graph is not maker.graph
-            for node, read in plan.reads.items()
-        )
-    )
 
 
 def _dequantized_before(node: ir.Node) -> tuple[ir.Node, ir.Value, QuantizationGrid] | None:

@@ -291,12 +291,31 @@ def test_onnxruntime_takes_data_movement_to_floats(kind, opset, into_a_body, mov
     )
     feeds = {"q": np.arange(4, dtype=kind).reshape(2, 2), "c": np.array(True)}
     place(model, promote=frozenset({"t"}), mode="float")
-    assert count(model, "QuantizeLinear") == 0
     # What a quantiser may have removed is only ruled out right behind equal parameters.
-    clips = move.startswith("Identity") + (into_a_body or (kind, opset) == ("int8", 21))
-    assert count(model, "Clip") == clips
+    clipped = move.startswith("Identity")
+    assert count(model, "Clip") == clipped + ((kind, opset) == ("int8", 21))
+    # Where nothing else stands before the body, a QuantizeLinear stays.
+    assert count(model, "QuantizeLinear") == (into_a_body and not clipped)
     exact = run(model, feeds)[0]
     assert run(model, feeds, optimised=True)[0] == pytest.approx(exact, abs=1e-6)
+
+
+def test_a_pair_beside_what_a_body_reads_stays():
+    """onnxruntime's quantiser leaves it, and its optimisers abort without."""
+    model = build(
+        """[Q] q = QuantizeLinear(x, s, z)  [D] y = DequantizeLinear(q, s, z)
+        [M] t = Reshape(y, shape)
+        [QT] tq = QuantizeLinear(t, s, z)  [DT] td = DequantizeLinear(tq, s, z)
+        w = If (c) <
+            then_branch = then () => (float[2, 2] o) { o = Neg(t) },
+            else_branch = otherwise () => (float[2, 2] o) { o = Abs(t) }>""",
+        "g (float[4] x, bool c) => (float[2, 2] w)",
+        "float s = {0.02}, uint8 z = {121}, int64[2] shape = {2, 2}",
+    )
+    asked = MixedPrecisionBoundaries(promote="x")
+    model = ortplugins.optimize(model, passes=[asked]).model
+    (w,) = run(model, {"x": FED, "c": np.array(False)}, optimised=True)
+    assert w.ravel() == pytest.approx(np.abs(FED), abs=1e-4)
 
 
 def test_the_range_of_a_grid():
