@@ -736,24 +736,28 @@ def _sensitive(labels: Iterable[str]) -> list[str]:
 
 def _name_as_modelopt(model: ir.Model) -> None:
     """Give codes, scales, zero points and DequantizeLinear the names that ModelOpt gives."""
-    for graph in model.graphs():
-        taken = {value.name for value in graph.initializers.values()}
-        for node in graph:
-            codes = node.inputs[0] if node.op_type == "DequantizeLinear" else None
-            match = None if codes is None else _OUR_CODES.fullmatch(codes.name or "")
-            if match is None or node.name != f"{match[0]}.dequantized":
-                continue
-            base = name = match["weight"]
-            count = 0
-            while f"{name}_i4" in taken:  # one weight in two forms
-                count += 1
-                name = f"{base}_{count}"
-            for value, suffix in zip(node.inputs, ("_i4", "_scale", "_zp"), strict=False):
-                if value is not None and f"{name}{suffix}" not in taken:
-                    value.name = f"{name}{suffix}"
-                    taken.add(value.name)
-            node.name = f"{name}_DequantizeLinear"
-            node.outputs[0].name = f"{name}_DequantizeLinear_Output"
+    taken = {
+        value.name
+        for graph in model.graphs()
+        for values in (graph.inputs, graph.initializers.values(), *(n.outputs for n in graph))
+        for value in values
+    }
+    for node in model.graph.all_nodes():
+        codes = node.inputs[0] if node.op_type == "DequantizeLinear" else None
+        match = None if codes is None else _OUR_CODES.fullmatch(codes.name or "")
+        if match is None or node.name != f"{match[0]}.dequantized":
+            continue
+        name, count = match["weight"], 0
+        suffixes = ("_i4", "_scale", "_zp", "_DequantizeLinear_Output")
+        while not taken.isdisjoint(f"{name}{suffix}" for suffix in suffixes):
+            count += 1  # one weight in two forms, or such a name in the model
+            name = f"{match['weight']}_{count}"
+        values = (*node.inputs, *[None] * (3 - len(node.inputs)), *node.outputs)
+        for value, suffix in zip(values, suffixes, strict=True):
+            if value is not None:
+                value.name = f"{name}{suffix}"
+                taken.add(value.name)
+        node.name = f"{name}_DequantizeLinear"
 
 
 def _warn(message: str) -> None:

@@ -347,6 +347,16 @@ def test_one_weight_in_two_forms_has_two_names(dtype):
     assert relative_error(found, x @ first @ second) < (1e-5 if dtype == "float32" else 5e-3)
 
 
+def test_names_of_the_model_stay_apart_from_modelopts():
+    model = proto_of(
+        "g (float[s, 32] x) => (float[s, 32] y) { w_scale = MatMul(x, w)  y = Neg(w_scale) }",
+        {"w": numbers(3, 32, 32)},
+    )
+    result = int4.quantize(model, "rtn")
+    onnx.checker.check_model(result)
+    assert {"w_1_i4", "w_1_scale"} == {tensor.name for tensor in result.graph.initializer}
+
+
 # Keywords
 
 
