@@ -38,6 +38,7 @@ _LOOKED_THROUGH = frozenset({
     "Cast", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze",
 })  # fmt: skip
 VECTORS = "vectors"  # norms, biases
+_OUTPUT = "graph output"
 _SHOWN = 3  # operators in the text
 
 
@@ -46,7 +47,8 @@ class FloatWeights:
     """Float weights that one operator reads, for one reason.
 
     Attributes:
-        op_type: The operator; ``"vectors"`` for norms, biases and the like of any.
+        op_type: The operator; ``"vectors"`` for norms, biases and the like of any, ``"graph
+            output"`` for what the model returns.
         weights: How many tensors.
         elements: Numbers in them.
         bytes: Bytes of them.
@@ -117,9 +119,11 @@ def coverage(
     rest: dict[tuple[str, str], list[ir.TensorProtocol]] = {}
     for value, tensor in initializer_tensors(model):
         uses = [use for use in _readers(value) if use[0] not in planned.get(value, ())]
-        if tensor.dtype not in _FLOATS or not uses or any(_is_of_codes(*use) for use in uses):
+        kinds = {_OUTPUT} if value.is_graph_output() else set()
+        kinds |= {node.op_type for node, _ in uses}
+        if tensor.dtype not in _FLOATS or not kinds or any(_is_of_codes(*use) for use in uses):
             continue
-        operators = ", ".join(sorted({node.op_type for node, _ in uses}))
+        operators = ", ".join(sorted(kinds))
         reason = next(filter(None, (why(node) for node, _ in uses)), "")
         is_vector = sum(size != 1 for size in tensor.shape.numpy()) < 2
         key = (VECTORS, "") if is_vector else (operators, reason)

@@ -35,6 +35,8 @@ def check_settings(instance: Any, what: str = "") -> None:
     """
     for field in dataclasses.fields(instance):
         value = getattr(instance, field.name)
+        if is_int(value) and not isinstance(value, int):  # of numpy
+            object.__setattr__(instance, field.name, value := int(value))
         expected, fits = field.metadata.get("expected"), field.metadata.get("fits")
         if isinstance(field.default, bool):
             expected, fits = "True or False", lambda value: isinstance(value, bool)

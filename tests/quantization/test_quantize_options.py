@@ -159,6 +159,17 @@ def test_a_weight_that_stays_for_other_readers_counts_as_both():
     assert (report.coverage.elements, report.coverage.share) == (2 * D * D, 0.5)
     both = quantize(model_of(text, {"W": MATRIX}), op_types=["MatMul", "Gather"]).report
     assert (both.coverage.elements, both.coverage.share) == (D * D, 1)
+    returned = text.replace("z = Gather(W, i)", "").replace(f"T, {D}] z", f"{D}, {D}] W")
+    given = quantize(model_of(returned, {"W": MATRIX}))
+    assert given.report.coverage.quantized_elements == D * D
+    assert "50.0 % of all weights quantised; float: graph output 50.0 %" in str(given.report)
+
+
+def test_numbers_of_numpy_are_settings():
+    text = f"g (float[T, {D}] x) => (float[T, {D}] y) {{ y = MatMul(x, W) }}"
+    result = quantize(model_of(text, {"W": MATRIX}), block_size=np.int64(16), bits=np.int8(4))
+    assert result.report.nodes[0].block_size == 16
+    ir.to_proto(result.model)
 
 
 @pytest.mark.parametrize(
