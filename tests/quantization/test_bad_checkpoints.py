@@ -105,6 +105,16 @@ FOLDERS: list[tuple[str, dict[str, Any], str]] = [
         {"parts": {"g_idx": np.minimum(np.arange(K, dtype=np.int32) // 16, 4)}},
         f"layer '{UP}'.* blocks",
     ),
+    (
+        "awq",
+        {"parts": {"qzeros": np.zeros((0, N // 8), np.int32)}},
+        rf"model-1.safetensors, tensor '{UP}.qzeros' \[0, 6\], is damaged",
+    ),
+    (
+        "pack-quantized",
+        {"parts": {"weight_zero_point": np.zeros(N // 8, np.int32)}},
+        rf"'{UP}.weight_zero_point' of the checkpoint is I32 \[6\]: .* of rank 2 is expected",
+    ),
     ("pack-quantized", {"parts": {"weight_packed": np.zeros((N, K // 2), np.uint8)}}, "as U8"),
     (
         "pack-quantized",

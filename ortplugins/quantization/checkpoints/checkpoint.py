@@ -37,6 +37,7 @@ _OPERATORS = (".MatMul", ".FusedMatMul", ".Gemm", ".Gather")
 # Columns that tell one reading from another, and the least mean cosine of their rows to the
 # float ones: codes of 2 bits have .8 and more, other weights 0.
 _COMPARED, _LEAST_COSINE = 64, 0.5
+_TILE = 1024  # columns that are read at once
 # Of a vector that is found under a wrapper, which may be another network's beside it: the
 # greatest difference from the float model's, of its norm.
 _GREATEST_CHANGE = 0.5
@@ -225,7 +226,10 @@ def _check_same(
     of_first, other = first
     if of_first.name == matrix.name:
         return
-    if not np.array_equal(of_first.stored(other), matrix.stored(use)):
+    tiles = (slice(at, min(at + _TILE, use.N)) for at in range(0, use.N, _TILE))
+    if other.stored_k_last != use.stored_k_last or not all(
+        np.array_equal(of_first.columns(tile), matrix.columns(tile)) for tile in tiles
+    ):
         raise ModelFileError(
             f"layers {of_first.name!r} and {matrix.name!r} of the checkpoint differ, but "
             f"nodes {other.label!r} and {use.label!r} share weight {use.weight.name!r}: "

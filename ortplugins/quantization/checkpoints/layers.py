@@ -115,11 +115,6 @@ class FloatMatrix:
         """Return some columns, float32 ``[K, n]``."""
         return np.asarray(self.read(columns), np.float32)
 
-    def stored(self, use: WeightUse) -> Floats:
-        """Return it as the weight of a node is stored, float32."""
-        numbers = self.columns(slice(0, self.shape[1]))
-        return numbers.T if use.stored_k_last else numbers
-
     def put(self, use: WeightUse) -> None:
         """Give a weight of the graph these numbers; they are read when the model is saved."""
         old, value = use.tensor, use.weight

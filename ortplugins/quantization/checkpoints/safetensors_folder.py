@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,8 @@ class StoredTensor:
         """Read it, or some columns."""
         rows = () if self.is_transposed else (slice(None),)
         index = (...,) if columns is None else (*rows, columns)
-        with _opened(Path(self.path)) as file:
+        of = f", tensor {self.name!r} {list(self.shape)},"
+        with _opened(Path(self.path), of) as file:
             found: npt.NDArray[Any] = file.get_slice(self.name)[index]
         return found.T if self.is_transposed else found
 
@@ -101,12 +103,14 @@ def _indexed(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _opened(path: Path) -> Any:
+@contextlib.contextmanager
+def _opened(path: Path, of: str = "") -> Iterator[Any]:
     safetensors = package("safetensors")
     try:
-        return safetensors.safe_open(path, framework="numpy")
-    except safetensors.SafetensorError as error:
-        raise ModelFileError(f"{path} is damaged: {error}") from error
+        with safetensors.safe_open(path, framework="numpy") as file:
+            yield file
+    except safetensors.SafetensorError as error:  # of what is not there, too
+        raise ModelFileError(f"{path}{of} is damaged: {error}") from error
 
 
 @dataclasses.dataclass(frozen=True)
