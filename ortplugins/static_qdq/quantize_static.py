@@ -64,8 +64,8 @@ from session_options.override_json import read_overrides, read_quant_type
 from session_options.plan import file_text
 
 _PASS = "mixed_precision_boundaries"
-# Where one end of a range is as many times the other one, it is a mask's.
-_MASKED = 1e4
+# As far from 0, the end of a range is a mask's, or an outlier's.
+_MASKED = 1e3
 _ACTIVATIONS = (ir.DataType.UINT8, ir.DataType.INT8)
 _WEIGHTS = (
     *_ACTIVATIONS,
@@ -376,17 +376,17 @@ def _inner_nodes(model: ir.Model, op_types: Collection[str]) -> Iterator[str]:
 
 
 def _lost(model: ir.Model, ranges: Mapping[str, tuple[float, float]]) -> Iterator[str]:
-    """Note activations of which a mask's values leave nothing but 0 of others."""
+    """Note activations whose values on one side of 0, beside a mask's, become 0."""
     lost = [
         f"{name!r} ({low:.3g} to {high:.3g})"
         for tensor in QuantizedGraph(model).tensors
         for name in tensor.names[:1]
         for low, high in [ranges.get(name, (0.0, 0.0))]
-        if 0 < min(-low, high) < min(float(tensor.grid.scale) / 2, max(-low, high) / _MASKED)
+        if 0 < min(-low, high) < float(tensor.grid.scale) / 2 and max(-low, high) >= _MASKED
     ]
     if lost:
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-        yield f"all but large values of {lost[0]}{more} become 0: promote in mode 'float'"
+        yield f"small values of {lost[0]}{more} become 0: promote it in mode 'float'"
 
 
 def _counted(warnings: Sequence[str]) -> list[str]:

@@ -510,7 +510,7 @@ def test_values_beside_a_mask_are_said_to_be_lost_and_kept_in_float():
         "seen": np.array([[True, True, False], [True, False, True]]),
     }
     result = quantize_static_mixed(model, None, [feeds])
-    note = "all but large values of 'a' (-1e+09 to 2) become 0: promote in mode 'float'"
+    note = "small values of 'a' (-1e+09 to 2) become 0: promote it in mode 'float'"
     assert note in result.report.notes
     result = quantize_static_mixed(model, None, [feeds], promote=["a"], mode="float")
     assert not any("become 0" in note for note in result.report.notes)
