@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import itertools
 import logging
 import os
 import re
@@ -240,24 +241,25 @@ class _EightBitQuantizer(QDQQuantizer):  # type: ignore[misc]  # onnxruntime has
         self._dtypes, self._removable = dtypes, removable
         # Tensors whose grid others take over, or that have channels along several axes.
         self._per_tensor: set[str] = set()
-        for index, node in enumerate(arguments["model"].graph.node):
+        graph = arguments["model"].graph
+        self._names = {name for node in graph.node for name in node.output}
+        self._names |= {value.name for value in (*graph.input, *graph.initializer)}
+        for index, node in enumerate(graph.node):
             # It tells readers of a shared bias from each other by name.
             node.name = node.name or f"{_UNNAMED}{index}"
         super().__init__(**arguments)
 
     def quantized(self) -> ir.Model:
         """Quantise; refuse a model of which nothing is, or that has a name which is needed."""
-        graph = self.model.graph()
-        known = {name for node in graph.node for name in node.output} | {*self.initializers}
         self.quantize_model()
-        if not any(node.op_type == "QuantizeLinear" for node in graph.node):
+        if not any(node.op_type == "QuantizeLinear" for node in self.model.nodes()):
             raise QuantizationError(
                 "nothing to quantise: no chosen node of the main graph has float32 or float16 "
                 "inputs and an operator that onnxruntime quantises"
             )
         for name in self.quantized_value_map:
             for suffix in _SUFFIXES:
-                if name + suffix in known:
+                if name + suffix in self._names:
                     raise QuantizationError(
                         f"onnxruntime's quantiser names a tensor {name + suffix!r}, which the "
                         "model has already: rename it there"
@@ -296,6 +298,16 @@ class _EightBitQuantizer(QDQQuantizer):  # type: ignore[misc]  # onnxruntime has
         if least * scale < low - scale or high + scale < greatest * scale:
             return False
         return bool(super().try_replacing_upstream_output(upstream, output))
+
+    def _dup_initializer(self, initializer: onnx.TensorProto) -> onnx.TensorProto:
+        """Add a copy of a bias, with a number behind its name that no tensor has."""
+        copy = onnx.TensorProto()
+        copy.CopyFrom(initializer)
+        names = (f"{initializer.name}{number}" for number in itertools.count())
+        copy.name = next(name for name in names if name not in self._names)
+        self._names.add(copy.name)
+        self.model.add_initializer(copy)
+        return copy
 
     def quantize_weight_tensor_per_channel(self, name: str, axis: int) -> None:
         """Give a weight a scale for each channel, where all that read it count the same."""

@@ -436,7 +436,7 @@ READERS = {
     "a bias in two dimensions": "g (float[2,3] x) => (float[2,3] y) { y = Gemm(x, E, C) }",
     "a bias for all columns": "g (float[2,3] x) => (float[2,3] y) { y = Gemm(x, E, one) }",
     "a bias for several nodes": "g (float[2,3] x) => (float[2,3] y) {"
-    " a = Gemm(x, E, B)  b = Relu(a)  y = Gemm(b, E, B) }",
+    " B0 = Gemm(x, E, B)  b = Sigmoid(B0)  y = Gemm(b, E, B) }",
     "a bias for groups": "g (float[1,2,3,3] x) => (float[1,4,3,3] y) {"
     " y = ConvTranspose<group = 2>(x, T, D) }",
     "a table of tied weights": "g (int64[2] i) => (float[2,4] y) {"
