@@ -239,14 +239,24 @@ class _EightBitQuantizer(QDQQuantizer):  # type: ignore[misc]  # onnxruntime has
     ) -> None:
         """Take the types of all tensors, and what Relu and Clip nodes that may go write."""
         self._dtypes, self._removable = dtypes, removable
-        # Tensors whose grid others take over, or that have channels along several axes.
-        self._per_tensor: set[str] = set()
         graph = arguments["model"].graph
         self._names = {name for node in graph.node for name in node.output}
         self._names |= {value.name for value in (*graph.input, *graph.initializer)}
-        for index, node in enumerate(graph.node):
+        readers: dict[str, set[tuple[object, ...]]] = {}
+        for number, node in enumerate(graph.node):
             # It tells readers of a shared bias from each other by name.
-            node.name = node.name or f"{_UNNAMED}{index}"
+            node.name = node.name or f"{_UNNAMED}{number}"
+            transposed = [item.i for item in node.attribute if item.name == "transB"]
+            for index, name in enumerate(node.input):
+                readers.setdefault(name, set()).add((node.op_type, index, *transposed))
+        # Channels that readers count along other axes, or Gather takes the scales of; and of
+        # a stack, for which MatMulIntegerToFloat has no kernel.
+        self._per_tensor = {
+            tensor.name
+            for tensor in graph.initializer
+            for kinds in [readers.get(tensor.name, set())]
+            if len(kinds) > 1 or (len(tensor.dims) > 2 and ("MatMul", 1) in kinds)
+        }
         super().__init__(**arguments)
 
     def quantized(self) -> ir.Model:
@@ -309,16 +319,16 @@ class _EightBitQuantizer(QDQQuantizer):  # type: ignore[misc]  # onnxruntime has
         self.model.add_initializer(copy)
         return copy
 
-    def quantize_weight_tensor_per_channel(self, name: str, axis: int) -> None:
-        """Give a weight a scale for each channel, where all that read it count the same."""
-        known = self.tensors_to_quantize.get(name)
-        if known is not None and known.axis not in (None, axis):
-            self._per_tensor.add(name)
-        if name not in self._per_tensor:
-            super().quantize_weight_tensor_per_channel(name, axis)
-            return
-        self.tensors_to_quantize.pop(name, None)
-        self.quantize_weight_tensor(name)
+    def is_tensor_per_channel(
+        self, tensor_name: str, default_axis: int, op_type: str | None = None
+    ) -> tuple[bool, int | None]:
+        """Whether a weight has a scale for each channel, and along which axis these are."""
+        if tensor_name in self._per_tensor:
+            return False, None
+        found: tuple[bool, int | None] = super().is_tensor_per_channel(
+            tensor_name, default_axis, op_type
+        )
+        return found
 
     def quantize_bias_tensor(
         self,
@@ -348,11 +358,6 @@ class _EightBitQuantizer(QDQQuantizer):  # type: ignore[misc]  # onnxruntime has
         self, output_name: str, input_name: str, node_name: str
     ) -> None:
         """Share the parameters of a tensor, unless it is quantised in the model already."""
-        known = self.tensors_to_quantize.get(input_name)
-        if known is not None and known.axis is not None:
-            del self.tensors_to_quantize[input_name]
-            self.quantize_weight_tensor(input_name)
-        self._per_tensor.add(input_name)
         known = self.is_tensor_quantized(input_name)
         if known and input_name not in self.tensor_to_producing_dq:
             super().quantize_output_same_as_input(output_name, input_name, node_name)

@@ -477,6 +477,15 @@ def test_an_error_is_of_the_size_of_a_rounding(text):
             np.testing.assert_allclose(found, wanted, atol=0.02 * np.abs(wanted).max())
 
 
+def test_a_stack_of_weights_runs_before_what_is_float():
+    text = "g (float[2,2,3] x) => (float[2,2,3] y) { y = MatMul(x, S) }"
+    model = proto_of(text, {"S": np.stack([np.eye(3, dtype=np.float32)] * 2)})
+    feeds = {"x": np.linspace(-1, 1, 12, dtype=np.float32).reshape(2, 2, 3)}
+    result = quantize_static_mixed(model, None, [feeds], promote=["y"], mode="float")
+    (found,) = run(result.model, feeds, optimised=True)
+    np.testing.assert_allclose(found, feeds["x"], atol=0.01)
+
+
 @pytest.mark.parametrize(
     "options",
     [{"overrides": {"b": [{"symmetric": True}]}}, {"calibrate_method": "Distribution"}],
