@@ -362,6 +362,8 @@ def _shared_grid(
     if asked is not None:
         return asked
     own = group[0].grid
+    if region.plans[group[0]].produced == own.dtype:
+        own = _asked_of_group(group, own.dtype, overridden, span) or own
     if dtype == own.dtype:
         return own
     if dtype.bitwidth > own.bits:
