@@ -13,12 +13,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
 from rewrite_rules.graph.nodes import dequantizer, input_of, label
 from rewrite_rules.graph.parameters import constant, require_constant
+from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
     ELEMENTWISE_OPERATORS,
     QuantizedGraph,
@@ -104,7 +106,12 @@ def bias_changes(
     asked: dict[tuple[ir.Node, float], list[ir.Node]] = {}
     for tensor, plan in region.plans.items():
         for node, dtype in plan.reads.items():
-            if dtype.bitwidth > most_bits or node.op_type not in _BIASED_OPERATORS:
+            if dtype == ir.DataType.FLOAT or node.op_type not in _BIASED_OPERATORS:
+                continue
+            # Where an entry folds, a node reads what is produced.
+            last = dtype if dtype.bitwidth <= most_bits else plan.produced
+            _check_float_bias(node, tensor, grids.get((tensor, last), tensor.grid))
+            if dtype.bitwidth > most_bits:
                 continue
             ratio = float(tensor.grid.scale) / float(grids[tensor, dtype].scale)
             dequantize = _bias_of(node, tensor)
@@ -115,6 +122,29 @@ def bias_changes(
             yield _rescaled(dequantize, ratio, nodes)
         except Refusal as refusal:
             yield nodes[0], f"bias {label(dequantize)!r} stays: {refusal}"
+
+
+def _check_float_bias(node: ir.Node, tensor: QuantizedTensor, grid: QuantizationGrid) -> None:
+    """Refuse a float bias that overflows by this grid only.
+
+    Between Q and DQ, onnxruntime quantises it to int32 by the scales of input and weight
+    (weight_bias_quantization.cc, 1.32), without a check of the ends.
+    """
+    bias, weight = constant(input_of(node, 2)), dequantizer(input_of(node, 1))
+    scale = None if weight is None else constant(input_of(weight, 1))
+    reads = node.inputs[0] in tensor.values()
+    if not reads or bias is None or scale is None or scale.size not in (1, bias.size):
+        return
+    with np.errstate(divide="ignore", invalid="ignore"):
+        values = np.ravel(bias.numpy()).astype(np.float64) / np.ravel(scale.numpy())
+    greatest = float(np.abs(values).max(initial=0))
+    steps = [greatest / float(each.scale) for each in (tensor.grid, grid)]
+    most = min(np.iinfo(np.int32).max, float(ml_dtypes.finfo(grid.float_dtype).max))
+    if steps[0] <= most < steps[1]:
+        raise Refusal(
+            f"float bias {bias.name!r} is {steps[1]:.3g} steps of the new scale, beyond "
+            "int32, which onnxruntime makes it; quantise it, or promote in mode 'float'"
+        )
 
 
 def _bias_of(node: ir.Node, tensor: QuantizedTensor) -> ir.Node | None:

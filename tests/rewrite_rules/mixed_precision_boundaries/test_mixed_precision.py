@@ -274,6 +274,19 @@ def test_a_bias_fits_the_8_bits_that_a_cpu_reads(asked):
     np.testing.assert_allclose(run(model, feeds, optimised=True), before, atol=0.021)
 
 
+@pytest.mark.parametrize(("asked", "is_refused"), [("x", True), ("A", False)])
+def test_a_float_bias_that_onnxruntime_makes_an_int32_fits(asked, is_refused):
+    model = quantized("""g (float[1,1,1,1] x) => (float[1,1,1,1] y)
+        <int8[1,1,1,1] w = {5}, float[1] s = {1e-6}, float[1] b = {1.5}> {
+            wf = DequantizeLinear <axis = 0> (w, s)
+            [A] y = Conv(x, wf, b) }""")
+    remarks = place(model, promote=frozenset({asked}))
+    assert ("ORP308" in {code_of(remark.reason) for remark in remarks}) == is_refused
+    fold_pairs(model, "cpu", PassContext(Remarks("test")))
+    (y,) = run(model, {"x": np.ones((1, 1, 1, 1), np.float32)}, optimised=True)
+    assert y.item() == pytest.approx(1.5, abs=1e-3)
+
+
 # Quantisers remove the Relu or Clip between two tensors; the range stands for it. Operators,
 # the zero points of steps of 0.02 that a and y have, what is clipped, and y of -3, 0.5 and 3.
 CLIPPED = {
