@@ -39,6 +39,7 @@ _DRAWS = 4
 _FACTOR = 8.0
 # The most that is allowed, of outputs and of the end of one part.
 _CEILING, _PART_CEILING = 1e-2, 1e-3
+_CODES_CEILING = 1.0  # of outputs, where activations are rounded to codes
 # Constants up to this size are moved: weights of norms, biases, factors.
 _MAX_MOVED = 1 << 16
 # Operators whose first output is codes of their first input.
@@ -78,18 +79,21 @@ class Noise:
         beyond = {trial: found for trial, found in differences.items() if found}
         if not beyond:
             return None
-        feeds = {trial: trial.feeds for trial in beyond if trial not in self._moved}
-        if feeds and (not self._codes or _greatest_share(beyond) > _CEILING):
+        # Steps of codes are large, however little moved them.
+        least, most = (_CEILING, _CODES_CEILING) if self._codes else (0.0, _CEILING)
+        shares = [(t, n, far) for t, found in beyond.items() for n, far in found.items()]
+        for trial, name, far in shares:
+            if far.share > most:
+                return trial, _reason(name, far, most)
+        asked = {trial for trial, _, far in shares if far.share > least} - self._moved.keys()
+        if asked:
+            feeds = {trial: trial.feeds for trial in beyond if trial in asked}
             self._moved |= self._movement(self._model, feeds, self._expected)
-        for trial, found in beyond.items():
-            for name, far in found.items():
-                noise = self._moved.get(trial, {}).get(name, 0.0)
-                if self._codes:  # a step is a step, however little moved it
-                    allowed = max(_CEILING, min(_FACTOR * noise, 1.0))
-                else:
-                    allowed = _allowed(trial, noise, _CEILING)
-                if far.share > allowed:
-                    return trial, _reason(name, far, allowed)
+        for trial, name, far in shares:
+            noise = self._moved.get(trial, {}).get(name, 0.0)
+            allowed = max(least, _allowed(trial, noise, most))
+            if far.share > allowed:
+                return trial, _reason(name, far, allowed)
         return self._part_that_differs(list(beyond), after)
 
     def _movement(
@@ -189,10 +193,6 @@ def _names(model: ir.Model) -> list[str]:
 def _reason(name: str, far: Apart, allowed: float) -> str:
     limit = f", {allowed:.0e} is allowed" if np.isfinite(far.share) else ""
     return f"{name!r} {far.text}{limit}"
-
-
-def _greatest_share(differences: Mapping[Trial, Mapping[str, Apart]]) -> float:
-    return max(far.share for found in differences.values() for far in found.values())
 
 
 def _allowed(trial: Trial, noise: float, ceiling: float) -> float:
