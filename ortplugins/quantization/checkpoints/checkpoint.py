@@ -226,10 +226,13 @@ def _check_same(
     of_first, other = first
     if of_first.name == matrix.name:
         return
-    tiles = (slice(at, min(at + _TILE, use.N)) for at in range(0, use.N, _TILE))
-    if other.stored_k_last != use.stored_k_last or not all(
-        np.array_equal(of_first.columns(tile), matrix.columns(tile)) for tile in tiles
-    ):
+    if other.stored_k_last == use.stored_k_last:
+        tiles = (slice(at, min(at + _TILE, use.N)) for at in range(0, use.N, _TILE))
+        same = all(np.array_equal(of_first.columns(x), matrix.columns(x)) for x in tiles)
+    else:  # the columns of one are the rows of the other
+        rows = matrix.columns(slice(0, use.N)).T
+        same = np.array_equal(of_first.columns(slice(0, other.N)), rows)
+    if not same:
         raise ModelFileError(
             f"layers {of_first.name!r} and {matrix.name!r} of the checkpoint differ, but "
             f"nodes {other.label!r} and {use.label!r} share weight {use.weight.name!r}: "
