@@ -28,7 +28,7 @@ def setting(
 
 
 def check_settings(instance: Any, what: str = "") -> None:
-    """Check the fields of a dataclass.
+    """Check the fields of a dataclass; numpy's integers become Python's.
 
     Raises:
         QuantizationError: If one does not fit; says what is expected.

@@ -217,8 +217,8 @@ def quantize_static_mixed(
             )
         wanted = dataclasses.replace(wanted, ranges=used, overrides=left)
         passes = _rewrite(model, wanted, calibration_providers)
-        notes = (*raised, note, *_inner_nodes(loaded.model, op_types), *_lost(model, used))
-        notes += (*_counted(warned),)
+        left_out = _inner_nodes(loaded.model, op_types)
+        notes = (*raised, note, *left_out, *_lost(model, used), *_counted(warned))
         if output is not None:
             if external_data is None:
                 external_data = has_data_file(loaded, model)
@@ -300,7 +300,8 @@ def _check_names_given(
 def _removable(graph: ir.Graph) -> dict[str, tuple[float, float]]:
     """Return the least and greatest value of each Relu and Clip that alone reads its input.
 
-    By the name of the output; an end that is no constant is one that no range has.
+    The key is the name of its output. An end that is not constant is set so that no range
+    fits it, and the node stays.
     """
     found = {}
     for node in graph:
@@ -313,7 +314,7 @@ def _removable(graph: ir.Graph) -> dict[str, tuple[float, float]]:
                 ends[index] = node.attributes[attribute].as_float()
             elif (end := input_of(node, index + 1)) is not None:
                 tensor = constant(end)
-                ends[index] = float(tensor.numpy().item()) if tensor else -ends[index]
+                ends[index] = -ends[index] if tensor is None else float(tensor.numpy().item())
         found[node.outputs[0].name or ""] = (ends[0], ends[1])
     return found
 

@@ -70,7 +70,8 @@ class CompressedTensors(SafetensorsCheckpoint):
         index, zero_point = f"{name}.weight_g_idx", f"{name}.weight_zero_point"
         scales, zeros = self.part(f"{name}.weight_scale", FLOATS, 1, 2), None
         if zero_point in self.tensors:
-            stored = self.part(zero_point, _ZERO_POINTS, 2, *() if packed else (1,))
+            ranks = (2,) if packed else (1, 2)
+            stored = self.part(zero_point, _ZERO_POINTS, *ranks)
             in_words = packed and stored.dtype == "I32"
             count = scales.shape[0]  # 1 for all columns
             zeros = Numbers(stored.T, bits, count, 1 if in_words else None)
