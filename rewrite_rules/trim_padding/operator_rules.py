@@ -96,7 +96,7 @@ def _broadcast(
 
 # By operator, the operand whose zeros may give NaN or infinity; of _PARTIAL, other values too.
 _BREAKS_AT_0 = {"Div": 1, "Log": 0, "Mod": 1, "Pow": 0, "Reciprocal": 0}
-_PARTIAL = _BREAKS_AT_0 | {"Acos": 0, "Asin": 0, "Sqrt": 0}
+_PARTIAL = _BREAKS_AT_0 | {"Acos": 0, "Asin": 0, "Exp": 0, "Sqrt": 0}
 
 
 def _elementwise(site: Site) -> Axes:
@@ -106,8 +106,12 @@ def _elementwise(site: Site) -> Axes:
     operands, op_type = site.operands(), site.node.op_type
     axes = _broadcast(operands, per_token(site.node) or _NEVER, beside)
     if op_type in _PARTIAL:
-        read, at_0 = operands[_PARTIAL[op_type]], op_type in _BREAKS_AT_0
-        if any(one.set_by_mask or (one.zero and at_0) for one in sequences_of(*read)):
+        index, at_0 = _PARTIAL[op_type], op_type in _BREAKS_AT_0
+        set_there = any(
+            f.set_by_mask or (f.zero and at_0) for f in sequences_of(*operands[index])
+        )
+        # What a caller has at padding may be anything, mostly 0; a layer's numbers are not.
+        if set_there or site.flow.is_fed(site.input(index)):
             return marked(axes, zero=False, wild=True)
     return axes
 

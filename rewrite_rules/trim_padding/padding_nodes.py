@@ -14,6 +14,7 @@ numbers. What is asked of each batch; where one does not hold, nothing is cut:
     inputs are as large as the mask          Shape -> Concat -> Equal
     what side values show at padding         Less, Xor -> ReduceMin
     what is added to scores beside the mask  Less, Greater -> ReduceMin
+    floats that are fed are of ordinary size ReduceL1 -> Less
     positions that are picked are real       Gather -> ReduceMin
 """
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -38,6 +39,8 @@ from rewrite_rules.trim_padding.token_flow import Side, TokenFlow
 
 T = TypeVar("T")
 _MIN_OF_INTEGERS = 12  # before this opset, Min is of floats alone
+# What floats that are fed may sum up to: what is infinite, or becomes so, is NaN times 0.
+_ORDINARY_SUM = 1e15
 _INT64_MIN = np.iinfo(np.int64).min
 _INT64_MAX = np.iinfo(np.int64).max
 
@@ -92,7 +95,12 @@ class PaddingNodes:
         # Models pool it, and what a mask leaves of a padded position is not asked.
         first = op.Slice(self._numbers, integers([0]), integers([1]), integers([1]))
         asked = (
-            op.always(holds) for holds in (*self._sizes_agree(sizes), *self._asked(repeated))
+            op.always(holds)
+            for holds in (
+                *self._sizes_agree(sizes),
+                *self._are_ordinary(sizes),
+                *self._asked(repeated),
+            )
         )
         holds = [op.ReduceMin(first, keepdims=0), *dict.fromkeys(asked), *self._picks()]
         if len(holds) > 1 and self._opset < _MIN_OF_INTEGERS:
@@ -218,6 +226,15 @@ class PaddingNodes:
             yield op.Equal(op.joined(own), op.joined(found))
         if limits := self._flow.roles.limits:
             yield op.Less(self._length, op.integers([min(limits) + 1]))
+
+    def _are_ordinary(self, inputs: Iterable[ir.Value]) -> Iterator[ir.Value]:
+        """Ask floats that are fed: what leaves padding out multiplies it by 0."""
+        op, bound = self._before, self._before.constant(np.float32(_ORDINARY_SUM))
+        for value in inputs:
+            if value.dtype is not None and value.dtype.is_floating_point():
+                is_float = value.dtype is ir.DataType.FLOAT
+                numbers = value if is_float else op.Cast(value, to=ir.DataType.FLOAT)
+                yield op.Less(op.ReduceL1(numbers, keepdims=0), bound)
 
     def _asked(self, repeated: bool) -> Iterator[ir.Value]:
         """Ask what side values show, and what is added to scores beside the mask."""

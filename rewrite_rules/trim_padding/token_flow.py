@@ -19,6 +19,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
@@ -30,6 +31,7 @@ from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes import node_facts
 from rewrite_rules.shapes.dimensions import Dims
 from rewrite_rules.shapes.evaluator import CannotEvaluate, NodeEvaluator
+from rewrite_rules.shapes.operator_shapes import REDUCTIONS
 from rewrite_rules.trim_padding.questions import LOW, How
 from rewrite_rules.trim_padding.sample_masks import SampleMasks, are_finite
 from rewrite_rules.trim_padding.token_axes import (
@@ -49,6 +51,7 @@ from rewrite_rules.trim_padding.token_axes import (
 _MAX_CONSTANT = 1 << 16
 
 _NORMS = NORMS | SKIP_NORMS
+_COUNTS = REDUCTIONS | {"CumSum"}
 RESHAPES = frozenset({"Expand", "Flatten", "Reshape", "Squeeze", "Unsqueeze"})
 
 
@@ -95,6 +98,8 @@ class TokenFlow:
         mask: The input ``[batch, sequence]`` that says which positions are padding.
         values: What is known of each value that was met.
         masked_by: Nodes that leave padded positions out, by the mask.
+        hides: Whether one of them does because the model puts what is far below there.
+        counts: Whether the model compares the mask, or counts the positions that are real.
         read: Side values that meet tokens, by node and input, with what they have to show, and
             how they are read.
         picked: Side values that pick positions, which have to be real, by node and input.
@@ -126,6 +131,8 @@ class TokenFlow:
         self.opset = model.opset_imports.get("", 0)
         self.values = {value: self._input(value) for value in model.graph.inputs}
         self.masked_by: list[ir.Node] = []
+        self.hides = False
+        self.counts = False
         self.read: dict[tuple[ir.Node, int], tuple[Axes, How]] = {}
         self.opened: dict[tuple[ir.Node, int], tuple[Axes, How]] = {}
         self.keeps_one = False
@@ -212,6 +219,20 @@ class TokenFlow:
             self.opened[node, index] = axes, how
         return self.samples.is_open(self.samples.seen(found.arrays, how), axes)
 
+    def is_mask(self) -> bool:
+        """Return whether zeros of the mask are proved to mean padding.
+
+        It hides scores, or weights rows of tokens: as flags, or with their count. The left
+        operand of a product of two inputs does neither.
+        """
+        assert self.mask.dtype is not None
+        others = {value for value, _ in self.roles.places.values()} - {self.mask}
+        axes = [self.tokens(value).axes or () for value in others]
+        (rows, _) = self.roles.dims(self.mask) or ()
+        of_rows = any((BATCH,) in one and sequences_of(*one) for one in axes)
+        are_flags = of_rows and not self.mask.dtype.is_floating_point()
+        return self.hides or are_flags or (self.counts and (of_rows or not rows[1]))
+
     def is_constant(self, value: ir.Value) -> bool:
         found = self.value(value)
         return isinstance(found, Side) and not found.varies
@@ -230,6 +251,10 @@ class TokenFlow:
                 return False
             pending += [v for v in node.inputs if v is not None and v not in pending]
         return True
+
+    def is_fed(self, value: ir.Value) -> bool:
+        """Whether a value is made of what is fed, element by element, without any weights."""
+        return isinstance(self.value(value), Tokens) and self.is_made_of_inputs(value)
 
     def _constant(self, tensor: ir.TensorProtocol) -> Value:
         numeric = tensor.dtype not in (ir.DataType.STRING, ir.DataType.UNDEFINED)
@@ -286,6 +311,9 @@ class TokenFlow:
         each = runs if given else [()] * len(absent)
         results = [self._evaluator.run(node, self.opset, arrays) for arrays in each]
         varies = any(side is not None and side.varies for side in given)
+        if any(value and self.mask in self.roles.sources(value) for value in node.inputs):
+            is_flag = any(array.dtype == np.bool_ for array in results[0])
+            self.counts |= is_flag or node.op_type in _COUNTS
         found = zip(node.outputs, zip(*results, strict=True), strict=True)
         return [self.side(value, arrays, varies) for value, arrays in found]
 
@@ -377,5 +405,6 @@ class Site(node_facts.Site):
             self.flow.unpackable = "padded positions count for others"
         if found:
             self.flow.masked_by.append(self.node)
+            self.flow.hides |= flag == "low"
             self.exact = False
         return bool(found)

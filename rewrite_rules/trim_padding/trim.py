@@ -155,7 +155,14 @@ def _find_mask(model: ir.Model, name: str) -> TokenFlow:
     for mask in _candidates(model, name):
         for asks_finite in (False, True):
             try:
-                proofs.append(TokenFlow(model, mask, RULES, asks_finite))
+                flow = TokenFlow(model, mask, RULES, asks_finite)
+                if not name and not flow.is_mask():
+                    raise Stopped(
+                        f"{mask.name!r} is only multiplied and added up, as any matrix: name "
+                        "it by trim_padding.mask if it is 0 at padding",
+                        0,
+                    )
+                proofs.append(flow)
                 break
             except Stopped as refusal:
                 stopped.append(refusal)
