@@ -5,11 +5,11 @@
                   affine(Transpose(Conv(x, w, b))) -> Transpose(Conv(x, w', b'))
                   the same of ConvTranspose and Gemm; of MatMul, with or without a bias
     FoldInFront   Conv(affine(x), w, b)            -> Conv(x, w', b')
-    MergeScales   Mul(Mul(x, c), d)                -> Mul(x, c * d)       Div as well
     Gate          Add(x, Mul(x, gate))             -> Mul(x, Add(gate, 1))
     Normalize     Add(Mul(x, c), d), between blocked operators -> BatchNormalization(x)
 
 ``affine`` is a node of :mod:`.affine`. A rule of each class is made for each spelling.
+None applies on a way to Floor, Sin or a comparison (:mod:`rewrite_rules.facts.sensitivity`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,8 @@ import onnx_ir as ir
 from onnxscript.rewriter import MatchContext, MatchResult, RewriteRule, RewriteRuleClassBase
 
 from rewrite_rules.conv_fusion.affine import ANY, KINDS, OFFSETS, SCALES, Affines, Kind
-from rewrite_rules.conv_fusion.linear import (
-    LEAST_FACTOR,
-    Affine,
-    Float64,
-    Linear,
-    Linears,
-    like,
-)
+from rewrite_rules.conv_fusion.linear import Affine, Float64, Linear, Linears, like
+from rewrite_rules.facts.sensitivity import Sensitivity
 from rewrite_rules.graph.nodes import label, made_by, producer
 from rewrite_rules.graph.parameters import ints_attribute, source_of
 from rewrite_rules.remarks import Refusal, Remarks
@@ -49,6 +43,7 @@ class Folding:
         self.linears = Linears(model)
         self.shapes = ProvedShapes(model, on_demand=True)
         self.affines = Affines(self.shapes)
+        self.sensitivity = Sensitivity(model)
         self.refused: dict[ir.Node, str] = {}
 
     def fired(self, node: ir.Node, what: str) -> None:
@@ -70,9 +65,11 @@ class FoldingRule(RewriteRuleClassBase):
 
     Attributes:
         candidate: Name of the value that stays where a Refusal is worth a remark.
+        rounds: Whether it only saves nodes, and changes the last digits.
     """
 
     candidate = ""
+    rounds = True
 
     def __init__(self, folding: Folding, *, remove_nodes: bool = True) -> None:
         super().__init__(remove_nodes=remove_nodes)
@@ -91,6 +88,8 @@ class FoldingRule(RewriteRuleClassBase):
             if _is_gelu(values.get("x")):
                 raise Refusal("onnxruntime makes a Gelu of it and the nodes before it")
             self._found = self.find(out, **values)
+            if self.rounds and (step := self._folding.sensitivity.reader(out)):
+                raise Refusal(f"rounded otherwise, it may come out as another step of {step}")
         except (Differs, Refusal) as refusal:
             if self.candidate and isinstance(refusal, Refusal):
                 stays = producer({"out": out, **values}[self.candidate])
@@ -201,41 +200,6 @@ class FoldInFront(FoldingRule):
         what = f"{source.op_type} {label(source)!r} in front is in its weights"
         self._folding.fired(producer(out), what)
         return self._folding.linears.write(op, self._found, values["x"])
-
-
-class MergeScales(FoldingRule):
-    """``(x * c) * d`` -> ``x * (c * d)``, or x; by Div as well."""
-
-    def __init__(self, folding: Folding, inner: Kind, outer: Kind) -> None:
-        super().__init__(folding)
-        self._inner, self._outer = inner, outer
-
-    def pattern(self, op, x, c, d):  # type: ignore[no-untyped-def]
-        inner = self._inner.pattern(op, x, c, "between")
-        return self._outer.pattern(op, inner, d, "out")
-
-    def find(self, out: ir.Value, **values: ir.Value) -> Float64 | None:
-        """Return the scale that is left; None where it is 1, and adds no axes."""
-        affines = self._folding.affines
-        constants = [affines.constant(values[name]) for name in "cd"]
-        inner, outer = self._inner.read(constants[0]), self._outer.read(constants[1])
-        scale = inner.scale * outer.scale
-        if scale.size > max(each.size for each in constants):
-            raise Differs("the constants of the two vary along different axes")
-        sizes = np.abs(np.concatenate([inner.scale.reshape(-1), scale.reshape(-1)]))
-        if np.any((sizes > 1 / LEAST_FACTOR) | ((sizes > 0) & (sizes < LEAST_FACTOR))):
-            raise Differs("what one of the constants makes may leave float32")
-        if scale.size == 1 and np.float32(scale) == 1:
-            return None if scale.ndim <= affines.least_rank(values["x"]) else scale
-        return scale
-
-    def rewrite(self, op: Any, x: ir.Value, out: ir.Value, **_: Any) -> ir.Value:
-        """Emit the one node."""
-        node, scale = producer(out), self._found
-        self._folding.fired(node, "is one with the node before it")
-        if scale is None:
-            return op.Identity(x, _name=node.name)  # type: ignore[no-any-return]
-        return op.Mul(x, emit_constant(op, scale), _name=node.name)  # type: ignore[no-any-return]
 
 
 class Gate(FoldingRule):
@@ -363,8 +327,6 @@ def folding_rules(folding: Folding) -> Iterator[RewriteRule]:
         yield from FoldBehind.rule(folding, kind, "MatMul", "").commute()
     for kind, op_type in itertools.product(KINDS, ("Conv", "ConvTranspose")):
         yield from FoldInFront.rule(folding, kind, op_type).commute()
-    for inner, outer in itertools.product(SCALES, SCALES):
-        yield from MergeScales.rule(folding, inner, outer).commute()
     yield from Gate.rule(folding).commute()
 
 

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: MIT
 """Hard swish and hard sigmoid as exporters spell them, by HardSigmoid.
 
-    y * clip(y + 3, 0, 6)              -> 6 * (y * HardSigmoid(y))
-    clip(y + 3, 0, 6) / 6, or * (1/6)  -> HardSigmoid(y)
+    y * clip(y + 3, 0, 6) / 6, or * (1/6)  -> y * HardSigmoid(y)
+    clip(y + 3, 0, 6) / 6, or * (1/6)      -> HardSigmoid(y)
 
-with HardSigmoid(y) = max(0, min(1, y / 6 + 0.5)). The factor of 6 meets the division behind
-it, see :mod:`.fold_rules`. onnxruntime makes the product a HardSwish, and from 1.32 on part of
-the convolution before it. clip is a Clip, or a Min and a Max.
+with HardSigmoid(y) = max(0, min(1, y / 6 + 0.5)). onnxruntime makes the product a HardSwish,
+and from 1.32 on part of the convolution before it. clip is a Clip, or a Min and a Max.
 """
 
 from __future__ import annotations
@@ -15,16 +14,10 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter import RewriteRule
 
-from rewrite_rules.conv_fusion.fold_rules import (
-    Differs,
-    Folding,
-    FoldingRule,
-    emit_constant,
-)
+from rewrite_rules.conv_fusion.fold_rules import Differs, Folding, FoldingRule
 from rewrite_rules.conv_fusion.linear import like
 from rewrite_rules.graph.nodes import producer
 from rewrite_rules.graph.parameters import float_attribute
@@ -43,17 +36,17 @@ _CLIPS: Mapping[str, Callable[..., Any]] = {
 
 
 class HardSwish(FoldingRule):
-    """One spelling, or by ``divided`` that of a hard sigmoid."""
+    """One spelling of a hard swish, or of a hard sigmoid."""
 
-    def __init__(self, folding: Folding, divided: str, clip: str) -> None:
+    def __init__(self, folding: Folding, kind: str, divided: str, clip: str) -> None:
         super().__init__(folding)
-        self._divided, self._clip = divided, clip
+        self._kind, self._divided, self._clip = kind, divided, clip
 
     def pattern(self, op, y, three, low, high, sixth):  # type: ignore[no-untyped-def]
-        clipped = _CLIPS[self._clip](op, op.Add(y, three), low, high)
-        if self._divided:
-            return getattr(op, self._divided)(clipped, sixth, _outputs=["out"])
-        return op.Mul(y, clipped, _outputs=["out"])
+        value = _CLIPS[self._clip](op, op.Add(y, three), low, high)
+        if self._kind == "swish":
+            value = op.Mul(y, value)
+        return getattr(op, self._divided)(value, sixth, _outputs=["out"])
 
     def find(self, out: ir.Value, **values: ir.Value) -> None:
         """Check the numbers, and that it computes in float32."""
@@ -64,26 +57,21 @@ class HardSwish(FoldingRule):
         if "clip" in values:
             for name, end, infinity in (("low", "min", -3e38), ("high", "max", 3e38)):
                 found[name] = float_attribute(producer(values["clip"]), end, infinity)
-        if not self._divided:
-            del found["sixth"]
-        elif self._divided == "Mul" and found["sixth"]:
+        if self._divided == "Mul" and found["sixth"]:
             found["sixth"] = 1 / found["sixth"]
         for name, each in found.items():
             if each is None or not abs(each - _NUMBERS[name]) <= _TOLERANCE * _NUMBERS[name]:
                 raise Differs("its numbers are not those of a hard swish")
 
-    def rewrite(self, op: Any, y: ir.Value, out: ir.Value, **_: Any) -> ir.Value:
-        """Emit the hard sigmoid, and both products of a hard swish."""
-        node, what = producer(out), "sigmoid" if self._divided else "swish"
-        self._folding.fired(node, f"a hard {what}, by HardSigmoid")
+    def rewrite(self, op: Any, y: ir.Value, out: ir.Value, **_: Any) -> Any:
+        """Emit the hard sigmoid, and the product of a hard swish."""
+        node = producer(out)
+        self._folding.fired(node, f"a hard {self._kind}, by HardSigmoid")
         gate = like(y, op.HardSigmoid(y, alpha=1 / 6, beta=0.5))
-        if self._divided:
-            return gate
-        swish, six = like(out, op.Mul(y, gate)), emit_constant(op, np.array(6.0))
-        return op.Mul(swish, six, _name=node.name)  # type: ignore[no-any-return]
+        return gate if self._kind == "sigmoid" else op.Mul(y, gate, _name=node.name)
 
 
 def hard_swish_rules(folding: Folding) -> Iterator[RewriteRule]:
     """Make the rules of each spelling, in order of precedence."""
-    for divided, clip in itertools.product(("Mul", "Div", ""), _CLIPS):
-        yield from HardSwish.rule(folding, divided, clip).commute()
+    for kind, divided, clip in itertools.product(("swish", "sigmoid"), ("Mul", "Div"), _CLIPS):
+        yield from HardSwish.rule(folding, kind, divided, clip).commute()

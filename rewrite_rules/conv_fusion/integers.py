@@ -38,6 +38,7 @@ _REMARKS = {
 class UnsignedWeight(FoldingRule):
     """A signed weight and its zero point, both 128 more, without a sign."""
 
+    rounds = False
     candidate = "out"
 
     def __init__(self, folding: Folding, slow_kernels: str) -> None:
@@ -70,6 +71,7 @@ class UnsignedWeight(FoldingRule):
 class FloatConvolution(FoldingRule):
     """A ConvInteger of channels that each have a filter."""
 
+    rounds = False
     candidate = "integers"
 
     def pattern(self, op, q, w, s):  # type: ignore[no-untyped-def]

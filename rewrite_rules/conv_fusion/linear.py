@@ -32,7 +32,7 @@ _FLOAT32 = np.finfo(np.float32)
 _CHUNK = 1 << 20
 _CONVOLUTIONS = frozenset({"Conv", "ConvInteger", "ConvTranspose"})
 # Smaller ones leave subnormal numbers, of few digits, of ordinary weights.
-LEAST_FACTOR = 1e-30
+_LEAST_FACTOR = 1e-30
 # Greater ones may be added in order to round: x + 12582912 - 12582912 is an integer. A norm
 # is no way to write that.
 _MAX_OFFSET, MAX_OFFSET_OF_NORM = 256.0, 65536.0
@@ -164,7 +164,7 @@ class Weight:
             raise Refusal(f"folded, weight {self.value.name!r} overflows or is not a number")
         # Single channels may be as small: networks have some that do nothing.
         vanishes = 0 < sums.max() < _FLOAT32.tiny
-        if vanishes or np.any((factors > 0) & (factors < LEAST_FACTOR)):
+        if vanishes or np.any((factors > 0) & (factors < _LEAST_FACTOR)):
             raise Refusal(f"folded, weight {self.value.name!r} is too small for float32")
         return sums
 
