@@ -34,7 +34,6 @@ __all__ = [
     "ShapeSizeReorder",
     "TrimPadding",
     "TransformerFusion",
-    "WeightOnlyQuantization",
     "__version__",
     "compare",
     "configure",
@@ -101,7 +100,6 @@ if TYPE_CHECKING:
     from ortplugins.session.patching import disable, enable, enabled
     from ortplugins.session.warming import warm
     from ortplugins.static_qdq.quantize_static import quantize_static_mixed
-    from ortplugins.weight_only_quantization import WeightOnlyQuantization
     from session_options import (
         ConvFusion,
         DqMatMulNBitsFusion,
@@ -130,7 +128,6 @@ _MODULES = {
     "OrtpluginsWarning": "errors",
     "PassError": "errors",
     "Report": "report",
-    "WeightOnlyQuantization": "weight_only_quantization",
     "compare": "measurement.compare",
     "disable": "session.patching",
     "enable": "session.patching",

@@ -37,8 +37,6 @@ BUILTIN_PASSES: dict[str, str | type[Pass]] = {
     "conv_fusion": f"{_PACKAGE}.conv_fusion:ConvFusion",
     "shape_size_reorder": f"{_PACKAGE}.shape_size_reorder:ShapeSizeReorder",
     "prepacked_weights": f"{_PACKAGE}.prepacked_weights:PrepackedWeights",
-    # Quantisers work on files, which rules must not; so this one is in the package above.
-    "weight_only_quantization": "ortplugins.weight_only_quantization:WeightOnlyQuantization",
 }
 
 
