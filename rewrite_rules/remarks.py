@@ -4,21 +4,15 @@
 from __future__ import annotations
 
 __all__ = [
-    "Candidate", "Outcome", "PassContext", "Refusal", "Remark", "Remarks", "RewriteError",
-    "Trial",
+    "Outcome", "PassContext", "Refusal", "Remark", "Remarks", "RewriteError",
 ]  # fmt: skip
 
 import contextlib
 import dataclasses
 import enum
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rewrite_rules.onnxruntime_version import are_cpu_only
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 
 class Outcome(enum.StrEnum):
@@ -66,31 +60,17 @@ class Refusal(Exception):
     """A candidate cannot be rewritten; the text is the reason a user reads."""
 
 
-class Candidate(NamedTuple):
-    """One place that one rule may rewrite: the same in every run of a pass over a model."""
-
-    rule: str
-    node: str
-
-
 class Remarks:
     """Collects the remarks of one pass over one model; not shared between threads.
 
     Attributes:
         pass_name: Name of the pass.
         provisional: What :meth:`failed` was given.
-        rewritten: What fired for each candidate that was named by :meth:`trying`.
     """
 
-    def __init__(
-        self, pass_name: str, withheld: Mapping[Candidate, Remark] | None = None
-    ) -> None:
-        """``withheld``: candidates to leave, and what an earlier run's remark becomes."""
+    def __init__(self, pass_name: str) -> None:
         self.pass_name = pass_name
         self.provisional: list[str] = []
-        self.rewritten: dict[Candidate, Remark] = {}
-        self._withheld = withheld or {}
-        self._candidate: Candidate | None = None
         self._remarks: dict[tuple[str, str, Outcome], Remark] = {}
 
     def __iter__(self) -> Iterator[Remark]:
@@ -101,9 +81,7 @@ class Remarks:
 
     def fired(self, node: str, reason: str) -> None:
         """Record that ``node`` was rewritten."""
-        remark = self._add(node, Outcome.FIRED, reason)
-        if self._candidate is not None:
-            self.rewritten[self._candidate] = remark
+        self._add(node, Outcome.FIRED, reason)
 
     def refused(self, node: str, reason: str) -> None:
         """Record that ``node`` was left as it was, and why."""
@@ -122,19 +100,6 @@ class Remarks:
         self.refused(node, reason)
 
     @contextlib.contextmanager
-    def trying(self, rule: str, node: str) -> Iterator[bool]:
-        """Name what fires in the block; gives whether the candidate may be rewritten."""
-        candidate = Candidate(rule, node)
-        withheld = self._withheld.get(candidate)
-        if withheld is not None:
-            self._add(withheld.node, withheld.outcome, withheld.reason)
-        self._candidate = candidate
-        try:
-            yield withheld is None
-        finally:
-            self._candidate = None
-
-    @contextlib.contextmanager
     def at(self, node: str) -> Iterator[None]:
         """Name ``node`` in whatever exception leaves the block, by a :class:`RewriteError`."""
         try:
@@ -144,66 +109,10 @@ class Remarks:
         except Exception as error:
             raise RewriteError(node, error) from error
 
-    def _add(self, node: str, outcome: Outcome, reason: str) -> Remark:
+    def _add(self, node: str, outcome: Outcome, reason: str) -> None:
         # A rule set may look at one node several times; an outcome is reported once.
         remark = Remark(self.pass_name, node, outcome, reason)
-        return self._remarks.setdefault((node, reason, outcome), remark)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Trial:
-    """Made-up inputs on which the result of a pass has to agree with the model before it.
-
-    Attributes:
-        name: What is tried, for messages.
-        feeds: The inputs.
-        compared: Which elements of an output count, as a bool array that broadcasts to it;
-            outputs that are not named are compared whole.
-        bound: Greatest difference, as a share of the greatest magnitude of the output; more
-            is allowed where the model before moves that far by rounding alone.
-        tokens: Which new tokens count, bool ``[batch, sequence]``, in values that no output
-            shows; None for all.
-        guessed: Whether its sizes are guesses: nothing follows where the model before runs no
-            trial, which else withdraws the result.
-        optional: Whether the trial is left out where the model before cannot run it, for
-            instance because it is longer than the model takes.
-        timed: Whether the result is dropped where such runs take more time.
-        required: Whether the pass fails where its result does: callers rely on all of it.
-    """
-
-    name: str
-    feeds: Mapping[str, NDArray[Any]]
-    compared: Mapping[str, NDArray[np.bool_]] = dataclasses.field(default_factory=dict)
-    bound: float = 1e-6
-    optional: bool = False
-    timed: bool = False
-    tokens: NDArray[np.bool_] | None = None
-    guessed: bool = False
-    required: bool = False
-
-    def counted(self, name: str, shape: Sequence[int]) -> NDArray[np.bool_] | None:
-        """Return which elements of a value count, broadcast to its shape; None for all.
-
-        Values inside have the axis of the tokens where one behind the batch has their number.
-        """
-        import numpy as np
-
-        counted = self.compared.get(name)
-        if (
-            counted is None
-            and self.tokens is not None
-            and tuple(shape[:1]) == self.tokens.shape[:1]
-        ):
-            places = [
-                axis for axis in range(1, len(shape)) if shape[axis] == self.tokens.shape[1]
-            ]
-            others = [axis for axis in range(1, len(shape)) if axis not in places[:1]]
-            counted = np.expand_dims(self.tokens, others) if places else None
-        if counted is None:
-            return None
-        # A model may drop what lies behind some length.
-        first = tuple(map(slice, shape[len(shape) - counted.ndim :]))
-        return np.broadcast_to(counted[first], shape)
+        self._remarks.setdefault((node, reason, outcome), remark)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,8 +127,6 @@ class PassContext:
         cpu_arena: Whether the session's memory on the CPU comes from an arena, which gives
             nothing back; a pass that looks at it sets ``Pass.depends_on_arena``.
         final_graph: Whether no optimiser of onnxruntime will change the graph any more.
-        trials: What the result is tried on beside the model before; a pass adds to it. Where
-            they differ, the pass runs again without the candidates that make the difference.
         session_settings: What sessions on the result have to be set to, for this model; a pass
             adds to it. As ``Pass.session_settings`` returns them, and after those.
         child_python: Interpreter and environment for child processes; None where the pass must
@@ -237,7 +144,6 @@ class PassContext:
     session_settings: dict[str, str] = dataclasses.field(default_factory=dict)
     cpu_arena: bool = True
     child_python: tuple[str, Mapping[str, str]] | None = None
-    trials: list[Trial] = dataclasses.field(default_factory=list)
     native_accuracy_level: int | None = 4
     native_block_size: int = 0
 

@@ -46,8 +46,6 @@ class Pass:
         depends_on_arena: Whether what it does depends on ``PassContext.cpu_arena``.
         needs_operator: Type of the operator that it rewrites; a model whose file does not even
             hold this name is left alone at once. Empty for a pass that looks at every model.
-        asks_for_trials: Whether it adds to ``PassContext.trials``; a copy of the graph is kept
-            then while it runs.
     """
 
     name: ClassVar[str]
@@ -55,7 +53,6 @@ class Pass:
     position: ClassVar[int] = 50
     depends_on_arena: ClassVar[bool] = False
     needs_operator: ClassVar[str] = ""
-    asks_for_trials: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Check every option.
@@ -87,6 +84,10 @@ class Pass:
 
     def gives_memory_back(self) -> bool:
         """Return whether what opening a session has freed goes back to the system then."""
+        return False
+
+    def is_required(self) -> bool:
+        """Return whether a file without what it does is of no use to who asked for it."""
         return False
 
     def child_seconds(self) -> int | None:

@@ -33,7 +33,7 @@ from examples.smollm2 import demo
 from examples.smollm2.generate import chat_prompt
 from ortplugins.measurement.measure import Candidate, SessionProcess, measure
 from ortplugins.quantization import quantize
-from rewrite_rules.facts.made_up_batches import DecoderInputs, Run
+from ortplugins.samples.made_up import MadeUpInputs
 from rewrite_rules.remarks import PassContext, Remarks
 from rewrite_rules.transformer_fusion.fuse import TransformerOptions, fuse_transformer
 from session_options.plan import entries_of
@@ -253,7 +253,7 @@ def _cost_of_the_pass(rounds: int) -> Figure:
 
 def _encoder_figures(folder: Path, rounds: int) -> list[Figure]:
     encoder, _ = float_minilm()
-    inputs = DecoderInputs(ir.load(encoder))
+    inputs = ir.load(encoder).graph.inputs
     entries = entries_of(["transformer_fusion"], cache_dir=str(folder / "cache"))
     both = [
         Candidate(encoder, "plain onnxruntime"),
@@ -261,7 +261,7 @@ def _encoder_figures(folder: Path, rounds: int) -> list[Figure]:
     ]
     figures = []
     for rows, length in _BATCHES:
-        feeds = {str(v.name): a for v, a in inputs.feeds(Run(rows, length, 0)).items()}
+        (feeds,) = MadeUpInputs(inputs, {"batch": rows}, length=length).feeds()
         what = f"MiniLM-L6, float, {rows} x {length} tokens"
         # A run of a few ms needs more of them than a token.
         theirs, ours = measure(

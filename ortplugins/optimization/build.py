@@ -28,12 +28,14 @@ from ortplugins.model_io.loading import (
     load_result,
     stored_bytes,
 )
-from ortplugins.model_io.saving import original_of, save_with_data
+from ortplugins.model_io.saving import original_of, save_with_data, scratch_within
 from ortplugins.optimization.request import BuildRequest
 from ortplugins.optimization.shape_inference import shapes_while
-from ortplugins.optimization.stages import FailedPass, PassRuns
+from ortplugins.optimization.stages import FailedPass, PassRuns, WrongResult
 from ortplugins.report import Report
+from ortplugins.runtime.copied_options import DATA_FOLDER_KEY
 from ortplugins.runtime.session_settings import OptimizerSettings, describe_model
+from session_options import Pass
 from session_options.caller_warnings import warn_caller
 
 # New constants of this size leave a baked .onnx file, or every session would hold a copy.
@@ -112,7 +114,7 @@ def build(
             for path in files:
                 path.unlink()
             files, baked = [], False
-    return BuildResult(
+    result = BuildResult(
         model,
         tuple(files),
         baked,
@@ -121,6 +123,57 @@ def build(
         tuple(runs.provisional),
         placed if files else None,
     )
+    if runs.modified:
+        _check(request, result, output)
+    return result
+
+
+def _check(request: BuildRequest, result: BuildResult, path: Path | None) -> None:
+    """Remove a result that is wrong, and raise WrongResult; ``path`` is its file, if any."""
+    from ortplugins.optimization.smoke_check import find_failure
+
+    settings = dict(result.session_settings)
+    if result.baked:
+        settings["graph_optimization_level"] = "ORT_DISABLE_ALL"
+    if result.placed is not None:
+        settings[DATA_FOLDER_KEY] = str(result.placed.folder)
+    with scratch_within(None) as scratch:
+        if path is None:
+            path = Path(scratch, "after.onnx")
+            save_with_data(result.model.clone(), path)
+        failure = find_failure(request, result.model, path, settings, Path(scratch))
+    if failure is not None:
+        for file in result.files:
+            file.unlink()
+        raise WrongResult(_first_wrong(request), failure)
+
+
+def _first_wrong(request: BuildRequest) -> Pass:
+    """Return the pass whose result fails, of those before it none; the last has failed."""
+    passes = request.plan.passes
+    for count in range(1, len(passes)):
+        plan = request.plan._replace(passes=passes[:count])
+        fewer = request._replace(plan=plan)
+        with scratch_within(None) as scratch:
+            try:
+                build(fewer, fewer.load(), Path(scratch, "model.onnx"))
+            except WrongResult:
+                return passes[count - 1]
+    return passes[-1]
+
+
+def without_pass(request: BuildRequest, error: FailedPass) -> tuple[BuildRequest, str]:
+    """Return a request without the pass that failed, and the note on it, which is warned of.
+
+    Raises:
+        FailedPass: If the plan is strict.
+    """
+    if request.plan.strict:
+        raise error
+    text = f"{error}; the model is optimised without this pass"
+    warn_caller(text, OrtpluginsWarning)
+    left = tuple(item for item in request.plan.passes if item.name != error.name)
+    return request._replace(plan=request.plan._replace(passes=left)), text
 
 
 def build_artifact(
@@ -145,13 +198,8 @@ def build_artifact(
             )
             break
         except FailedPass as error:
-            if request.plan.strict:
-                raise
-            text = f"{error}; the model is optimised without this pass"
-            warn_caller(text, OrtpluginsWarning)
+            request, text = without_pass(request, error)
             failed.append(text)
-            left = tuple(x for x in request.plan.passes if x.name != error.name)
-            request = request._replace(plan=request.plan._replace(passes=left))
             # It may have left the model half rewritten, and files.
             loaded = request.load()
             for path in folder.iterdir():

@@ -23,8 +23,9 @@ from ortplugins.model_io.loading import (
     same_kind,
 )
 from ortplugins.model_io.saving import Progress, check_output, has_data_file
-from ortplugins.optimization.build import build
+from ortplugins.optimization.build import build, without_pass
 from ortplugins.optimization.request import BuildRequest
+from ortplugins.optimization.stages import WrongResult
 from ortplugins.report import Report
 from rewrite_rules.onnxruntime_version import OLDEST, parse_version
 from session_options import DqMatMulNBitsFusion, OptionError, Pass
@@ -130,21 +131,30 @@ def optimize_for(
     bake = request.bakes
     if target is not None:
         check_output(model, target, overwrite)
-    loaded = request.load()
+    loaded, failed = request.load(), list[str]()
     if external_data is None:
         external_data = has_data_file(loaded, loaded.model)
     finishing = bake or any(item.takes_part_in("finish") for item in request.plan.passes)
     scratch = None
     if target is None and finishing:
         scratch = tempfile.TemporaryDirectory(prefix="ortplugins-")
-    result = build(
-        request,
-        loaded,
-        target if scratch is None else Path(scratch.name, "model.onnx"),
-        inline=not external_data,
-        overwrite=overwrite,
-        **others,
-    )
+    while True:
+        try:
+            result = build(
+                request,
+                loaded,
+                target if scratch is None else Path(scratch.name, "model.onnx"),
+                inline=not external_data,
+                overwrite=overwrite,
+                **others,
+            )
+            break
+        except WrongResult as error:
+            if error.is_required:
+                raise
+            request, text = without_pass(request, error)
+            failed.append(text)
+            loaded = request.load()
     needs = dict(result.session_settings)
     if result.baked:
         needs["graph_optimization_level"] = "ORT_DISABLE_ALL"
@@ -157,7 +167,7 @@ def optimize_for(
             optimized = load_model(path).model
         # Its tensors are in these files.
         optimized.meta[_SCRATCH] = scratch
-    report = result.report
+    report = dataclasses.replace(result.report, notes=(*result.report.notes, *failed))
     data: tuple[Path, ...] = ()
     if target is not None:
         data = tuple(_data_beside(target, optimized))

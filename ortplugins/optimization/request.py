@@ -88,7 +88,7 @@ class BuildRequest(NamedTuple):
             "cpu": processor(),
             "session_settings": [list(pair) for pair in self.session_settings],
             "hint": _hint_parts(self.plan) if self.plan.hint else None,
-            "provider_options": self.provider_options,
+            "provider_options": self.provider_options if self.plan.hint else {},
         }
 
     def as_json(self) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def read_request(
         bakes=plan.bake and runs_any and are_cpu_only(providers),
         cpu_arena=options.enable_cpu_mem_arena,
         session_settings=_session_settings(options, settings) if plan.hint else (),
-        provider_options=provider_options if plan.hint else {},
+        provider_options=provider_options,
         custom_op_libraries=custom_op_libraries() if plan.hint else (),
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import onnx_ir as ir
@@ -19,7 +18,6 @@ from ortplugins.runtime.copied_options import apply_settings
 from rewrite_rules.graph.nodes import sort_nodes
 from rewrite_rules.onnxruntime_version import parse_version
 from rewrite_rules.remarks import (
-    Candidate,
     Outcome,
     PassContext,
     Remark,
@@ -35,7 +33,14 @@ class FailedPass(PassError):
 
     def __init__(self, item: Pass, text: str) -> None:
         super().__init__(f"pass {item.name!r} {text}")
-        self.name = item.name
+        self.name, self.is_required = item.name, item.is_required()
+
+
+class WrongResult(FailedPass):
+    """The pass :attr:`name` raised nothing, but its result fails the smoke check."""
+
+    def __init__(self, item: Pass, failure: str) -> None:
+        super().__init__(item, f"made a wrong result, please report it: {failure}")
 
 
 class PassRuns:
@@ -77,16 +82,9 @@ class PassRuns:
     ) -> None:
         settings_before = dict(self.session_settings)
         context = self._context(item, final_graph)
-        original = None
-        if item.asks_for_trials and isinstance(target, ir.Model):
-            original = target.clone()
         start = time.perf_counter()
         try:
             modified = getattr(item, stage)(target, context)
-            if isinstance(target, ir.Model) and original is not None and context.trials:
-                context, modified = self._tried(
-                    item, stage, original, target, context, modified
-                )
             if isinstance(target, ir.Model):
                 # Rewrites may put a producer behind its consumer; sorting is stable.
                 sort_nodes(target.graph)
@@ -106,12 +104,10 @@ class PassRuns:
             item.name, before.seconds + seconds, (*before.remarks, *remarks)
         )
 
-    def _context(
-        self, item: Pass, final_graph: bool, withheld: Mapping[Candidate, Remark] | None = None
-    ) -> PassContext:
+    def _context(self, item: Pass, final_graph: bool) -> PassContext:
         python = child_python(item.name)
         return PassContext(
-            Remarks(item.name, withheld),
+            Remarks(item.name),
             self._request.providers,
             parse_version(self._request.onnxruntime_version),
             final_graph,
@@ -121,34 +117,6 @@ class PassRuns:
             native_accuracy_level=self._request.optimizers.native_accuracy_level,
             native_block_size=self._request.optimizers.native_block_size,
         )
-
-    def _tried(
-        self,
-        item: Pass,
-        stage: str,
-        original: ir.Model,
-        target: ir.Model,
-        context: PassContext,
-        modified: bool | None,
-    ) -> tuple[PassContext, bool | None]:
-        """Try a result beside the original; withdraw from the target what fails."""
-        from ortplugins.optimization.withdrawal import Attempt, keep_what_passes
-
-        def again(withheld: Mapping[Candidate, Remark]) -> Attempt:
-            model, new = original.clone(), self._context(item, context.final_graph, withheld)
-            modified = getattr(item, stage)(model, new)
-            return Attempt(model, new, modified)
-
-        kept = keep_what_passes(original, Attempt(target, context, modified), again)
-        if kept.model is original:  # as if it had not run
-            kept.context.session_settings.clear()
-            kept.context.session_settings.update(self.session_settings)
-        if kept.model is not target:
-            target.graph = kept.model.graph
-            target.functions.clear()
-            target.functions.update(kept.model.functions)
-            target.ir_version = kept.model.ir_version
-        return kept.context, kept.modified
 
     def needs_of_session(self) -> dict[str, str]:
         """Return what sessions on the result need, tried on options of our own."""

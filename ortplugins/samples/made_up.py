@@ -52,7 +52,7 @@ _LENGTH = 32
 _FREE = ("", "heads", "head_size", "width")
 # What images and windows of audio are tried with; 32 has failed when these are.
 _CANDIDATES = (64, 224, 48, 320, 640, 1, 128, 256, 512, 576, 1536, 16000)
-_MAX_TRIALS = 60
+_MAX_ATTEMPTS = 60
 _MAX_ELEMENTS = 1 << 21
 
 
@@ -145,15 +145,15 @@ class MadeUpInputs:
             for name, label in self._counted.items()
             if label in _FREE and name not in self._known and self._given_size(name) is None
         ]
-        trials: list[tuple[int, ...]] = [()]
-        trials += [(size,) * len(open_names) for size in _CANDIDATES if open_names]
+        attempts: list[tuple[int, ...]] = [()]
+        attempts += [(size,) * len(open_names) for size in _CANDIDATES if open_names]
         if len(open_names) > 1:
             few = (_LENGTH, *_CANDIDATES[:5])
-            trials += list(itertools.product(few, repeat=min(len(open_names), 3)))
+            attempts += list(itertools.product(few, repeat=min(len(open_names), 3)))
         error: Exception | None = None
         self._tried = dict.fromkeys(open_names, 1)
         limit = max(self._most_elements(), _MAX_ELEMENTS)  # known sizes are as they are
-        for sizes in trials[:_MAX_TRIALS]:
+        for sizes in attempts[:_MAX_ATTEMPTS]:
             self._tried = dict(zip(open_names, sizes, strict=False))
             if self._most_elements() > limit:
                 continue

@@ -40,7 +40,6 @@ from ortplugins.model_io.loading import LoadedModel
 from ortplugins.optimization.build import build_artifact
 from ortplugins.optimization.request import BuildRequest
 from ortplugins.optimization.stages import FailedPass
-from ortplugins.optimization.trial_noise import apart
 from ortplugins.report import Tried
 from ortplugins.runtime.copied_options import DATA_FOLDER_KEY
 from ortplugins.runtime.machine import machine, process_memory, usable_cores
@@ -471,7 +470,7 @@ class _Search:
     def _error(self, candidate: Candidate) -> float:
         """Return the greatest difference to ORT_DISABLE_ALL over the greatest output."""
         pairs = zip(self._expected, self._outputs(candidate), strict=True)
-        return max((apart(a, b).share for a, b in pairs), default=0.0)
+        return max((_share_apart(a, b) for a, b in pairs), default=0.0)
 
     @functools.cached_property
     def _expected(self) -> list[npt.NDArray[Any]]:
@@ -570,3 +569,11 @@ def _with_change(request: BuildRequest, change: Change) -> BuildRequest:
     optimizers = request.optimizers._replace(entries=merged)
     arena = change.settings.get("enable_cpu_mem_arena", str(int(request.cpu_arena)))
     return request._replace(plan=plan, optimizers=optimizers, cpu_arena=arena == "1")
+
+
+def _share_apart(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> float:
+    """Return the greatest difference as a share of the greatest number."""
+    if a.shape != b.shape or a.dtype.kind not in "fc":
+        return 0.0 if np.array_equal(a, b) else math.inf
+    far, greatest = np.abs(a - b).max(initial=0.0), np.abs(a).max(initial=0.0)
+    return float(far / greatest) if greatest and np.isfinite(far) else float(far > 0)

@@ -10,9 +10,8 @@ import onnx_ir as ir
 from onnxscript.rewriter import RewriteRule, RewriteRuleSet
 
 from rewrite_rules.graph.initializers import name_apart
-from rewrite_rules.graph.nodes import is_constant, label, remove_unused
+from rewrite_rules.graph.nodes import is_constant, remove_unused
 from rewrite_rules.graph.parameters import constant
-from rewrite_rules.remarks import Remarks
 
 
 class DispatchingRuleSet(RewriteRuleSet):
@@ -30,16 +29,10 @@ class DispatchingRuleSet(RewriteRuleSet):
         self,
         rules: Sequence[RewriteRule],
         is_candidate: Callable[[ir.Node], bool] = lambda node: True,
-        remarks: Remarks | None = None,
     ) -> None:
-        """Build the table of rules, in order of precedence; each pattern ends in one node.
-
-        With ``remarks``, each rewrite is a candidate that trials may withdraw.
-        """
+        """Build the table of rules, in order of precedence; each pattern ends in one node."""
         super().__init__(rules)
-        self.rules = [
-            _Dispatch(rules, is_candidate, Remarks("") if remarks is None else remarks)
-        ]
+        self.rules = [_Dispatch(rules, is_candidate)]
 
     def apply_to_model(self, model: ir.Model, **_: Any) -> int:
         """Apply the rules; return how often.
@@ -73,7 +66,6 @@ class _Dispatch(RewriteRule):
         self,
         rules: Sequence[RewriteRule],
         is_candidate: Callable[[ir.Node], bool],
-        remarks: Remarks,
     ) -> None:
         self._table: dict[str, list[RewriteRule]] = {}
         for rule in rules:
@@ -81,7 +73,6 @@ class _Dispatch(RewriteRule):
             root = rule._target_pattern.output_node
             self._table.setdefault(root.op_type, []).append(rule)
         self._is_candidate = is_candidate
-        self._remarks = remarks
         # The engine reads these, too; none of our rules sets them.
         self.graph_pre_visitor = self.graph_post_visitor = None
         self.as_function = False
@@ -93,8 +84,7 @@ class _Dispatch(RewriteRule):
         if rules is None or len(node.outputs) != 1 or not self._is_candidate(node):
             return None
         for rule in rules:
-            with self._remarks.trying(str(rule), label(node)) as allowed:
-                delta = rule.try_rewrite(model, graph, node, **options) if allowed else None
+            delta = rule.try_rewrite(model, graph, node, **options)
             if delta is not None:
                 self.name, self.remove_nodes = rule.name, rule.remove_nodes
                 return delta

@@ -74,11 +74,9 @@ class Written:
 
     Attributes:
         caches: Each new cache, and what replaces it.
-        uncached: Whether any attention has no cache.
     """
 
     caches: list[tuple[ir.Value, ir.Value]] = dataclasses.field(default_factory=list)
-    uncached: bool = False
 
     def name_caches(self) -> None:
         """Let new caches be the outputs, under their names."""
@@ -184,7 +182,6 @@ class FuseAttention(RewriteRuleClassBase):
                 self._facts.replace(node.outputs[0], rows)
                 node.outputs[0].replace_all_uses_with(rows)
         self._written.caches += zip((found.keys, found.values), cache, strict=False)
-        self._written.uncached |= not found.cached
         if (tokens := found.result_tokens) is not None:  # of an If it is not known otherwise
             self._facts.note(rows, (*tokens, known(found.heads * found.size)))
         return split

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import onnx_ir as ir
 from onnxscript.rewriter import RewriteRule
 
-from rewrite_rules.facts.made_up_batches import DecoderInputs, trials_of
 from rewrite_rules.graph.initializers import name_apart
 from rewrite_rules.graph.nodes import (
     drop_copies,
@@ -23,7 +22,7 @@ from rewrite_rules.graph.opset_conversion import convert_opset
 from rewrite_rules.graph.parameters import int_attribute
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.graph.value_types import derive_types
-from rewrite_rules.remarks import Outcome, PassContext, Refusal, Remarks
+from rewrite_rules.remarks import Outcome, PassContext, Remarks
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.attention import (
     FuseAttention,
@@ -50,7 +49,7 @@ from rewrite_rules.transformer_fusion.norms_and_activations import (
 from rewrite_rules.transformer_fusion.own_axes import give_heads_an_axis
 from rewrite_rules.transformer_fusion.projections import merge_projections
 from rewrite_rules.transformer_fusion.rotary import Rotary, SplitRotary, may_be_rotation
-from rewrite_rules.transformer_fusion.shared_cache import SharedCache
+from rewrite_rules.transformer_fusion.shared_cache import SharedCache, cache_inputs
 from rewrite_rules.transformer_fusion.standard_operators import use_kernels
 
 # Shape(x, start, end) stands in what grouped queries write.
@@ -62,8 +61,6 @@ _AXES_OPSET = 18
 _ATTENTION_OPSET = 23
 _ATTENTION_VERSION = (1, 24)
 _SHARED = "shared"
-# Greatest difference of a trial; kernels add up in another order.
-_BOUND = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +114,7 @@ def fuse_transformer(
         rules += (TanhGelu.rule(shapes, remarks, *end) for end in GELU_ENDS)
         candidates |= _behind(nodes["Tanh"], MAX_TANH_STEPS)
     kind = "SimplifiedLayerNormalization"
-    _apply(model, rules, lambda node: node in candidates or node.op_type == kind, remarks)
+    _apply(model, rules, lambda node: node in candidates or node.op_type == kind)
     if options.projections and context.cpu_only:
         merge_projections(model, remarks)
     remove_unused(model)
@@ -126,8 +123,6 @@ def fuse_transformer(
         model.functions.update(functions)
         return
     name_apart(model)
-    if not context.trials:  # norms, projections or activations only
-        context.trials.extend(trials_of(model, _BOUND))
 
 
 def _raise_opset(model: ir.Model, options: TransformerOptions, context: PassContext) -> None:
@@ -178,17 +173,11 @@ def _fuse_attention(
     model: ir.Model, shapes: ProvedShapes, options: TransformerOptions, context: PassContext
 ) -> None:
     """Fuse rotary embeddings, then attention, in the graph and in its subgraphs."""
-    remarks, inputs = context.remarks, None
-    try:
-        inputs = DecoderInputs(model)
-    except Refusal as refusal:
-        if options.kv_cache == _SHARED:
-            raise ValueError(f"kv_cache=shared: {refusal}") from refusal
-        remarks.note("model", f"no run tries the result: {refusal}")
-    is_shared = options.kv_cache == _SHARED and inputs is not None and inputs.has_cache
+    remarks = context.remarks
+    is_shared = options.kv_cache == _SHARED and bool(cache_inputs(model))
     written, graphs = Written(), [model.graph] if is_shared else [*_graphs(model.graph)]
     _normalise(model, graphs, remarks)
-    shared = SharedCache(model, inputs) if is_shared and inputs is not None else None
+    shared = SharedCache(model) if is_shared else None
     nodes = _by_operator(model)
     weighted = multiplied_weights(nodes["Softmax"])
     ends = {*nodes["Transpose"], *filter(may_be_rotation, nodes["Add"] + nodes["Concat"])}
@@ -200,7 +189,7 @@ def _fuse_attention(
         if options.attention:
             rules += [FuseAttention.rule(shapes, remarks, standard, written, shared)]
         if own:
-            _apply(model, rules, own.__contains__, remarks)
+            _apply(model, rules, own.__contains__)
     if options.attention:
         if shared is not None:
             shared.replace_sizes(whole for whole, _ in written.caches)
@@ -213,10 +202,6 @@ def _fuse_attention(
         shared.check(
             (made for _, made in written.caches), next(refused, "it is not attention")
         )
-    if inputs is not None and any(remark.outcome is Outcome.FIRED for remark in remarks):
-        # Of the forms with a cache it is known which runs they are faster in.
-        trials = inputs.trials(_BOUND, written.uncached, shared_cache=shared is not None)
-        context.trials.extend(trials)
 
 
 def _normalise(model: ir.Model, graphs: Sequence[ir.Graph], remarks: Remarks) -> None:
@@ -246,10 +231,9 @@ def _apply(
     model: ir.Model,
     rules: Sequence[RewriteRule],
     is_candidate: Callable[[ir.Node], bool],
-    remarks: Remarks,
 ) -> None:
     """Apply rules, if any; unused nodes and equal names are left for the end."""
     if rules:
-        rule_set = DispatchingRuleSet(rules, is_candidate, remarks)
+        rule_set = DispatchingRuleSet(rules, is_candidate)
         rule_set.cleans_up = False
         rule_set.apply_to_model(model)

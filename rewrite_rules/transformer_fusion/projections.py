@@ -38,10 +38,8 @@ def merge_projections(model: ir.Model, remarks: Remarks) -> None:
         if key is None or len(nodes) < 2:
             continue
         first, *others = map(label, nodes)
-        with remarks.trying("merge_projections", first) as allowed:
-            if allowed:
-                _merge(nodes, made)
-                remarks.fired(first, f"one MatMulNBits with {', '.join(others)}")
+        _merge(nodes, made)
+        remarks.fired(first, f"one MatMulNBits with {', '.join(others)}")
 
 
 def _key(node: ir.Node) -> object:

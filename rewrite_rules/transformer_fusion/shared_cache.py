@@ -17,8 +17,7 @@ import onnx_ir as ir
 from onnxscript import TapeBuilder
 
 from rewrite_rules.facts.axis_roles import AxisRoles
-from rewrite_rules.facts.input_roles import Kind
-from rewrite_rules.facts.made_up_batches import DecoderInputs
+from rewrite_rules.facts.input_roles import Kind, role_of
 from rewrite_rules.graph.nodes import label, producer
 from rewrite_rules.graph.parameters import int_attribute
 from rewrite_rules.transformer_fusion.attention_forms import Attention
@@ -34,8 +33,8 @@ class SharedCache:
     int32 ``[1]``.
     """
 
-    def __init__(self, model: ir.Model, inputs: DecoderInputs) -> None:
-        self._graph, self._inputs = model.graph, inputs
+    def __init__(self, model: ir.Model) -> None:
+        self._graph, self._caches = model.graph, cache_inputs(model)
         self._roles = AxisRoles(model)
         self._read: tuple[ir.Value, ir.Value] | None = None
 
@@ -101,11 +100,26 @@ class SharedCache:
 
     def check(self, present: Iterable[ir.Value], reason: str) -> None:
         """Raise a ValueError if anything but GroupQueryAttention reads the cache."""
-        for cache in (*self._inputs.all(Kind.CACHE, "past"), *present):
+        for cache in (*self._caches, *present):
             for node in cache.consumers():
                 if node.op_type not in ("GroupQueryAttention", "Shape"):
                     what = f"{label(node)!r} reads {cache.name!r} as well"
                     raise ValueError(f"kv_cache=shared: {what}; {reason}")
+
+
+def cache_inputs(model: ir.Model) -> list[ir.Value]:
+    """Return the inputs ``[B, G, past, D]`` that hold keys or values of earlier tokens."""
+    return [value for value in model.graph.inputs if _is_cache(value)]
+
+
+def _is_cache(value: ir.Value) -> bool:
+    if value.is_initializer() or value.shape is None or len(value.shape) != _RANK:
+        return False
+    role, sizes = role_of(value), [isinstance(dim, int) for dim in value.shape[1:]]
+    named = role.kind is Kind.CACHE and "past" in role.axes
+    is_float = value.dtype is not None and value.dtype.is_floating_point()
+    is_other = role.kind is not Kind.NUMBERS or "encoder" in str(value.name)
+    return named or (is_float and sizes == [True, False, True] and not is_other)
 
 
 def _replace(shape: ir.Node, past: ir.Value, length: ir.Value) -> None:

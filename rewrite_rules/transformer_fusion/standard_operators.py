@@ -51,21 +51,21 @@ def use_kernels(
     is_newer = model.opset_imports.get("", 0) > _OPSET
     if is_newer or (version is not None and version < _VERSION) or not context.cpu_only:
         return
-    before = len(remarks.rewritten)
+    fired = False
     for kind, (part, rewrite) in _REWRITES.items():
         for node in nodes[kind] if part in parts else ():
             name = label(node)
-            with remarks.trying(kind, name) as allowed:
-                if node.domain or not allowed:
-                    continue
-                try:
-                    _check_types(node)
-                    rewrite(node, shapes)
-                except Refusal as refusal:
-                    remarks.refused(name, f"{kind}: {refusal}")
-                else:
-                    remarks.fired(name, f"{kind} by a kernel")
-    if len(remarks.rewritten) > before:
+            if node.domain:
+                continue
+            try:
+                _check_types(node)
+                rewrite(node, shapes)
+            except Refusal as refusal:
+                remarks.refused(name, f"{kind}: {refusal}")
+            else:
+                remarks.fired(name, f"{kind} by a kernel")
+                fired = True
+    if fired:
         model.opset_imports.setdefault(_MICROSOFT, 1)
         name_apart(model)
 

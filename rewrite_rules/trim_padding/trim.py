@@ -5,35 +5,24 @@
     inputs [batch, sequence] -> Pad by -cut -> the model -> Pad by cut -> outputs
 
 :mod:`.token_flow` proves that real positions keep their numbers, :mod:`.padding_nodes` asks of
-each batch what that rests on; trials on made-up batches check it.
+each batch what that rests on.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable
 
-import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
 
-from rewrite_rules.facts.input_roles import rows_below, tables_below
-from rewrite_rules.facts.made_up_batches import (
-    numbers_compared_with,
-    padded_batches,
-    with_numbers,
-)
+from rewrite_rules.facts.input_roles import tables_below
 from rewrite_rules.facts.operator_table import ATTENTIONS
 from rewrite_rules.graph.initializers import FreshNames, name_apart
 from rewrite_rules.graph.nodes import remove_unused, walk
-from rewrite_rules.remarks import PassContext, Refusal, Trial
+from rewrite_rules.remarks import PassContext, Refusal
 from rewrite_rules.trim_padding.operator_rules import RULES
 from rewrite_rules.trim_padding.packing import pack_regions
 from rewrite_rules.trim_padding.padding_nodes import PaddingNodes
-from rewrite_rules.trim_padding.questions import Questions, places_of
-from rewrite_rules.trim_padding.sample_masks import SampleMasks
-from rewrite_rules.trim_padding.token_axes import BATCH, Axes, Sequence, sequences_of
+from rewrite_rules.trim_padding.token_axes import BATCH, Sequence, sequences_of
 from rewrite_rules.trim_padding.token_flow import Side, Stopped, TokenFlow, Tokens
 
 _MODEL = "model"
@@ -84,7 +73,6 @@ def trim_padding(
     except Refusal as refusal:
         context.remarks.refused(_MODEL, f"{refusal}{_FUSED if _is_fused(model) else ''}")
         return
-    context.trials.extend(_trial_batches(model, flow))
     remove_unused(model)  # of which nothing is known
     _forget_lengths(model, flow)
     nodes.cut_sides()
@@ -247,55 +235,3 @@ def _forget_lengths(model: ir.Model, flow: TokenFlow) -> None:
             continue
         pairs = zip(dims, value.shape, strict=True)
         value.shape = ir.Shape([None if length in dim[1] else old for dim, old in pairs])
-
-
-# What is tried
-
-
-def _trial_batches(model: ir.Model, flow: TokenFlow) -> Iterator[Trial]:
-    """Make the trials; what the model computes at real positions has to be the same."""
-    rng = np.random.default_rng(17)
-    fed = [v for v in model.graph.inputs if v.name not in model.graph.initializers]
-    numbers = numbers_compared_with(model, fed)
-    made = {str(v.name): flow.value(v) for v in model.graph.outputs}
-    for name, real, optional in padded_batches(model, flow.mask):
-        run = SampleMasks([real])
-        feeds = {str(v.name): _array(v, flow, run, numbers[v], rng) for v in fed}
-        compared = {
-            output: _counted(known.axes or (), real)
-            for output, known in made.items()
-            if isinstance(known, Tokens)
-        }
-        yield Trial(name, feeds, compared, optional=optional)
-
-
-def _array(
-    value: ir.Value,
-    flow: TokenFlow,
-    run: SampleMasks,
-    numbers: tuple[int, ...],
-    rng: np.random.Generator,
-) -> NDArray[Any]:
-    assert value.dtype is not None
-    dtype = value.dtype.numpy()
-    if value is flow.mask:
-        return run.masks[0].astype(dtype)
-    pairs = zip(flow.tokens(value).axes or (), value.shape or (), strict=True)
-    sizes = [
-        dim if isinstance(dim, int) and dim > 0 else run.size(axis, 0) for axis, dim in pairs
-    ]
-    if dtype.kind == "f":
-        return rng.standard_normal(sizes).astype(dtype)
-    array = rng.integers(0, rows_below(value) or 2, sizes)
-    return with_numbers(array, numbers, rng).astype(dtype)
-
-
-def _counted(axes: Axes, real: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Which elements of an output belong to real positions; rows without any do not count."""
-    asked, shape = Questions.of_array(real), [1] * len(axes)
-    kept = [i for i in places_of(axes) if not all(f.uniform for f in sequences_of(axes[i]))]
-    parts: list[Any] = [np.ones(shape, np.bool_), *(asked.along(axes, i) for i in kept)]
-    if (BATCH,) in axes:
-        shape[axes.index((BATCH,))] = len(real)
-        parts.append(real.any(axis=1).reshape(shape))
-    return functools.reduce(np.logical_and, parts)

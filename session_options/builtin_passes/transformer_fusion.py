@@ -23,7 +23,6 @@ class TransformerFusion(Pass):
     summary: ClassVar[str] = "fuse attention, rotary embeddings, and norms with residuals"
     # After the weights are those of MatMulNBits.
     position: ClassVar[int] = 60
-    asks_for_trials: ClassVar[bool] = True
 
     rotary: bool = option(
         True, "Rotary embeddings in any spelling, as one node (CPU sessions)."
@@ -62,3 +61,7 @@ class TransformerFusion(Pass):
         from rewrite_rules.transformer_fusion.fuse import TransformerOptions, fuse_transformer
 
         fuse_transformer(model, TransformerOptions(**dataclasses.asdict(self)), context)
+
+    def is_required(self) -> bool:
+        """Return whether the caller binds buffers, which only the result takes."""
+        return self.kv_cache == "shared"

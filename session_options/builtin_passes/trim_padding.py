@@ -23,7 +23,6 @@ class TrimPadding(Pass):
     summary: ClassVar[str] = "cut off padding after the longest row of a batch"
     # The proof reads the operators of exporters, before anything is fused.
     position: ClassVar[int] = 5
-    asks_for_trials: ClassVar[bool] = True
 
     multiple: int = option(
         1, "Compute lengths that are multiples of this, or the whole length."

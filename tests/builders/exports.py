@@ -14,7 +14,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common
 from numpy.typing import NDArray
 
-from rewrite_rules.facts.made_up_batches import DecoderInputs, Run
+from builders.made_up_batches import DecoderInputs, Run
 from rewrite_rules.remarks import PassContext, Remarks
 from rewrite_rules.transformer_fusion.fuse import TransformerOptions, fuse_transformer
 

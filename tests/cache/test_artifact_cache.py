@@ -531,7 +531,9 @@ PARTS: dict[str, Any] = {
     "arena": lambda r: r._replace(cpu_arena=False),
     "oldest onnxruntime": lambda r: r._replace(onnxruntime_version="1.22"),
     "session settings": lambda r: r._replace(session_settings=(("a.b", "1"),)),
-    "provider options": lambda r: r._replace(provider_options={CPU[0]: {"use_arena": "0"}}),
+    "provider options of a hint": lambda r: r._replace(
+        provider_options={CPU[0]: {"use_arena": "0"}}
+    ),
     **{
         f"hint {name}": with_plan(passes=(), **{"hint": "latency", name: value})
         for name, value in {

@@ -23,7 +23,7 @@ from .judge import Name, Verdict, judge, mutant_of, runs, text_of
 from .mutate import MUTATIONS
 
 _CHUNK = 16
-_KINDS = ("right", "refused", "wrong", "withdrawn", "raised", "invalid")
+_KINDS = ("right", "refused", "wrong", "raised", "invalid")
 
 
 def names(seed: int, form: str = "", small: bool = False) -> Iterator[Name]:
@@ -81,7 +81,7 @@ def report(found: Iterable[tuple[Name, Verdict]], count: int, out: Path | None) 
         family = next(key for key, (_, forms) in FAMILIES.items() if name.form in forms)
         table[family][verdict.kind] += 1
         valid += verdict.kind != "invalid"
-        if verdict.kind in ("wrong", "withdrawn", "raised"):
+        if verdict.kind in ("wrong", "raised"):
             print(f"{verdict.kind}: {name}: {verdict.detail}", flush=True)
             _write(out, name, verdict)
         if valid >= count:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Models that mutants are made of, and inputs for them drawn apart from any trial.
+"""Models that mutants are made of, and inputs for them.
 
 What an input holds follows from its name here, as in the model that was exported; a mutation
 that renames one, or adds one, says so in the model's metadata: ``holds.NAME = KIND``.
@@ -41,7 +41,7 @@ Feeds = dict[str, Array]
 
 
 class Sizes(NamedTuple):
-    """A run; neither batch nor lengths are those of trials, of heads or of their sizes."""
+    """A run; neither batch nor lengths are those of heads or of their sizes."""
 
     batch: int
     new: int

@@ -32,6 +32,7 @@ from builders.exports import (
     fused,
     greatest_difference,
 )
+from builders.made_up_batches import DecoderInputs, Run
 from builders.same_numbers import session as opened
 from builders.sessions import CPU, options, start
 from builders.text_models import model_of, normal, proto_of
@@ -40,10 +41,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import ortplugins
-from ortplugins.optimization.trials import find_failure
 from ortplugins.quantization import quantize
-from rewrite_rules.facts.made_up_batches import TRIED, DecoderInputs, Run
-from rewrite_rules.remarks import PassContext, Remarks, Trial
+from rewrite_rules.remarks import PassContext, Remarks
 from rewrite_rules.transformer_fusion.fuse import TransformerOptions, fuse_transformer
 
 LAYERS = 2
@@ -114,9 +113,7 @@ def test_softmax_of_the_last_of_all_axes_below_opset_13(axis: int, is_fused: boo
 @pytest.mark.parametrize("name", DECODERS)
 def test_exports_are_fused_and_right(name: str):
     model = exported(name)
-    result, remarks, context = fused(model)
-    tried = {trial.name for trial in context.trials}
-    assert {str(sizes) for sizes in TRIED if not sizes.one_row} <= tried
+    result, remarks, _ = fused(model)
     assert not remarks["refused"]
     found = counts(result)
     # Gemma 2's scores are capped. Of a prompt without padding the mask is left out.
@@ -132,8 +129,6 @@ def test_exports_are_fused_and_right(name: str):
     skips = 2 * LAYERS if name.startswith(("gemma", "llama")) else 0
     assert found["SkipSimplifiedLayerNormalization"] == skips
     agrees(model, result)
-    # With onnxruntime's optimisers, and without inputs that contradict the file.
-    assert find_failure(ir.from_proto(model), result, context.trials, CPU) is None
 
 
 @pytest.mark.parametrize("name", ["llama-torchscript-eager", "gemma3-dynamo-sdpa"])
@@ -227,9 +222,8 @@ def test_any_decoder(mask, lowest, rotary, seen, merged, fixed, kv_cache):
     model = small_decoder(merged, change, mask, *sizes, rotary=rotary, lowest=lowest)
     if not shares or fixed == Run(2, 1, 0):  # where ids and mask are of one size
         kv_cache = "exported"
-    result, remarks, context = fused(model, kv_cache=kv_cache)
+    result, remarks, _ = fused(model, kv_cache=kv_cache)
     assert not remarks["refused"]
-    assert context.trials
     found = counts(result)
     assert found["RotaryEmbedding"] == (0 if rotary == UNTURNED else 2)
     # Whether a prompt hides later tokens is asked at each run.
@@ -293,10 +287,9 @@ def test_a_mask_of_the_caller_may_hide_anything(kind: str, axes: str, laid_out: 
         ("int64[B, T] attention_mask", f"{kind}[{axes}] mask"),
         f"given = {laid_out}\nflags = Cast<to = 9>(given)\nbias = {bias}",
     )
-    result, remarks, context = fused(model)
+    result, remarks, _ = fused(model)
     assert not remarks["refused"]
-    assert find_failure(ir.from_proto(model), result, context.trials, CPU) is None
-    assert len(context.trials) > 3
+    agrees(model, result)
 
 
 def test_a_mask_of_more_rows_than_tokens_repeats_the_token():
@@ -437,20 +430,6 @@ def test_attention_that_a_builder_fused_is_left():
     result, remarks, _ = fused(decoder("genai"))
     assert remarks["note"] == ["attention: GroupQueryAttention already"]
     assert counts(result)["GroupQueryAttention"] == 1
-
-
-def test_what_no_run_can_try_rests_on_proofs():
-    sizes = (
-        ("int64[B, S]", "int64[1, 4]"),
-        ("int64[B, T]", "int64[1, 40]"),
-        ("P, 8]", "7, 8]"),
-    )
-    model = small_decoder(*sizes)
-    result, remarks, context = fused(model)
-    assert "no made-up run has the sizes" in "".join(remarks["note"])
-    assert counts(result)["GroupQueryAttention"] and not context.trials
-    with pytest.raises(ValueError, match="kv_cache=shared: no made-up run has the sizes"):
-        fused(model, kv_cache="shared")
 
 
 def test_another_rotation_stays():
@@ -603,8 +582,8 @@ def test_a_cache_that_cannot_be_shared_is_an_error(change, reason: str):
     ("model", "reason"),
     [
         (small_decoder(size=6), "GroupQueryAttention, which kv_cache=shared"),
-        # Every trial shows that a token sees a later one.
-        (small_decoder(("LessOrEqual", "GreaterOrEqual")), "a trial.*mask_hides_later_tokens"),
+        # The smoke check shows that a token sees a later one.
+        (small_decoder(("LessOrEqual", "GreaterOrEqual")), "made a wrong result"),
     ],
 )
 def test_a_cache_is_shared_as_a_whole_or_not_at_all(model: onnx.ModelProto, reason: str):
@@ -709,12 +688,11 @@ PADDED += tuple(sizes for sizes in EMPTY if not sizes.past)
 @pytest.mark.parametrize("name", SPELT)
 def test_encoders_are_fused_and_right(name: str):
     model = exported(name)
-    result, _, context = fused(model)
+    result, *_ = fused(model)
     assert counts(result)["Attention"] == (0 if name.startswith(LEFT) else LAYERS)
     # Behind the kernel stand nodes, for texts in which a token sees nothing.
     nodes = collections.Counter(node.op_type for node in result.graph)
     assert nodes["Softmax"] == (LAYERS if name.startswith(LEFT) else 0)
-    assert any(trial.timed for trial in context.trials) != name.startswith(LEFT)
     for sizes, *outputs in outputs_of_both(model, result, PADDED):
         kept = sizes.kept()
         for actual, expected in zip(*outputs, strict=True):
@@ -756,20 +734,6 @@ def test_sizes_that_only_agree_by_name_are_checked():
     result, *_ = fused(model)
     with pytest.raises(Exception, match=r"[Rr]eshape|broadcast"):
         run(result, feeds | {"token_type_ids": np.zeros((2, 3), np.int64)})
-
-
-def test_a_result_that_is_slower_is_withdrawn():
-    def chain(count: int) -> ir.Model:
-        steps = "".join(f"x{i + 1} = MatMul(x{i}, w)\n" for i in range(count))
-        return model_of(f"""g (float[256, 256] x0, float[256, 256] w) => (float[256, 256] y)
-            {{ {steps} y = Sub(x{count}, x{count}) }}""")
-
-    feeds = {name: np.eye(256, dtype=np.float32) for name in ("x0", "w")}
-    trials = [Trial("matrices", feeds, timed=True)]
-    failure = find_failure(chain(1), chain(60), trials, CPU)
-    assert failure is not None
-    assert "times as long" in failure
-    assert find_failure(chain(60), chain(1), trials, CPU) is None
 
 
 def projections(levels: tuple[int, int] = (4, 4)) -> onnx.ModelProto:

@@ -13,12 +13,12 @@ import onnx_ir as ir
 import pytest
 from builders.decoders import CASES, HALVES, SIGNED, changed, small_decoder
 from builders.exports import decoder_feeds, fused
+from builders.made_up_batches import Run
 from builders.same_numbers import session as opened
 from builders.text_models import normal, proto_of
 from numpy.typing import NDArray
 
 from ortplugins.reasons import code_of
-from rewrite_rules.facts.made_up_batches import Run
 
 # Prompts, single tokens, chunks after a cache; rows that see nothing come from FEEDS.
 SIZES = (Run(1, 6, 0), Run(3, 6, 0), Run(2, 6, 5), Run(1, 1, 5), Run(3, 1, 6), Run(1, 1, 0),

@@ -2,8 +2,8 @@
 """Graphs that look trimmable and are not, or only in part, beside those that are.
 
 Each is a head behind an encoder, with inputs of its own; numbers in its text are constants.
-It is refused for the reason that is given, or computes the same with inputs that neither the
-proof nor the trials have seen.
+It is refused for the reason that is given, or computes the same with inputs that the proof
+has not seen.
 """
 
 import itertools
@@ -113,14 +113,14 @@ def run(model: onnx.ModelProto, feed: dict[str, np.ndarray]) -> list[np.ndarray]
 
 
 def proved(model: onnx.ModelProto, **options: object) -> tuple[onnx.ModelProto, Remark]:
-    """Return what the pass makes of a model without any trial, and what it says of it."""
+    """Return what the pass makes of a model, and what it says of it."""
     result, remarks = ir.from_proto(model), Remarks("trim_padding")
     trim_padding(result, PassContext(remarks), **options)
     (remark,) = (each for each in remarks if each.outcome.value != "note")
     return ir.to_proto(result), remark
 
 
-def without_trials(model: onnx.ModelProto, **options: object) -> onnx.ModelProto:
+def only_proved(model: onnx.ModelProto, **options: object) -> onnx.ModelProto:
     result, remark = proved(model, **options)
     assert remark.outcome.value == "fired"
     return result
@@ -139,7 +139,7 @@ def assert_same_where_real(found: np.ndarray, expected: np.ndarray, real: np.nda
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_what_looks_trimmable(name):
-    """The proof alone decides: no trial withdraws what it overlooks."""
+    """The proof alone decides."""
     model = attack(name)
     result, remark = proved(model)
     trimmed, expected = remark.outcome.value == "fired", ATTACKS[name].expected
@@ -213,7 +213,7 @@ def test_a_node_that_nothing_reads_says_nothing(pack: bool):
     """onnxruntime may drop it, whatever sizes it reads."""
     read = "y = ReduceMean<axes = [1], keepdims = 0>(wanted)"
     model = attack("labels pooled", read, "unread = Add(wanted, hidden)\ny = Neg(wanted)")
-    result = without_trials(model, pack=pack)
+    result = only_proved(model, pack=pack)
     feed = fed(model, ("111", "11111"), 0)
     np.testing.assert_array_equal(run(result, feed)[0], run(model, feed)[0])
 

@@ -1,32 +1,24 @@
 # SPDX-License-Identifier: MIT
 """Made-up batches: which inputs of a transformer hold tokens, mask, positions and cache.
 
-Runs are trials of a result beside the original, from which nothing is concluded: no rows, no
-tokens, inputs of one row beside larger batches, lengths beyond every number that the graph
-compares or clips something with, and ids that are compared with. Of inputs that are not known
-to be a transformer's, any sizes are tried.
+No rows, no tokens, and inputs of one row beside larger batches are among the runs. Inputs that
+are not known to be a transformer's get any sizes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, TypeGuard
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from rewrite_rules.facts.axis_roles import AxisRoles
 from rewrite_rules.facts.input_roles import Kind, Role, made_up_values, role_of
-from rewrite_rules.graph.nodes import walk
-from rewrite_rules.graph.parameters import constant, constant_ints
-from rewrite_rules.remarks import Refusal, Trial
+from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
-# Ids and lengths end before.
-_IDS_END = 1 << 31
 # Sizes of axes that count anything else than tokens.
 _OTHER = 5
 
@@ -70,13 +62,6 @@ TRIED = (
     Run(3, 6, 0, "right"),
     Run(3, 3, 6, "left"),
 )
-_FIRST_SEED = 1000
-# Lengths beyond numbers in the graph are tried up to here, where inputs stay small; and how
-# many of them.
-_MAX_NUMBER, _MAX_ELEMENTS, _MAX_LENGTHS = 2048, 1 << 21, 3
-# Long enough that attention shows, and for long texts; longer than some models take.
-_TIMED = (Run(1, 16, 0), Run(4, 128, 0, "right"), Run(2, 259, 0, "right"))
-_TIMED_WITH_CACHE = (Run(1, 1, 63),)
 # How far a mask is followed to the scores, and what adds it or hides scores by it.
 _MAX_FOLLOWED = 64
 _BROADCASTS = frozenset({"Add", "And", "Mul", "Or", "Where"})
@@ -95,7 +80,7 @@ _RANKS = {Kind.BIAS: (1, 2, 3, 4), Kind.IDS: (2,), Kind.MASK: (2,), Kind.POSITIO
 class DecoderInputs:
     """The inputs of a transformer by role, read by type, rank and name.
 
-    What another input holds is made up for trials; nothing is concluded from that.
+    What another input holds is made up.
     """
 
     def __init__(self, model: ir.Model) -> None:
@@ -107,7 +92,6 @@ class DecoderInputs:
             for value in graph.inputs
             if str(value.name) not in graph.initializers
         }
-        self._compared = numbers_compared_with(model, self._roles)
         # What the names of dimensions count, for inputs of which nothing else is known.
         self._counts = {
             dim.value: counts
@@ -165,51 +149,8 @@ class DecoderInputs:
                 array = rng.standard_normal(sizes) if is_float else rng.integers(0, 2, sizes)
             else:
                 array = made_up_values(value, role, sizes, run.past, run.length, rng)
-                if seed and role.kind in _INDICES:
-                    array = with_numbers(array, self._compared.get(value, ()), rng)
             feeds[value] = np.array(array, value.dtype.numpy(), order="C")
         return feeds
-
-    def trials(self, bound: float, timed: bool, shared_cache: bool = False) -> list[Trial]:
-        """Return the runs as trials, within ``bound``; what padding computes does not count.
-
-        ``timed``: it has to be faster. ``shared_cache``: a cache in buffers is required, which
-        takes no chunks in batches.
-        """
-        found, aligned = [], self._aligned()
-        beside = any(
-            (role.kind is Kind.POSITIONS or "source" in role.axes)
-            and not self._is_batch(value)
-            for value, role in self._roles.items()
-        )
-        tried = [*(run for run in TRIED if beside or not run.one_row), *self._long_runs()]
-        if shared_cache:  # nor in none
-            tried = [run for run in tried if run.batch and run.length]
-        short = self.runs(tried)
-        long = self.runs(_TIMED_WITH_CACHE if self.has_cache else _TIMED)
-        for index, run in enumerate(short + long * timed):
-            if shared_cache and run.batch > 1 and run.length > 1 and run.past > 0:
-                continue
-            made = self.feeds(run, _FIRST_SEED + index)
-            feeds = {str(v.name): array for v, array in made.items()}
-            kept = run.kept()
-            by_rank = {3: kept[:, run.past :, None], 4: kept[:, None, :, None]}
-            compared = {}
-            for output in self._model.graph.outputs if run.padding else ():
-                rank = 1 if output.shape is None else len(output.shape)
-                # One row for each text may be that of padding.
-                nothing = np.zeros((1,) * (rank or 1), np.bool_)
-                of_tokens = by_rank.get(rank, nothing) if output in aligned else nothing
-                compared[str(output.name)] = of_tokens
-            is_long = index >= len(short)
-            tokens = kept[:, run.past :] if run.padding else None
-            found.append(
-                Trial(
-                    str(run), feeds, compared, bound, optional=True, timed=is_long,
-                    tokens=tokens, required=shared_cache,
-                )
-            )  # fmt: skip
-        return found
 
     def _is_batch(self, value: ir.Value) -> bool:
         """Whether a first axis is declared as that of the tokens.
@@ -220,27 +161,6 @@ class DecoderInputs:
         named = [v.shape[0] for v in (value, *tokens) if v.shape]
         names = [dim.value for dim in named if isinstance(dim, ir.SymbolicDim)]
         return len(names) == len(named) and None not in names and names[0] in names[1:]
-
-    def _aligned(self) -> set[ir.Value]:
-        """Return the outputs that may have a row for each token; all, if nothing says less."""
-        outputs = self._model.graph.outputs
-        if all(role.known for role in self._roles.values()):
-            return set(outputs)
-        axes = AxisRoles(self._model)
-        tokens = [axes.dims(v) or () for v in self.all(Kind.IDS, "sequence")]
-        return {v for v in outputs if any((axes.dims(v) or ())[:2] == dims for dims in tokens)}
-
-    def _long_runs(self) -> Iterator[Run]:
-        """Yield runs behind numbers that something is compared or clipped with."""
-        numbers = sorted(_numbers_in(self._model))
-        for number in dict.fromkeys((*numbers[: _MAX_LENGTHS - 1], *numbers[-1:])):
-            size = number + 3
-            for run in (Run(1, 1, size), Run(2, size, 0)):
-                shapes = [self._sizes(value, role, run) for value, role in self._roles.items()]
-                elements = sum(math.prod(shape) for shape in shapes)
-                # Scores grow by the square.
-                if elements + (run.length * size) <= _MAX_ELEMENTS:
-                    yield run
 
     def _sizes(self, value: ir.Value, role: Role, run: Run) -> list[int]:
         total = run.past + run.length
@@ -321,123 +241,3 @@ def _role(value: ir.Value, facts: ProvedShapes) -> Role:
     if rank in _RANKS.get(role.kind, range(5) if floating else ()):
         return role
     return dataclasses.replace(role, known=False)
-
-
-# Batches of an encoder
-
-_LENGTH, _LONG = 24, 160
-# Name, rows of (padding in front, real positions), and the length with padding.
-_BATCHES: tuple[tuple[str, tuple[tuple[int, int], ...], int], ...] = (
-    ("one token", ((0, 1),), _LENGTH),
-    ("odd lengths", ((0, 7), (0, 5), (0, 3)), _LENGTH),
-    ("full length", ((0, _LENGTH), (0, _LENGTH)), _LENGTH),
-    ("mixed lengths", ((0, 2), (0, 17), (0, 1), (0, 11)), _LENGTH),
-    ("left padding", ((5, 19), (0, _LENGTH), (23, 1)), _LENGTH),
-    ("padding on both sides", ((3, 9), (0, 14), (0, 4)), _LENGTH),
-    ("a row of padding only", ((0, 9), (0, 0), (0, 4)), _LENGTH),
-    ("no rows", (), _LENGTH),
-    ("long rows", ((0, 140), (0, 71)), _LONG),
-)
-
-
-def padded_batches(
-    model: ir.Model, mask: ir.Value
-) -> Iterator[tuple[str, NDArray[np.bool_], bool]]:
-    """Yield batches in the sizes that a mask declares: which positions are real.
-
-    Each has a name, its mask ``[batch, length]``, and whether not every model takes its sizes.
-    """
-    assert mask.shape is not None
-    rows_fixed, length_fixed = (n if isinstance(n, int) else None for n in mask.shape)
-    behind = [n + 3 for n in sorted(_numbers_in(model)) if n + 3 > _LONG][-1:]
-    more = ((f"{n} positions", ((0, n - 1), (0, 5)), n) for n in behind)
-    for name, rows, length in (*_BATCHES, *more):
-        if length_fixed is not None:
-            if length > _LENGTH:
-                continue
-            length = length_fixed
-        if rows_fixed is not None:
-            rows = (rows * rows_fixed)[:rows_fixed]
-            if not rows:
-                continue
-        real = np.zeros((len(rows), length), np.bool_)
-        for row, (front, count) in zip(real, rows, strict=True):
-            # With a fixed length the rows reach as far as it lets them.
-            row[front : length if count == _LENGTH else front + count] = True
-        yield name, real, (length > _LENGTH and length_fixed is None) or not rows
-
-
-# Numbers in the graph
-
-_COMPARES = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
-_CLIPS = frozenset({"Clip", "Max", "Min", "Mod"})
-_HANDS_ON = frozenset({
-    "Cast", "Clip", "Expand", "Flatten", "Gather", "Identity", "Max", "Min", "Reshape",
-    "Slice", "Squeeze", "Transpose", "Unsqueeze",
-})  # fmt: skip
-
-
-def numbers_compared_with(
-    model: ir.Model, inputs: Iterable[ir.Value]
-) -> dict[ir.Value, tuple[int, ...]]:
-    """Return the whole numbers that elements of inputs are compared with."""
-    found = {}
-    for value in inputs:
-        numbers, followed = set[int](), [value]
-        for current in followed:
-            for node in current.consumers() if len(followed) < _MAX_FOLLOWED else ():
-                if node.op_type in _COMPARES:
-                    numbers |= {*_constants_of(node)}
-                elif node.op_type in _HANDS_ON and node.inputs[0] is current:
-                    followed += [made for made in node.outputs if made not in followed]
-        found[value] = tuple(sorted(number for number in numbers if number >= 0))
-    return found
-
-
-def _numbers_in(model: ir.Model) -> set[int]:
-    """Return numbers that lengths may be compared, clipped or cut with."""
-    found = set[int]()
-    for node in walk(model.graph):
-        if node.op_type in _COMPARES or node.op_type in _CLIPS:
-            found |= {*_constants_of(node)}
-        elif node.op_type == "Slice" and len(node.inputs) > 3:
-            axes, source = constant_ints(node.inputs[3]), node.inputs[0]
-            rank = None if source is None or source.shape is None else len(source.shape)
-            # The last axis holds no tokens but in masks, which are compared.
-            if axes is not None and {*axes} <= {0, 1, 2} - {rank and rank - 1}:
-                found |= {*(constant_ints(node.inputs[2]) or ())}
-    return {number for number in found if 1 < number <= _MAX_NUMBER}
-
-
-def _constants_of(node: ir.Node) -> Iterator[int]:
-    for value in node.inputs:
-        tensor = constant(value)
-        if tensor is None or tensor.size > _MAX_FOLLOWED or tensor.dtype.is_string():
-            continue
-        for number in tensor.numpy().reshape(-1).astype(np.float64):
-            if abs(number) < _IDS_END and number == int(number):
-                yield int(number)
-
-
-def with_numbers(
-    array: NDArray[Any], numbers: tuple[int, ...], rng: np.random.Generator
-) -> NDArray[Any]:
-    """Put numbers at about half of the places, each at least once where there are enough."""
-    if not numbers or array.size < 2:
-        return array
-    flat = array.reshape(-1).copy()
-    places = rng.permutation(flat.size)[: max(flat.size // 2, 1)]
-    flat[places] = np.resize(rng.permutation(numbers), places.size)
-    return flat.reshape(array.shape)
-
-
-# Models of other inputs
-
-
-def trials_of(model: ir.Model, bound: float) -> list[Trial]:
-    """Return trials of any model, which count where it runs them."""
-    try:
-        found = DecoderInputs(model).trials(bound, timed=False)
-        return [dataclasses.replace(trial, guessed=True) for trial in found]
-    except Refusal:
-        return []

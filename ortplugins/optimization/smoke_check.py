@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: MIT
+"""Runs a result beside its original on a few made-up batches: the guard against our own bugs.
+
+Whether a rewrite is right is proved from the graph, or asked by it at run time; what fails
+here is a bug of a pass. Where the original runs no batch, nothing is concluded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+from numpy.typing import NDArray
+
+from ortplugins.errors import ModelFileError, UsageError
+from ortplugins.model_io.loading import is_path
+from ortplugins.model_io.saving import save_with_data
+from ortplugins.optimization.request import BuildRequest
+from ortplugins.runtime.copied_options import DATA_FOLDER_KEY, apply_settings
+from ortplugins.runtime.stock_session import quiet_runner
+from ortplugins.samples.made_up import Feed, MadeUpInputs, Run
+from rewrite_rules.facts.input_roles import Kind, role_of
+from rewrite_rules.graph.nodes import all_nodes
+from rewrite_rules.graph.parameters import constant
+
+# Tokens of a text, and how many of them are padding in one batch. Hardly a size of anything
+# else, so an axis that long counts tokens.
+_LENGTH, _PADDING = 19, 6
+# Of the greatest number of an output, and what counts as none; adding up in another order
+# stays far below.
+_MOST, _ZERO = 0.1, 1e-5
+_TO_CODES, _RANDOM = ("DynamicQuantizeLinear", "QuantizeLinear"), ("Bernoulli", "Multinomial")
+_INT8_LEVEL = 4  # the accuracy level of MatMulNBits that rounds activations to codes
+_CPU = "CPUExecutionProvider"
+
+Outputs = Mapping[str, NDArray[Any]]
+Sizes = Mapping[int, int]
+
+
+def find_failure(
+    request: BuildRequest, after: ir.Model, path: Path, needs: Mapping[str, str], scratch: Path
+) -> str | None:
+    """Say what is wrong with a result, ``after``, saved as ``path``; None if nothing is."""
+    before, failure = request.load().model, None
+    counts = not any(map(_differs_by_chance, (*all_nodes(before), *all_nodes(after))))
+    folder = {} if request.data_folder is None else {DATA_FOLDER_KEY: request.data_folder}
+    source: Any = request.source
+    if not isinstance(source, bytes) and not is_path(source):
+        source = scratch / "before.onnx"
+        save_with_data(before, source)
+    own = request.optimizers.level
+    # Optimisers of onnxruntime have bugs, too: what the nodes compute by themselves is right.
+    for level in dict.fromkeys((own, "ORT_DISABLE_ALL")):
+        try:
+            run = _open(request, source, {"graph_optimization_level": level, **folder})
+            batches = [(feed, real, run(feed)) for feed, real in _batches(before, run)]
+        except Exception:  # onnxruntime's own classes, none of which is documented
+            break
+        del run  # two sessions hold the weights twice
+        try:
+            run = _open(request, path, {"graph_optimization_level": own, **needs})
+            failure = _first_difference(run, batches, counts)
+        except Exception as error:
+            failure = f"it does not run: {' '.join(str(error).split())[:200]}"
+        if failure is None:
+            break
+    return failure
+
+
+def _first_difference(
+    run: Run, batches: Iterable[tuple[Feed, Sizes, Outputs]], counts: bool
+) -> str | None:
+    for feed, real, expected in batches:
+        found = run(feed)
+        for name, array in expected.items():
+            if failure := _difference(array, found.get(name), real, counts):
+                return f"output {name!r} {failure}"
+    return None
+
+
+def _open(request: BuildRequest, source: Any, settings: Mapping[str, str]) -> Run:
+    """Open a model as the user's session does, but for what only makes it fast."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # what fails is reported by the caller
+    options.enable_cpu_mem_arena = request.cpu_arena
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    apply_settings(options, {**dict(request.optimizers.entries), **settings})
+    model = source if isinstance(source, bytes) else os.fspath(source)
+    if DATA_FOLDER_KEY in settings and isinstance(model, str):
+        model = Path(model).read_bytes()  # older versions heed it for bytes only
+    there = [x for x in request.providers if x in onnxruntime.get_available_providers()]
+    session = onnxruntime.InferenceSession(
+        model,
+        options,
+        providers=[(x, request.provider_options.get(x, {})) for x in there or [_CPU]],
+        disabled_optimizers=[*request.optimizers.disabled],
+        enable_fallback=0,
+    )
+    return quiet_runner(session)
+
+
+def _batches(model: ir.Model, run: Run) -> Iterator[tuple[Feed, Sizes]]:
+    """Yield a text, the token behind it where there is a cache, and two texts with padding.
+
+    With each comes how many places count along axes of a size.
+    """
+    for feed in MadeUpInputs(model.graph.inputs, length=_LENGTH).fitted_feeds(run):
+        yield feed, {}
+    with contextlib.suppress(UsageError, ModelFileError):  # it takes one text
+        two = MadeUpInputs(model.graph.inputs, {"batch": 2}, length=_LENGTH)
+        real = dict[int, int]()
+        feed = next(two.fitted_feeds(run, seed=1))
+        for value in model.graph.inputs:
+            mask = feed.get(str(value.name), np.zeros(0))
+            if role_of(value).kind is Kind.MASK and mask.ndim == 2 < mask.shape[1]:
+                real[mask.shape[1]] = max(mask.shape[1] - _PADDING, 1)
+                mask[:, real[mask.shape[1]] :] = 0
+        yield feed, real
+
+
+def _differs_by_chance(node: ir.Node) -> bool:
+    """Whether a last digit may move numbers by whole steps, or nothing determines them."""
+    if node.op_type in _TO_CODES:
+        return constant(node.inputs[0]) is None
+    if node.op_type == "MatMulNBits":
+        return node.attributes.get_int("accuracy_level", 0) == _INT8_LEVEL
+    return node.op_type.startswith(("Random", *_RANDOM))
+
+
+def _difference(a: Any, b: Any | None, real: Sizes, counts: bool) -> str | None:
+    """Say how an output is wrong; only where numbers count, how far it is off."""
+    if b is None or (a.dtype, a.shape) != (b.dtype, b.shape):
+        found = "missing" if b is None else f"{b.dtype} {list(b.shape)}"
+        return f"is {found} instead of {a.dtype} {list(a.shape)}"
+    if a.dtype.kind not in "fc":
+        return None
+    kept = (slice(None), *(slice(real.get(size, size)) for size in a.shape[1:]))[: a.ndim]
+    a, b = a[kept], b[kept]
+    finite = np.isfinite(a)
+    if not np.isfinite(b[finite]).all():
+        return "is not finite where the original is"
+    far = np.abs(b[finite] - a[finite]).max(initial=0)
+    greatest = np.abs(a[finite]).max(initial=0)
+    if counts and far > _MOST * greatest + _ZERO:
+        return f"differs by {far:.1e}, its greatest number is {greatest:.1e}"
+    return None

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: MIT
+"""The smoke check: a grossly wrong result is left out with a warning, whatever is set."""
+
+import dataclasses
+from typing import ClassVar
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from builders.decoders import small_decoder
+from builders.sessions import options, start
+from builders.text_models import proto_of
+from builders.transformer_parts import norm
+from onnxscript import TapeBuilder
+
+import ortplugins
+from rewrite_rules.remarks import PassContext
+from rewrite_rules.transformer_fusion.norms_and_activations import RmsNorm
+from session_options import option, registry
+
+FAILS = "made a wrong result, please report it"
+
+
+@dataclasses.dataclass(frozen=True)
+class Behind(ortplugins.Pass):
+    """Puts nodes behind each output: right, or wrong in one way."""
+
+    name: ClassVar[str] = "behind"
+    summary: ClassVar[str] = "for tests"
+    how: str = option("right", "What is wrong.")
+
+    def rewrite(self, model: ir.Model, context: PassContext) -> bool:
+        op = TapeBuilder()
+        for index, value in enumerate(model.graph.outputs):
+            made = {
+                "right": lambda v: op.Identity(v),
+                "off": lambda v: op.Mul(v, op.Constant(value_float=1.5)),
+                "NaN": lambda v: op.Sqrt(op.Sub(v, op.Constant(value_float=10.0))),
+                "shape": lambda v: op.Unsqueeze(v, op.Constant(value_ints=[0])),
+                "type": lambda v: op.Cast(v, to=ir.DataType.DOUBLE),
+                "unknown": lambda v: op.NoSuchOperator(v),
+            }[self.how](value)
+            made.name, value.name = value.name, f"{value.name}_{self.name}"
+            kind = ir.DataType.DOUBLE if self.how == "type" else ir.DataType.FLOAT
+            made.type = ir.TensorType(kind)
+            model.graph.outputs[index] = made
+        model.graph.extend(op.nodes)
+        context.remarks.fired("model", self.how)
+        return True
+
+
+@dataclasses.dataclass(frozen=True)
+class Again(Behind):
+    """The same, under another name."""
+
+    name: ClassVar[str] = "again"
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cls in (Behind, Again):
+        monkeypatch.setitem(registry.BUILTIN_PASSES, cls.name, cls)
+
+
+def rounded() -> onnx.ModelProto:
+    return proto_of("""g (float[N, 8] x) => (float[N, 8] y)
+        <float s = {0.1}, uint8 z = {0}>
+        { c = QuantizeLinear(x, s, z)  y = DequantizeLinear(c, s, z) }""")
+
+
+def plain(nodes: str = "y = Relu(x)") -> onnx.ModelProto:
+    return proto_of(f"g (float[N, 8] x) => (float[N, 8] y) {{ {nodes} }}")
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("off", "output 'y' differs by"),
+        ("NaN", "is not finite where the original is"),
+        ("shape", r"is float32 \[1, 19, 8\] instead of float32 \[19, 8\]"),
+        ("type", "is float64"),
+        ("unknown", "it does not run: .*NoSuchOperator"),
+    ],
+)
+def test_what_is_wrong_is_left_out(how: str, reason: str):
+    model = plain()
+    with pytest.warns(ortplugins.OrtpluginsWarning, match=f"'behind' {FAILS}: .*{reason}"):
+        result = ortplugins.optimize(model, passes=[Again(), Behind(how)])
+    assert [one.name for one in result.report.passes] == ["again"]
+    assert any(FAILS in note for note in result.report.notes)
+    assert [node.op_type for node in result.model.graph.node] == ["Relu", "Identity"]
+
+
+def test_no_pass_is_blamed_for_another():
+    with pytest.warns(ortplugins.OrtpluginsWarning, match="'again'") as caught:
+        result = ortplugins.optimize(plain(), passes=[Again("off"), Behind()])
+    assert len(caught) == 1
+    assert [one.name for one in result.report.passes] == ["behind"]
+
+
+@pytest.mark.parametrize("level", ["ORT_DISABLE_ALL", "ORT_ENABLE_ALL"])
+def test_a_session_runs_without_what_is_wrong(level: str):
+    with pytest.raises(ortplugins.PassError, match=FAILS):
+        start(plain().SerializeToString(), options(Behind("off"), strict=True))
+    so = options(Behind("off"))
+    so.graph_optimization_level = getattr(ort.GraphOptimizationLevel, level)
+    with pytest.warns(ortplugins.OrtpluginsWarning, match=FAILS):
+        session = start(plain().SerializeToString(), so)
+    (found,) = session.run(None, {"x": np.ones((2, 8), np.float32)})
+    assert (found == 1).all()
+
+
+def test_no_file_is_left_of_what_is_wrong(tmp_path):
+    with pytest.raises(ortplugins.PassError, match=FAILS):
+        model = small_decoder(("LessOrEqual", "GreaterOrEqual"))
+        shared = ortplugins.TransformerFusion(kv_cache="shared")
+        ortplugins.optimize(model, tmp_path / "out.onnx", passes=[shared])
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        rounded(),  # a last digit moves whole codes
+        plain("r = RandomNormalLike(x)  y = Add(x, r)"),
+        plain("y = NoSuchOperator(x)"),  # the original runs nothing
+        proto_of("g (string[N] s) => (float[N] y) { i = StringLength(s) y = Cast<to=1>(i) }"),
+    ],
+)
+def test_where_nothing_can_be_concluded_the_result_stays(model: onnx.ModelProto):
+    result = ortplugins.optimize(model, passes=[Behind("off")])
+    assert result.report.fired
+
+
+def test_a_wrong_rewrite_of_ours_is_found(monkeypatch: pytest.MonkeyPatch):
+    rewrite = RmsNorm.rewrite
+    monkeypatch.setattr(
+        RmsNorm, "rewrite", lambda self, op, **v: op.Neg(rewrite(self, op, **v))
+    )
+    with pytest.warns(ortplugins.OrtpluginsWarning, match=f"transformer_fusion' {FAILS}"):
+        result = ortplugins.optimize(norm(("", "")), passes=[ortplugins.TransformerFusion()])
+    assert not result.report.fired
