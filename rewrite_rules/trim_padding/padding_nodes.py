@@ -158,9 +158,7 @@ class PaddingNodes:
         What the model has behind the longest row is repeated where that is one value; else
         the padding is 0.
         """
-        assert value.shape is not None
         name, value.name = value.name, self._names.take(f"{value.name}_cut")
-        kept = [None if i in axes else dim for i, dim in enumerate(value.shape)]
         repeated = [i for i, behind in axes.items() if behind.same and not behind.zero]
         zero = [i for i in axes if i not in repeated]
         padded = value
@@ -168,7 +166,7 @@ class PaddingNodes:
             if along:
                 pads = self._pads_of(self._after, value, along, 1)
                 padded = self._after.Pad(padded, pads, mode=mode)
-                padded.type, padded.shape = value.type, ir.Shape(kept)
+                padded.type = value.type
         padded.name = name
         self._replace_output(value, padded)
 
@@ -176,7 +174,7 @@ class PaddingNodes:
         """Have an output be a side value, computed from whole inputs."""
         name, value.name = value.name, self._names.take(f"{value.name}_cut")
         whole = self._before.Identity(self._whole(value), _outputs=[name])
-        whole.type, whole.shape = value.type, value.shape
+        whole.type = value.type
         self._replace_output(value, whole)
 
     def insert(self) -> None:
@@ -200,8 +198,7 @@ class PaddingNodes:
 
     def _pads_of(self, op: NewNodes, value: ir.Value, axes: list[int], sign: int) -> ir.Value:
         """The pads that change the ends of some axes by what is cut."""
-        assert value.shape is not None
-        rank = len(value.shape)
+        rank = len(self._flow.tokens(value).axes or ())
         ends = np.zeros(2 * rank, np.int64)
         ends[[rank + axis for axis in axes]] = sign
         pads: ir.Value = op.Mul(self._cut, op.integers(ends))

@@ -73,6 +73,7 @@ def trim_padding(
     except Refusal as refusal:
         context.remarks.refused(_MODEL, f"{refusal}{_FUSED if _is_fused(model) else ''}")
         return
+    declared = [value.shape for value in model.graph.outputs]
     remove_unused(model)  # of which nothing is known
     _forget_lengths(model, flow)
     nodes.cut_sides()
@@ -97,6 +98,8 @@ def trim_padding(
         if at:
             nodes.pad_output(value, at)
     nodes.insert()
+    for value, shape in zip(model.graph.outputs, declared, strict=True):
+        value.shape = shape
     remove_unused(model)
     name_apart(model)
     context.remarks.fired(str(flow.mask.name), gained)
@@ -214,9 +217,6 @@ def _sequence_axes(model: ir.Model, flow: TokenFlow) -> dict[ir.Value, dict[int,
                     f"{value.name!r} is set behind the longest row by the model itself, to "
                     "different values"
                 )
-        # An output of onnxruntime's own operators, or one declared with another rank.
-        if value.shape is None or len(value.shape) != len(axes):
-            value.shape = ir.Shape([None] * len(axes))
         result[value] = found
     return result
 
@@ -231,7 +231,10 @@ def _forget_lengths(model: ir.Model, flow: TokenFlow) -> None:
     (length,) = (roles.dims(flow.mask) or ())[1][1]
     for value in [value for node in model.graph for value in node.outputs if value.shape]:
         dims = roles.dims(value)
-        if dims is None or value.shape is None or len(dims) != len(value.shape):
+        if dims is None or value.shape is None:
+            continue
+        if len(dims) != len(value.shape):  # declared with another rank
+            value.shape = None
             continue
         pairs = zip(dims, value.shape, strict=True)
         value.shape = ir.Shape([None if length in dim[1] else old for dim, old in pairs])

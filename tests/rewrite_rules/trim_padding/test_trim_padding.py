@@ -50,6 +50,11 @@ def refusal(model: onnx.ModelProto, **options: object) -> str:
 SUMMED = {"rtol": 0} if platform.machine() == "x86_64" else {"rtol": 1e-6, "atol": 1e-6}
 
 
+def declared(model: onnx.ModelProto) -> list[tuple[str, str, list[int | str | None]]]:
+    opened = session(model)
+    return [(v.name, v.type, v.shape) for v in opened.get_inputs() + opened.get_outputs()]
+
+
 def assert_same(
     result: onnx.ModelProto, model: onnx.ModelProto, feed: dict[str, np.ndarray], **near: float
 ) -> None:
@@ -113,6 +118,7 @@ def test_any_mask_shape_and_head(given, options, computed):
     dtype = {"float": np.float32, "bool": np.bool_}.get(kind, kind)
     feed = batch("111", "11111", length=12, dtype=dtype)
     result = trimmed(model, **options).model
+    assert declared(result) == declared(model)
     assert computed_length(result, feed) == computed
     assert_same(result, model, feed)
 
@@ -308,6 +314,7 @@ def test_exports_compute_the_same(name, pack):
     model = exported(name)
     result = trimmed(model, pack=pack)
     assert result.report.fired
+    assert declared(result.model) == declared(model)
     feed = fed(model, "1", "111", "1011101")
     assert_same(result.model, model, feed, rtol=1e-6, atol=1e-6)
 
