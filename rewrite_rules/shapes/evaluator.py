@@ -53,6 +53,10 @@ class NodeEvaluator:
         key = (array.dtype.str, array.shape, array.tobytes())
         return self._interned.setdefault(key, array)
 
+    def numbers(self, tensor: ir.TensorProtocol) -> Array:
+        """Return the numbers of a constant, copied: its file must not stay mapped."""
+        return self.intern(np.array(tensor.numpy()))
+
     def run(
         self, node: ir.Node, opset: int, arrays: Sequence[Array | None]
     ) -> tuple[Array, ...]:
@@ -113,7 +117,7 @@ class GraphEvaluator:
             return []
         tensor, node = constant(value), value.producer()
         if tensor is not None:
-            self._arrays[value] = self._nodes.intern(tensor.numpy())
+            self._arrays[value] = self._nodes.numbers(tensor)
             return []
         if node is None or node.graph is None:
             raise CannotEvaluate(f"{value.name!r} is not known")

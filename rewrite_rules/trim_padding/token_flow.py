@@ -260,7 +260,7 @@ class TokenFlow:
         numeric = tensor.dtype not in (ir.DataType.STRING, ir.DataType.UNDEFINED)
         if tensor.size <= _MAX_CONSTANT and numeric and tensor.dtype.bitwidth >= 8:
             check_payload(tensor, f"constant {tensor.name!r}")
-            array = self._evaluator.intern(tensor.numpy())
+            array = self._evaluator.numbers(tensor)
             return Side((array,) * len(self.samples.masks), varies=False)
         return Tokens(tuple((int(n),) if n != 1 else () for n in tensor.shape.numpy()))
 

@@ -156,7 +156,7 @@ def _find_mask(model: ir.Model, name: str) -> TokenFlow:
                 proofs.append(flow)
                 break
             except Stopped as refusal:
-                stopped.append(refusal)
+                stopped.append(refusal.with_traceback(None))  # which holds the proof
     if len(proofs) > 1:
         raise Refusal(
             f"{_names(flow.mask for flow in proofs)} may each be the mask: name it by "
