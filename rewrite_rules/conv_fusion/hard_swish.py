@@ -22,8 +22,8 @@ from rewrite_rules.conv_fusion.linear import like
 from rewrite_rules.graph.nodes import producer
 from rewrite_rules.graph.parameters import float_attribute
 
-# The sixth is written in float32.
-_TOLERANCE = 1e-6
+# The sixth is written in float32, or as a decimal number.
+_TOLERANCE = {"sixth": 1e-6}
 _NUMBERS = {"three": 3.0, "low": 0.0, "high": 6.0, "sixth": 6.0}
 _CLIPS: Mapping[str, Callable[..., Any]] = {
     "inputs": lambda op, y, low, high: op.Clip(y, low, high),
@@ -60,7 +60,8 @@ class HardSwish(FoldingRule):
         if self._divided == "Mul" and found["sixth"]:
             found["sixth"] = 1 / found["sixth"]
         for name, each in found.items():
-            if each is None or not abs(each - _NUMBERS[name]) <= _TOLERANCE * _NUMBERS[name]:
+            most = _TOLERANCE.get(name, 0.0) * _NUMBERS[name]
+            if each is None or not abs(each - _NUMBERS[name]) <= most:
                 raise Differs("its numbers are not those of a hard swish")
 
     def rewrite(self, op: Any, y: ir.Value, out: ir.Value, **_: Any) -> Any:

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""A rule set that tries a rule only on nodes whose operator fits."""
+"""A rule set that tries a rule only on nodes whose operator fits, and takes no constant for
+another."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter import RewriteRule, RewriteRuleSet
+from onnxscript.rewriter._matcher import SimplePatternMatcher
 
 from rewrite_rules.graph.initializers import name_apart
 from rewrite_rules.graph.nodes import is_constant, remove_unused
@@ -59,6 +62,24 @@ def _mark_constants(graph: ir.Graph) -> None:
             node.outputs[0].dtype = tensor.dtype
 
 
+class _ExactMatcher(SimplePatternMatcher):
+    """Matches numbers in the type of the constant, and none that a caller may feed.
+
+    onnxscript's own takes 2.00001 for 2, and the default of an input for a constant.
+    """
+
+    def _match_constant(self, pattern_constant: Any, value: ir.Value) -> bool:
+        tensor, expected = constant(value), np.asarray(pattern_constant.value)
+        if tensor is None or tensor.dtype.is_string() or tensor.size != expected.size:
+            return self.fail(f"{value.name!r} is not the constant {expected}")
+        array = tensor.numpy()
+        if array.dtype.kind != "i":
+            expected = expected.astype(array.dtype)
+        if array.shape != expected.shape or not np.array_equal(array, expected):
+            return self.fail(f"{value.name!r} is not {expected}")
+        return True
+
+
 class _Dispatch(RewriteRule):
     """The one rule that the engine sees: after a match it stands for the rule that matched."""
 
@@ -71,6 +92,7 @@ class _Dispatch(RewriteRule):
         for rule in rules:
             # Not op_identifier(), which is None in what .commute() returns (onnxscript 0.7.2).
             root = rule._target_pattern.output_node
+            rule._matcher = _ExactMatcher(rule._target_pattern)
             self._table.setdefault(root.op_type, []).append(rule)
         self._is_candidate = is_candidate
         # The engine reads these, too; none of our rules sets them.

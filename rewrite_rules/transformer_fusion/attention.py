@@ -133,8 +133,6 @@ class FuseAttention(RewriteRuleClassBase):
     ) -> MatchResult:
         """Read the attention; what stands in the way is a remark."""
         result, node = MatchResult(), producer(mixed)
-        if int_attribute(producer(softmax), "axis", -1) not in (-1, 3):
-            return result.fail("weights are not over keys", node)
         if guarded == 1 and not _is_zero(zero):
             return result.fail("what NaN becomes is not 0", node)
         with self._remarks.at(label(node)):
@@ -154,6 +152,10 @@ class FuseAttention(RewriteRuleClassBase):
         cut: ir.Value | None = None,
         **_: object,
     ) -> Attention:
+        dims = self._facts.dims(softmax)
+        axis = int_attribute(producer(softmax), "axis", -1)
+        if axis != -1 and (dims is None or axis != len(dims) - 1):
+            raise Refusal(f"its weights are over axis {axis}, not known to be that of the keys")
         match = Match(softmax, mixed, out, guarded == 1, cut)
         found = read_attention(match, self._facts)
         for applies, reason in _REFUSALS:

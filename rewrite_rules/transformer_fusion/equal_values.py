@@ -72,7 +72,9 @@ def _computes(node: ir.Node) -> Hashable:
         elif not isinstance(value, (int, float, str)):
             return None
         attributes.append((name, attribute.type, value))
-    return node.op_type, tuple(node.inputs), len(node.outputs), tuple(attributes)
+    # An output without a name is not computed, and nothing may come to read it.
+    present = tuple(bool(value.name) for value in node.outputs)
+    return node.op_type, tuple(node.inputs), present, tuple(attributes)
 
 
 def fold_scalars(model: ir.Model, graphs: Iterable[ir.Graph], facts: ProvedShapes) -> None:

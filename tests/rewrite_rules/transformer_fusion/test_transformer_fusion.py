@@ -180,6 +180,8 @@ def gathered(change: tuple[str, str]) -> onnx.ModelProto:
         (gathered, "{0, 0, 0, 1, 1, 1}", "{0, 1, 0, 1, 0, 1}", "Gather"),
         (norm, "last = {-1}", "last = {1}", "ReduceMean"),
         (norm, "float two = {2}", "float two = {3}", "ReduceMean"),
+        (norm, "float two = {2}", "float two = {2.00001}", "ReduceMean"),
+        (norm, "float[2, 3, 8] a,", "float two, float[2, 3, 8] a,", "ReduceMean"),
         (norm, WEIGHT, "float weight = {3}", "ReduceMean"),
         # The kernel wants a weight for each element of the axis, and does not broadcast one.
         (norm, WEIGHT, "float[1] weight = {3}", "ReduceMean"),
@@ -200,6 +202,8 @@ def gathered(change: tuple[str, str]) -> onnx.ModelProto:
         (gelu, "half = {0.5}", "half = {0.25}", "Tanh"),
         (gelu, "cubic = {0.044715}", "cubic = {0.044}", "Tanh"),
         (gelu, "root = {0.7978845834732056}", "root = {0.798}", "Tanh"),
+        (gelu, "root = {0.7978845834732056}", "root = {0.797885}", "Tanh"),
+        (gelu, "half = {0.5}", "half = {0.500001}", "Tanh"),
         (gelu, "Mul(square, x)", "Mul(square, square)", "Tanh"),
         (gelu, "Mul(x, half)", "Mul(cube, half)", "Tanh"),
         (gelu, "float[B, 8] y", "float[B, 8] y, float[B, 8] g", "Tanh"),
@@ -262,3 +266,14 @@ def test_equal_nodes_are_one():
         a = Relu(x) b = Relu(x) c = Exp(a) d = Exp(b) y = Add(c, d) }""")
     result, *_ = fused(model)
     assert op_types(result) == ["Add", "Exp", "Relu"]
+
+
+def test_nodes_with_other_absent_outputs_are_two():
+    model = proto_of("""g (int64[M] i) => (int64[K] places, int64[L] first) {
+        u, , inverse = Unique<sorted = 1>(i) v, index = Unique<sorted = 1>(i)
+        places = Abs(inverse) first = Abs(index) }""")
+    del model.graph.node[1].output[2:]
+    model.graph.node[1].output.extend(["", ""])
+    model.graph.node[0].output.append("")
+    result, *_ = fused(model)
+    check(result, model, {"i": np.array([5, 3, 5, 9, 3])})
