@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A rule set that tries a rule only on nodes whose operator fits, and takes no constant for
-another."""
+"""A rule set that tries a rule where the operator fits, and takes no constant for another."""
 
 from __future__ import annotations
 

@@ -52,6 +52,8 @@ _IN_PLACE |= {("com.microsoft", "FusedConv"): 3, ("com.microsoft.nchwc", "Conv")
 # Their float64 kernels do not.
 _IN_PLACE_FLOAT_ONLY = frozenset({"LogSoftmax", "Softmax"})
 
+# No machine holds more; millions of such tensors add up within int64.
+_MOST_BYTES = 1 << 40
 _STRING_BYTES = 32  # std::string of libstdc++ and libc++; short texts lie inside
 
 # Of the arena.
@@ -229,11 +231,11 @@ class MemoryModel:
             return max((self.sizes[read] for read in self.reads[node]), default=0), None
         dtype = value.dtype if value.dtype is not None else ir.DataType.FLOAT
         if dtype is ir.DataType.STRING:
-            return math.prod(sizes) * _STRING_BYTES, None
+            return min(math.prod(sizes) * _STRING_BYTES, _MOST_BYTES), None
         bits = 8 if dtype is ir.DataType.UNDEFINED else dtype.bitwidth
         planned = self._shapes.planned.get(value)
         key = None if planned is None else (math.ceil(bits / 8), planned)
-        return math.ceil(math.prod(sizes) * bits / 8), key
+        return min(-(-math.prod(sizes) * bits // 8), _MOST_BYTES), key
 
     def _set_reuse(
         self, node: ir.Node, index: int, numbers: Mapping[ir.Value | None, int]

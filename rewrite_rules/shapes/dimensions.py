@@ -17,6 +17,8 @@ from typing import Any
 
 import onnx_ir as ir
 
+from rewrite_rules.remarks import Refusal
+
 # A number times unknowns, sorted. With unknowns it is a size, so no less than 0; without, it
 # may be any int64 that a shape is computed from, -1 for instance.
 Dim = tuple[int, tuple[int, ...]]
@@ -25,12 +27,29 @@ Dims = tuple[Dim, ...]
 Shape = Dims | int
 
 _MAX_UNKNOWNS = 16
-_LARGEST = 1 << 62
+# What sizes are multiplied by, or added to: 2**32 of them fill no memory, so nothing wraps.
+_BESIDE_SIZES = 1 << 31
+
+# Integers up to here are numbers in float64, in which some kernels compute; differences, too.
+EXACT = 1 << 52
+
+
+def int64(number: int, unknowns: tuple[int, ...] = ()) -> Dim | None:
+    """Return a number, or that many times unknowns; None where int64 may wrap round.
+
+    All arithmetic ends here. Only what comes out counts: sums and products that wrapped on the
+    way are the same. A quotient's operands have come out of here before.
+    """
+    limit = _BESIDE_SIZES if unknowns else 1 << 63
+    return (number, unknowns) if -limit <= number < limit else None
 
 
 def known(size: int) -> Dim:
-    """The dimension of a size that is a number."""
-    return size, ()
+    """Return the dimension of a size that is a number; refuse what no tensor holds."""
+    dim = int64(size)
+    if dim is None:
+        raise Refusal(f"{size} is beyond int64")
+    return dim
 
 
 def number(dim: Dim | None) -> int | None:
@@ -102,10 +121,11 @@ class Unknowns:
             return known(0)
         if not self.arithmetic and unknowns and (size, tuple(unknowns)) not in dims:
             return self.fresh_dim()
-        # Products of products grow without end, and int64 wraps round.
-        if len(unknowns) > _MAX_UNKNOWNS or abs(size) > _LARGEST:
+        # Products of products grow without end.
+        made = int64(size, tuple(sorted(unknowns)))
+        if made is None or len(unknowns) > _MAX_UNKNOWNS:
             return self.remembered("product", *sorted(dims))
-        return size, tuple(sorted(unknowns))
+        return made
 
     def quotient(self, total: Dim, part: Dim) -> Dim:
         """Divide sizes; in a run that succeeds, nothing remains and ``part`` is not 0."""
@@ -125,9 +145,8 @@ class Unknowns:
         if not left:
             return known(0)
         plain = self.arithmetic or len(parts) == 1 or not left[0][1]
-        if plain and len(left) == 1 and left[0][0] > 0:
-            return left[0]
-        return self.remembered("sum", *left)
+        made = int64(*left[0]) if plain and len(left) == 1 and left[0][0] > 0 else None
+        return self.remembered("sum", *left) if made is None else made
 
     def difference(self, total: Dim, part: Dim) -> Dim | None:
         """Subtract a size from a sum that it is a part of; None for others."""

@@ -16,7 +16,6 @@ there dimensions of size 0 or not:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
@@ -25,7 +24,7 @@ import onnx_ir as ir
 
 from rewrite_rules.graph.parameters import axes_of, axis_of, constant
 from rewrite_rules.remarks import Refusal
-from rewrite_rules.shapes.dimensions import Dim, Dims, Shape, known, number
+from rewrite_rules.shapes.dimensions import EXACT, Dim, Dims, Shape, known, number
 from rewrite_rules.shapes.node_facts import Site, is_open, sliced
 
 _MICROSOFT = "com.microsoft"
@@ -296,7 +295,9 @@ def _range(site: Site) -> Sequence[Shape]:
         return [site.unknowns.fresh_dims(1)]
     if step == (1, ()) and (count := site.unknowns.difference(end, start)) is not None:
         return [(site.unknowns.inferred(count),)]
-    if not (start[1] or end[1] or step[1]) and step[0]:
+    # The kernel counts in float64.
+    exact = all(abs(size) <= EXACT and not unknowns for size, unknowns in (start, end, step))
+    if exact and step[0]:
         return [(known(len(range(start[0], end[0], step[0]))),)]
     return [(site.unknowns.remembered("Range", start, end, step),)]
 
@@ -450,7 +451,7 @@ def _window(site: Site, dims: Dims, kernel: Sequence[int]) -> Dims:
             if strides[i] == 1:
                 size = site.unknowns.inferred(dim)
             elif not dim[1]:
-                size = known(math.ceil(dim[0] / strides[i]))
+                size = known(-(-dim[0] // strides[i]))
         elif auto_pad == "NOTSET" and not site.integer("ceil_mode", 0):
             change = pads[i] + pads[i + rank] - reach
             if strides[i] == 1 and change == 0:

@@ -33,7 +33,7 @@ from rewrite_rules.shapes.node_facts import Facts, Integers, Site
 from rewrite_rules.shapes.operator_shapes import output_shapes
 from rewrite_rules.shapes.shape_data import output_integers
 
-_MALFORMED = (Refusal, IndexError, ValueError)
+_MALFORMED = (ArithmeticError, IndexError, Refusal, ValueError)
 _INT64_OR_32 = ir.DataType.INT64, ir.DataType.INT32
 
 DEFAULT_DIM = 128

@@ -21,12 +21,11 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from rewrite_rules.remarks import Refusal
-from rewrite_rules.shapes.dimensions import Dim, known, number
+from rewrite_rules.shapes.dimensions import EXACT, Dim, int64, known, number
 from rewrite_rules.shapes.node_facts import Integers, Site, sliced
 
 # Longer tensors are not shapes.
 _MAX = 64
-_LARGEST = 1 << 62
 _INT32 = 1 << 31
 
 # Of the elements of a tensor, their numbers in its flat order.
@@ -132,6 +131,9 @@ def _product_of_all(site: Site) -> Integers | None:
         return None
     if site.integer("noop_with_empty_axes", 0):
         return None
+    # The kernel multiplies in float64.
+    if math.prod(abs(size) or 1 for size, _ in dims) > EXACT:
+        return None
     return Integers((_multiplied(site, *dims),), (1,) if site.integer("keepdims", 1) else ())
 
 
@@ -202,16 +204,20 @@ def _multiplied(site: Site, *factors: Dim) -> Dim | None:
     # A negative number of sizes is not a size.
     if any(size < 0 for size, _ in factors) and any(unknowns for _, unknowns in factors):
         return None
-    if math.prod(abs(size) for size, _ in factors) > _LARGEST:  # int64 may wrap round
-        return None
-    return site.unknowns.product(factors)
+    unknowns = tuple(unknown for factor in factors for unknown in factor[1])
+    fits = int64(math.prod(size for size, _ in factors), unknowns)
+    return None if fits is None else site.unknowns.product(factors)
 
 
 def _added(site: Site, x: Dim, y: Dim) -> Dim | None:
-    total = x[0] + y[0]
     if not x[1] and not y[1]:
-        return known(total) if abs(total) <= _LARGEST else None
-    return site.unknowns.sum((x, y)) if x[0] >= 0 and y[0] >= 0 else None
+        return int64(x[0] + y[0])
+    fits = int64(x[0] + y[0], x[1] + y[1])
+    return site.unknowns.sum((x, y)) if fits and x[0] >= 0 and y[0] >= 0 else None
+
+
+def _subtracted(site: Site, x: Dim, y: Dim) -> Dim | None:
+    return None if x[1] or y[1] else int64(x[0] - y[0])
 
 
 def _divided(site: Site, x: Dim, y: Dim) -> Dim | None:
@@ -219,7 +225,7 @@ def _divided(site: Site, x: Dim, y: Dim) -> Dim | None:
     if divisor is None or divisor <= 0 or x[0] < 0:
         return None
     if not x[1]:
-        return known(x[0] // divisor)
+        return int64(x[0] // divisor)
     return site.unknowns.quotient(x, y) if x[0] % divisor == 0 else None
 
 
@@ -239,7 +245,7 @@ _RULES: dict[str, Callable[[Site], Integers | None]] = {
     "Size": lambda site: Integers((site.facts.count(site.input(0)),), ()),
     "Slice": _slice,
     "Squeeze": lambda site: _moved(site, lambda p: p.squeeze(site.axes(1) or None)),
-    "Sub": _elementwise(lambda _, x, y: None if x[1] or y[1] else known(x[0] - y[0])),
+    "Sub": _elementwise(_subtracted),
     "Unsqueeze": _unsqueeze,
     "Transpose": lambda site: _moved(site, lambda p: p.transpose(site.ints("perm"))),
     "Where": _where,

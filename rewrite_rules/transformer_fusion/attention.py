@@ -155,7 +155,7 @@ class FuseAttention(RewriteRuleClassBase):
         dims = self._facts.dims(softmax)
         axis = int_attribute(producer(softmax), "axis", -1)
         if axis != -1 and (dims is None or axis != len(dims) - 1):
-            raise Refusal(f"its weights are over axis {axis}, not known to be that of the keys")
+            raise Refusal(f"its weights are over axis {axis}, not known to be the last")
         match = Match(softmax, mixed, out, guarded == 1, cut)
         found = read_attention(match, self._facts)
         for applies, reason in _REFUSALS:

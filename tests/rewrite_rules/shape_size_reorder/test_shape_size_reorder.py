@@ -562,3 +562,15 @@ REQUESTS = {
 @pytest.mark.parametrize(("requests", "touched"), REQUESTS.values(), ids=REQUESTS)
 def test_touched_bytes(requests: list[tuple[int, int]], touched: int):
     assert touched_bytes(requests) == touched
+
+
+def test_tensors_of_more_than_2_to_the_63_bytes_have_a_place():
+    """Nine dimensions without a number, 128 each."""
+    axes = ", ".join(f"d{i}" for i in range(9))
+    model = proto_of(
+        f"g (float[{axes}] x) => (float[{axes}] y) {{ h = Add(x, x) y = Relu(h) }}"
+    )
+    report = ortplugins.optimize(model, passes=["shape_size_reorder"]).report
+    assert not any(
+        "failed" in str(remark.reason) for item in report.passes for remark in item.remarks
+    )

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""What a damaged constant says of shapes (see test_shape_fuzz)."""
+"""What damaged constants and great numbers say of shapes (see test_shape_fuzz)."""
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from builders.same_numbers import session
 from builders.text_models import text_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
@@ -18,3 +22,50 @@ def test_a_damaged_constant_proves_nothing(held):
     facts = ProvedShapes(model)
     assert facts.integers(model.graph.initializers["back"]) is None
     assert all(dim[1] for dim in facts.shape(model.graph.outputs[0]))  # of unknown sizes
+
+
+_ENDS = (1 << 63) - 1, -(1 << 63)
+_NUMBERS = (*_ENDS, *(n + k for n in _ENDS for k in (-1, 1) if abs(n + k) < 1 << 63),
+            1 << 62, 1 << 32, (1 << 31) - 1, 1 << 40, 0, 1, -1, 2, 3, 7)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.data())
+def test_what_is_known_of_integers_is_what_a_run_computes(data):
+    """Sums, products, quotients and slices of sizes and of the greatest numbers there are."""
+    pick = lambda values: data.draw(st.sampled_from(values))  # noqa: E731
+    constants = {f"c{i}": np.array([n]) for i, n in enumerate(_NUMBERS)}
+    made, lines = ["size", *constants], ["size = Shape<start = 0, end = 1>(x)"]
+    for number in range(8):
+        operator = pick(["Add", "Sub", "Mul", "Div", "ReduceProd", "Slice"])
+        name, a, b = f"n{number}", pick(made), pick(made)
+        if operator == "Div":  # a process dies of 0, and of the least by -1
+            b = pick([key for key, array in constants.items() if array[0] > 0])
+        if operator == "ReduceProd":
+            lines += [f"{name}j = Concat<axis = 0>({a}, {b})", f"{name} = ReduceProd({name}j)"]
+        elif operator == "Slice":
+            step = pick([key for key, array in constants.items() if array[0]])
+            lines += [
+                f"{name}s = Slice(x, {a}, {b}, zero, {step})",
+                f"{name} = Shape({name}s)",
+            ]
+        else:
+            lines.append(f"{name} = {operator}({a}, {b})")
+        made.append(name)
+    outputs = [name for name in made if name not in constants]
+    model = text_model(
+        " ".join(lines),
+        constants | {"zero": np.array([0])},
+        {"x": (onnx.TensorProto.FLOAT, ["a"])},
+        outputs,
+        output_type=onnx.TensorProto.INT64,
+    )
+    loaded = ir.from_proto(model)
+    facts = ProvedShapes(loaded)
+    found = {v.name: facts.integers(v) for v in loaded.graph.outputs}
+    ((_, size),) = found["size"].numbers
+    actual = session(model).run(None, {"x": np.zeros(5, np.float32)})
+    for name, (number,) in zip(outputs, actual, strict=True):
+        for dim in found[name].numbers if found[name] else ():
+            if dim is not None and {*dim[1]} <= {*size}:
+                assert dim[0] * 5 ** len(dim[1]) == number, (name, lines)
