@@ -97,6 +97,8 @@ def is_open(dim: int | ir.SymbolicDim) -> bool:
 def role_of(value: ir.Value) -> Role:
     """Find out what an input is, also by its uses where the graph is at hand."""
     shape = value.shape or ir.Shape([])
+    if not isinstance(value.type, ir.TensorType | None):  # a sequence, an optional, a map
+        return Role(Kind.NUMBERS, ("",) * len(shape), known=False)
     name = (value.name or "").lower()
     for pattern, kind, named in _BY_NAME:
         if re.search(pattern, name) and _fits(kind, value):

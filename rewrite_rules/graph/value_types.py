@@ -60,7 +60,10 @@ def _types(node: ir.Node, opset: int) -> Iterator[ir.DataType | None]:
 
 
 def _by_schema(node: ir.Node, opset: int) -> Iterator[ir.DataType | None]:
-    """Follow type variables from inputs to results."""
+    """Follow type variables from inputs to results that are tensors.
+
+    The dtype of a sequence or an optional is that of what it holds.
+    """
     try:
         schema = onnx.defs.get_schema(node.op_type, opset, "")
     except onnx.defs.SchemaError:
@@ -68,7 +71,8 @@ def _by_schema(node: ir.Node, opset: int) -> Iterator[ir.DataType | None]:
     bound = dict[str, ir.DataType | None]()
     for formal, value in zip(_repeated(schema.inputs), node.inputs, strict=False):
         if value is not None and formal.is_homogeneous:
-            bound.setdefault(formal.type_str, value.dtype)
+            is_tensor = isinstance(value.type, ir.TensorType)
+            bound.setdefault(formal.type_str, value.dtype if is_tensor else None)
     named = next((node.attributes[n] for n in _NAMED_BY if n in node.attributes), None)
     for formal in _repeated(schema.outputs):
         if formal.type_str in bound:
@@ -77,8 +81,10 @@ def _by_schema(node: ir.Node, opset: int) -> Iterator[ir.DataType | None]:
             (text,) = formal.types
             name = text.removeprefix("tensor(").removesuffix(")").upper()
             yield ir.DataType[name] if name in ir.DataType.__members__ else None
+        elif named is None or not all(text.startswith("tensor(") for text in formal.types):
+            yield None
         else:
-            yield None if named is None else ir.DataType(named.as_int())
+            yield ir.DataType(named.as_int())
 
 
 def _repeated(

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
-from rewrite_rules.facts.input_roles import tables_below
+from rewrite_rules.facts.input_roles import Kind, role_of, tables_below
 from rewrite_rules.facts.operator_table import ATTENTIONS
 from rewrite_rules.graph.initializers import FreshNames, name_apart
 from rewrite_rules.graph.nodes import remove_unused, walk
@@ -31,14 +31,12 @@ _FUSED = (
     "or both passes at once"
 )
 _MIN_OPSET = 11  # Pad takes its sizes as an input
-_MASK_TYPES = frozenset({
-    ir.DataType.BOOL, ir.DataType.DOUBLE, ir.DataType.FLOAT, ir.DataType.INT32,
-    ir.DataType.INT64, ir.DataType.UINT8,
-})  # fmt: skip
 # What onnxruntime's Pad takes on the CPU.
-_PADDED_TYPES = _MASK_TYPES | {
-    ir.DataType.INT8, ir.DataType.UINT32, ir.DataType.UINT64, ir.DataType.FLOAT16,
-}  # fmt: skip
+_PADDED_TYPES = frozenset({
+    ir.DataType.BOOL, ir.DataType.DOUBLE, ir.DataType.FLOAT, ir.DataType.FLOAT16,
+    ir.DataType.INT8, ir.DataType.INT32, ir.DataType.INT64, ir.DataType.UINT8,
+    ir.DataType.UINT32, ir.DataType.UINT64,
+})  # fmt: skip
 
 
 def trim_padding(
@@ -176,10 +174,13 @@ def _candidates(model: ir.Model, name: str) -> list[ir.Value]:
         if not found:
             raise Refusal(f"no input {name!r} to take the mask from: {_names(inputs)}")
         if not _may_be_mask(found[0]):
-            raise Refusal(f"{name!r} is not a mask of shape [batch, sequence]")
+            raise Refusal(f"{name!r} {_is_no_mask(found[0])}")
         return found
     candidates = [v for v in inputs if _may_be_mask(v) and not any(tables_below(v))]
     if not candidates:
+        for value in inputs:
+            if role_of(value).kind in (Kind.MASK, Kind.BIAS):
+                raise Refusal(f"{value.name!r} {_is_no_mask(value)}")
         raise Refusal(
             "no input says which positions are padding: export the model with its attention "
             "mask, of shape [batch, sequence], as an input"
@@ -187,8 +188,14 @@ def _candidates(model: ir.Model, name: str) -> list[ir.Value]:
     return candidates
 
 
+def _is_no_mask(value: ir.Value) -> str:
+    kind = "no type" if value.dtype is None else value.dtype.name.lower()
+    return f"is no mask of [batch, sequence]: it is of {kind}, shape {value.shape}"
+
+
 def _may_be_mask(value: ir.Value) -> bool:
-    return value.dtype in _MASK_TYPES and value.shape is not None and len(value.shape) == 2
+    is_tensor = isinstance(value.type, ir.TensorType) and value.dtype in _PADDED_TYPES
+    return is_tensor and value.shape is not None and len(value.shape) == 2
 
 
 # Where it has the sequence

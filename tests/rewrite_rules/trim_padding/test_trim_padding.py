@@ -93,13 +93,24 @@ def test_the_model_computes_as_far_as_the_longest_row(mask, rows, length, comput
     assert not run(result, feed)[0][:, computed:].any()
 
 
+MASK_TYPES = (
+    "bool",
+    "double",
+    "float",
+    "float16",
+    "int8",
+    "int32",
+    "int64",
+    "uint8",
+    "uint64",
+)
 AT_1 = "Unsqueeze<axes = [1]>(real)"
 
 
 @pytest.mark.parametrize(
     ("given", "options", "computed"),
     [
-        *[({"mask_type": name}, {}, 5) for name in ("int32", "int64", "float", "bool")],
+        *[({"mask_type": name}, {}, 5) for name in MASK_TYPES],
         *[
             ({}, {"multiple": multiple}, n)
             for multiple, n in ((1, 5), (8, 8), (5, 5), (64, 12))
@@ -115,7 +126,7 @@ AT_1 = "Unsqueeze<axes = [1]>(real)"
 def test_any_mask_shape_and_head(given, options, computed):
     model = encoder(**given)
     kind = given.get("mask_type", "int64")
-    dtype = {"float": np.float32, "bool": np.bool_}.get(kind, kind)
+    dtype = {"float": np.float32}.get(kind, kind)
     feed = batch("111", "11111", length=12, dtype=dtype)
     result = trimmed(model, **options).model
     assert declared(result) == declared(model)
@@ -213,6 +224,22 @@ def test_a_model_without_a_mask_says_what_to_do():
     del model.graph.input[1]
     del model.graph.node[[n.output[0] for n in model.graph.node].index("real")]
     assert "export the model with its attention mask" in refusal(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes"), [("int16", ["batch", "n"]), ("int64", ["batch", "choices", "n"])]
+)
+def test_a_mask_that_is_not_taken_is_named(kind, axes):
+    model = encoder(mask_type=kind)
+    info = model.graph.input[1].type.tensor_type
+    dtype = onnx.TensorProto.DataType.Value(kind.upper())
+    shaped = onnx.helper.make_tensor_value_info("attention_mask", dtype, axes)
+    info.CopyFrom(shaped.type.tensor_type)
+    names = ",".join(axes)
+    found = (
+        f"'attention_mask' is no mask of [batch, sequence]: it is of {kind}, shape [{names}]"
+    )
+    assert refusal(model) == found
 
 
 def test_the_mask_is_found_by_its_use():
