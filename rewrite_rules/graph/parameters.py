@@ -112,6 +112,13 @@ def constant(value: ir.Value | None) -> ir.TensorProtocol | None:
     return value.const_value
 
 
+def contents(tensor: ir.TensorProtocol) -> tuple[object, ...]:
+    """Return what two equal tensors have in common: type, shape, bytes or texts."""
+    texts = tensor.dtype == ir.DataType.STRING
+    held = tuple(np.ravel(tensor.numpy()).tolist()) if texts else tensor.tobytes()
+    return tensor.dtype, tuple(tensor.shape.numpy()), held
+
+
 def constant_ints(value: ir.Value | None) -> list[int] | None:
     """The numbers of a short constant int32 or int64 tensor, flat; None if it is none."""
     tensor = constant(value)

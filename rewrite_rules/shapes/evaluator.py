@@ -18,7 +18,7 @@ import onnx.reference.ops
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from rewrite_rules.graph.parameters import constant
+from rewrite_rules.graph.parameters import constant, contents
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import Shape, Unknowns, known
 from rewrite_rules.shapes.node_facts import Facts, Integers, Site, sliced
@@ -48,7 +48,7 @@ class NodeEvaluator:
 
     def intern(self, array: Array) -> Array:
         """Return the one array that stands for all small arrays like this one."""
-        if array.size > _MAX_INTERNED:
+        if array.size > _MAX_INTERNED or array.dtype.hasobject:
             return array
         key = (array.dtype.str, array.shape, array.tobytes())
         return self._interned.setdefault(key, array)
@@ -141,7 +141,7 @@ def _signature(node: ir.Node, opset: int, arrays: Sequence[Array | None]) -> Has
             raise CannotEvaluate(f"attribute {name!r} is a reference")
         value = attribute.value
         if attribute.type is ir.AttributeType.TENSOR:
-            value = (str(value.dtype), tuple(value.shape.numpy()), value.tobytes())
+            value = contents(value)
         elif attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS):
             raise CannotEvaluate(f"{node.op_type} has a subgraph")
         attributes.append((name, tuple(value) if isinstance(value, list) else value))

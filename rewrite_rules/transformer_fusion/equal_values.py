@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable
 import onnx_ir as ir
 
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
-from rewrite_rules.graph.parameters import constant
+from rewrite_rules.graph.parameters import constant, contents
 from rewrite_rules.shapes.evaluator import CannotEvaluate, GraphEvaluator, NodeEvaluator
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
@@ -29,15 +29,14 @@ def share_constants(model: ir.Model) -> None:
     shared: dict[object, ir.Value] = {}
     for value in model.graph.initializers.values():
         tensor = constant(value)
-        if tensor is None or tensor.size > _MAX_SHARED or tensor.dtype.is_string():
+        if tensor is None or tensor.size > _MAX_SHARED:
             continue
         if value.is_graph_output():
             continue
         readers = value.consumers()
         if any(node.domain or node.op_type.endswith("tizeLinear") for node in readers):
             continue
-        key = tensor.dtype, tuple(tensor.shape.numpy()), tensor.tobytes()
-        if (other := shared.setdefault(key, value)) is not value:
+        if (other := shared.setdefault(contents(tensor), value)) is not value:
             value.replace_all_uses_with(other)
 
 
@@ -64,7 +63,7 @@ def _computes(node: ir.Node) -> Hashable:
     for name, attribute in sorted(node.attributes.items()):
         value = attribute.value
         if attribute.type is ir.AttributeType.TENSOR and value.size <= _MAX_SHARED:
-            value = str(value.dtype), tuple(value.shape.numpy()), value.tobytes()
+            value = contents(value)
         elif attribute.type in (ir.AttributeType.FLOAT, ir.AttributeType.FLOATS):
             value = repr(value)  # 0.0 equals -0.0, by which a division differs
         elif isinstance(value, (list, tuple)):
