@@ -114,8 +114,7 @@ bench-peers: $(VENV)/.installed-bench
 # All parts run, whatever bounds one of them misses.
 bench-quantizers: $(VENV)/.installed-bench
 	status=0; $(BIN)/python -m benchmarks.quantizers.quantizers || status=1; \
-	$(BIN)/python -m benchmarks.quantizers.perplexity || status=1; \
-	$(BIN)/python -m benchmarks.run --only olive_tuning || status=1; exit $$status
+	$(BIN)/python -m benchmarks.quantizers.perplexity || status=1; exit $$status
 
 docs: $(VENV)/.installed-docs $(VENV)/.installed-dev
 	$(BIN)/mkdocs build --strict

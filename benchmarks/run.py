@@ -27,17 +27,14 @@ from benchmarks.sessions.encoder8 import measure_encoder8
 from benchmarks.sessions.exactness import measure_exactness
 from benchmarks.sessions.hints import (
     HINTS,
-    measure_held_out,
     measure_hint,
     measure_passes,
-    measure_repeated_tuning,
 )
 from benchmarks.sessions.large_models import measure_large_models
 from benchmarks.sessions.layout_score import measure_layout_score
 from benchmarks.sessions.layout_times import measure_layout_times
 from benchmarks.sessions.long_texts import measure_long_texts
 from benchmarks.sessions.mixed_precision import measure_mixed_precision
-from benchmarks.sessions.olive_tuning import measure_olive_tuning
 from benchmarks.sessions.order_peaks import measure_order_peaks
 from benchmarks.sessions.prepacked import measure_prepacked
 from benchmarks.sessions.processor_time import measure_processor_time
@@ -68,13 +65,10 @@ BENCHMARKS: dict[str, Callable[[Path, int], list[Figure]]] = {
     "encoder8": measure_encoder8,
     "runtimes": measure_runtimes,
     **{f"hint_{hint}": functools.partial(measure_hint, hint) for hint in HINTS},
-    "held_out": measure_held_out,
-    "repeated_tuning": measure_repeated_tuning,
     "passes": measure_passes,
-    "olive_tuning": measure_olive_tuning,
 }
 # Need other packages, and are run by name: make bench-quantizers, make bench-peers.
-_WITH_PEERS = ("olive_tuning", "runtimes")
+_WITH_PEERS = ("runtimes",)
 TITLES = {
     "smollm2": "SmolLM2-135M-Instruct, int4 block 32, plain onnxruntime beside ortplugins",
     "start_cost": "What a start costs beside onnxruntime's own",
@@ -94,13 +88,10 @@ TITLES = {
     "runtimes": "Nets of six kinds, tuned for latency, beside onnxruntime and OpenVINO",
     "conv_fusion": "Convolution nets, folded, beside plain onnxruntime",
     "rapidocr": "rapidocr's pipeline under `ortplugins run`, a page of 14 lines, beside plain",
-    "hint_latency": "One key, tuned for latency, beside plain onnxruntime: time of a run",
-    "hint_memory": "One key, tuned for memory, beside plain onnxruntime: private memory",
-    "hint_start": "One key, tuned for the start, beside plain onnxruntime: time of a start",
-    "held_out": "One key, on nets that nothing was tuned on, beside plain onnxruntime",
-    "repeated_tuning": "One key, tuned ten times on the same model",
+    "hint_latency": "The hint latency beside plain onnxruntime: time of a run",
+    "hint_memory": "The hint memory beside plain onnxruntime: private memory",
+    "hint_start": "The hint start beside plain onnxruntime: time of a start",
     "passes": "Each pass with default options, beside plain onnxruntime",
-    "olive_tuning": "One key in a fifth of the time of Olive's OrtSessionParamsTuning",
 }
 PAGE = ROOT / "docs" / "benchmarks.md"
 PICTURES = "benchmarks"

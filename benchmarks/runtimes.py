@@ -17,7 +17,7 @@ from benchmarks.models.minilm import feeds, float_minilm, sentences
 from benchmarks.models.openvino_runs import beside_openvino, outputs_of_openvino
 from benchmarks.models.real_nets import Net, held_out_nets, real_nets
 from benchmarks.sessions.conv_fusion import difference, exact_outputs
-from benchmarks.sessions.hints import tune
+from benchmarks.sessions.hints import hinted
 from ortplugins.measurement.measure import Candidate, measure
 from ortplugins.quantization import quantize
 
@@ -60,8 +60,7 @@ def _net(net: Net, folder: Path, rounds: int) -> Iterator[Figure]:
     feed = net.feeds()
     name = f"{_KINDS[net.name]}, {net.name.partition(',')[0]}"
     plain = Candidate(net.path, "onnxruntime")
-    tuned, _ = tune(net.name, net.path, feed, "latency", folder / "hints")
-    candidates = {"ours": tuned}
+    candidates = {"ours": hinted(net.path, "latency", folder / "hints")}
     if net.name == "MiniLM-L6-v2":
         candidates["encoder8"] = _in_8_bits(net, folder)
     exact = exact_outputs(net.path, feed)[0]

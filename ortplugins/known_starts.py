@@ -118,7 +118,6 @@ _install(onnxruntime.SessionOptions)
 _FORMAT = 4
 CACHE_DIR_KEY = "ortplugins.cache_dir"
 _FOLDER_KEY = "session.model_external_initializers_file_folder_path"
-_FILE_KEYS = ("ortplugins.hint_samples",)
 # Of SessionOptions, what decides how fast a session is or what it holds.
 SPEED_ATTRIBUTES = (
     "graph_optimization_level",
@@ -156,11 +155,7 @@ def text_of_start(
             return None
         disabled_optimizers = sorted({*disabled_optimizers})
     every = {**(switched or {}), **entries}
-    files = [
-        text.removeprefix("@")
-        for key, text in every.items()
-        if text.startswith("@") or (text and key in _FILE_KEYS)
-    ]
+    files = [text.removeprefix("@") for text in every.values() if text.startswith("@")]
     try:
         states = [state_of(os.path.expanduser(name)) for name in files]
     except OSError:
@@ -185,7 +180,6 @@ def text_of_start(
             disabled_optimizers,
             states,
             folder and os.path.abspath(folder),
-            _cores() if every.get("ortplugins.hint") else None,
         )
     )
 
@@ -248,12 +242,6 @@ def processor() -> str:
     return f"{architecture} {zlib.crc32(flags):08x}"
 
 
-def _cores() -> int:
-    from ortplugins.runtime.machine import usable_cores
-
-    return usable_cores()
-
-
 # What it opens.
 
 MANIFEST = "manifest.json"
@@ -279,7 +267,6 @@ class Artifact:
         self.model = model
         self.settings = settings or {}  # as Pass.session_settings has them
         # baked: onnxruntime's optimisers ran; in_place: its data stays where the user has it;
-        # trims: what opening it has freed goes back to the system.
         self.flags = flags.split()
         # What describe_model says of the user's model; of a known start, nothing.
         self.source: Mapping[str, Any] = {}

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 from rewrite_rules.remarks import Outcome, Remark
 
@@ -28,32 +28,6 @@ class PassReport:
     remarks: tuple[Remark, ...] = ()
 
 
-class Tried(NamedTuple):
-    """A change of passes or session settings that a hint measured.
-
-    Attributes:
-        name: What was changed.
-        taken: Whether the session has it.
-        why: The reason, where it is not the figures.
-        ratios: Beside plain onnxruntime: of ``run``, ``start`` and ``private`` (memory) the
-            least, the median and the greatest ratio; what was not measured is not there.
-    """
-
-    name: str
-    taken: bool
-    why: str
-    ratios: Mapping[str, Sequence[float]]
-
-    def __str__(self) -> str:
-        """Return the row as text."""
-        figures = ", ".join(
-            f"{figure} {median:.2f} x ({low:.2f} to {high:.2f})"
-            for figure, (low, median, high) in self.ratios.items()
-        )
-        outcome = "taken" if self.taken else "not taken"
-        return "; ".join(filter(None, (f"{self.name}: {outcome}", figures, self.why)))
-
-
 @dataclasses.dataclass(frozen=True)
 class Report:
     """What happened between a model and its session.
@@ -66,14 +40,12 @@ class Report:
             or "cache" too, with the original as the model.
         notes: Things to know that belong to no node.
         artifact: Path of the model that runs, or that was written; empty for the original.
-        tried: What a hint measured.
     """
 
     passes: tuple[PassReport, ...] = ()
     source: str = "stock"
     notes: tuple[str, ...] = ()
     artifact: str = ""
-    tried: tuple[Tried, ...] = ()
 
     @property
     def remarks(self) -> tuple[Remark, ...]:
@@ -109,7 +81,7 @@ class Report:
 
     def to_text(self) -> str:
         """Return every remark, a line each, under the pass that made it."""
-        lines = [str(self), *(f"  {row}" for row in self.tried)]
+        lines = [str(self)]
         for item in self.passes:
             lines.append(f"{item.name} ({item.seconds * 1e3:.0f} ms)")
             lines += [f"  {remark.outcome.value:8}{worded(remark)}" for remark in item.remarks]
@@ -127,7 +99,6 @@ class Report:
             "notes": list(self.notes),
             "fired": len(self.fired),
             "refused": len(self.refused),
-            "tried": [row._asdict() for row in self.tried],
             "passes": [
                 {
                     "name": item.name,
@@ -160,7 +131,6 @@ class Report:
             source=content["source"],
             notes=tuple(content["notes"]),
             artifact=content["artifact"],
-            tried=tuple(Tried(**row) for row in content.get("tried", ())),
         )
 
     @classmethod

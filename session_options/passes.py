@@ -82,10 +82,6 @@ class Pass:
         """
         return types.MappingProxyType({})
 
-    def gives_memory_back(self) -> bool:
-        """Return whether what opening a session has freed goes back to the system then."""
-        return False
-
     def is_required(self) -> bool:
         """Return whether a file without what it does is of no use to who asked for it."""
         return False

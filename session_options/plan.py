@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from session_options import keys
 from session_options.keys import PREFIX, Option, OptionError, Scalar
 from session_options.passes import Pass
+from session_options.presets import PRESETS
 from session_options.registry import find, pass_names, resolve, version_of
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ _LARGEST = 16 << 20
 # Bytes of a session entry's value; onnxruntime says so in a RuntimeError.
 _LONGEST_VALUE = 8192
 HINT_KEY = f"{PREFIX}.hint"
-HINTS = ("latency", "throughput", "memory", "start")
 
 
 class Plan(NamedTuple):
@@ -39,14 +39,15 @@ class Plan(NamedTuple):
     bake: bool = True
     retry_failed: bool = False
     hint: str = ""
-    hint_seconds: int = 60
-    hint_error: float = 0.0
-    hint_dims: str = ""
-    hint_samples: str = ""
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self.passes or self.hint)
+        return bool(self.passes)
+
+    @property
+    def session_settings(self) -> Mapping[str, str]:
+        """What a hint sets for the session, besides its passes."""
+        return PRESETS[self.hint].settings if self.hint else {}
 
     def fingerprint(self) -> list[dict[str, Any]]:
         """Return what the result depends on, as JSON: passes, versions, options."""
@@ -67,7 +68,13 @@ class Plan(NamedTuple):
     def entries(self) -> dict[str, str]:
         """Return the session entries that :func:`read_entries` reads the plan from."""
         general = self._asdict()
-        return entries_of(general.pop("passes"), **general)
+        passes, hint = general.pop("passes"), general.pop("hint")
+        entries = entries_of(passes, **general)
+        if hint:
+            entries = {HINT_KEY: hint, **entries}
+            for item in passes:
+                del entries[keys.enable_key(item.name)]
+        return entries
 
 
 _GENERAL_HELP = {
@@ -87,40 +94,25 @@ _GENERAL_HELP = {
         "without them until a version changes."
     ),
     "hint": (
-        "What to optimise for: the first start measures passes and session settings on this "
-        "machine, beside plain onnxruntime, and keeps what gains. Replaces passes."
-    ),
-    "hint_seconds": "Seconds that a hint may measure; 0 to measure nothing.",
-    "hint_error": (
-        "Greatest difference to ORT_DISABLE_ALL, over the greatest output, that a hint may "
-        "accept; 0 for twice plain onnxruntime's own difference."
-    ),
-    "hint_dims": (
-        "Sizes to measure a hint at, for example batch=8,sequence=128; else typical ones."
-    ),
-    "hint_samples": (
-        "An .npz file of inputs to measure with, for models that made-up inputs do not fit."
+        "What to optimise for: exact passes and session settings, the same on every machine, "
+        "in place of passes; `ortplugins tune` measures others."
     ),
 }
 GENERAL_OPTIONS = tuple(
-    Option(name, Plan._field_defaults[name], help, ("", *HINTS) if name == "hint" else ())
+    Option(name, Plan._field_defaults[name], help, ("", *PRESETS) if name == "hint" else ())
     for name, help in _GENERAL_HELP.items()
 )
+_HINT = next(spec for spec in GENERAL_OPTIONS if spec.name == "hint")
 
 
 def make_plan(passes: Sequence[Pass], **general: Any) -> Plan:
     """Order passes into a plan."""
     if limit := general.get("cache_limit"):
         keys.parse_size(f"{PREFIX}.cache_limit", limit)
-    keys.parse_dims(f"{PREFIX}.hint_dims", general.get("hint_dims", ""))
     names = [item.name for item in passes]
     for name in names:
         if names.count(name) > 1:
             raise OptionError(f"pass {name!r} is given twice")
-    if names and general.get("hint"):
-        raise OptionError(
-            f"{HINT_KEY} chooses the passes, and {names[0]!r} is switched on: leave one out"
-        )
     return Plan(tuple(sorted(passes, key=lambda item: (item.position, item.name))), **general)
 
 
@@ -142,20 +134,23 @@ def read(options: SessionConfig | None) -> Plan:
 def read_entries(entry: Lookup) -> Plan:
     """Read the plan that session entries describe; errors are those of :func:`read`."""
     passes = []
+    hint = entry(HINT_KEY) or ""
+    keys.check_choice(HINT_KEY, hint, _HINT)
+    chosen = PRESETS[hint].passes if hint else ()
     for name in pass_names():
         key = keys.enable_key(name)
         text = entry(key)
-        if text is None or not keys.parse_bool(key, text):
-            continue
-        if (cls := find(name)) is not None:
+        is_on = text is not None and keys.parse_bool(key, text)
+        if is_on and hint:
+            raise OptionError(
+                f"{HINT_KEY} chooses the passes, and {name!r} is switched on: leave one out"
+            )
+        if (is_on or name in chosen) and (cls := find(name)) is not None:
             passes.append(cls(**_read_options(entry, cls)))
-    hint = entry(HINT_KEY)
-    if not passes and not hint:
+    if not passes:
         return Plan()
     general: dict[str, Any] = {}
     for spec in GENERAL_OPTIONS:
-        if not hint and spec.name.startswith("hint_"):
-            continue  # asking for an entry that is not there takes 0.1 ms
         key = f"{PREFIX}.{spec.name}"
         if (text := entry(key)) is not None:
             general[spec.name] = keys.parse_value(key, text, spec)
@@ -282,7 +277,7 @@ def entries_of(
         if option not in options:
             raise OptionError(f"option {key!r} is unknown: {keys.closest(option, options)}")
         entries[keys.option_key(name, option)] = keys.format_value(value)
-    make_plan(read_entries(entries.get).passes, **general)
+    read_entries(entries.get)
     return entries
 
 

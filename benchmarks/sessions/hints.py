@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""What a hint gains beside plain onnxruntime, on nets that nothing was tuned for."""
+"""What a hint gains beside plain onnxruntime."""
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import math
 import statistics
 from collections.abc import Mapping
@@ -15,12 +13,11 @@ from rich.console import Console
 
 from benchmarks.figures.bounds import Figure
 from benchmarks.models.minilm import float_minilm
-from benchmarks.models.real_nets import held_out_nets, real_nets
+from benchmarks.models.real_nets import real_nets
 from benchmarks.sessions.mixed_precision import int8_minilm
 from examples.smollm2 import demo
 from ortplugins.measurement.measure import Candidate, Feed, Measurement, measure
 from ortplugins.quantization import quantize
-from ortplugins.report import Report
 from ortplugins.session.warming import warm
 from session_options.plan import entries_of
 
@@ -35,13 +32,6 @@ _PASSES = (
     "prepacked_weights",
 )
 _COSTS = {"run": "run", "start": "start, without 2 ms", "private": "private memory"}
-# Nets that are tuned so many times, with so many seconds each; and how many may be alike.
-_REPEATED = (
-    "silero_vad_16k_op15",
-    "ch_ppocr_mobile_v2.0_cls_infer",
-    "MiniLM-L6 int8 QDQ",  # something is taken
-)
-_TIMES, _SECONDS, _ALIKE = 10, 15, 9
 # Tokens of a prompt, and what a later step of a decoder looks back at.
 _TOKENS, _LATER_TOKENS = 64, 512
 # No net may be slower, or larger, by more.
@@ -49,18 +39,8 @@ _BOUND = 1.02
 
 
 def measure_hint(hint: str, folder: Path, rounds: int) -> list[Figure]:
-    """Tune every net for a hint; measure what was chosen in new processes."""
+    """Measure every net with a hint beside plain onnxruntime."""
     return _measure_hint(hint, nets_and_feeds(folder), folder, rounds, HINTS[hint][1])
-
-
-def measure_held_out(folder: Path, rounds: int) -> list[Figure]:
-    """Do the same on nets that nothing was tuned on."""
-    nets = {net.name: (net.path, net.feeds()) for net in held_out_nets()}
-    return [
-        dataclasses.replace(figure, what=f"{hint}, {figure.what}")
-        for hint in HINTS
-        for figure in _measure_hint(hint, nets, folder, rounds)
-    ]
 
 
 def _measure_hint(
@@ -70,22 +50,11 @@ def _measure_hint(
     rounds: int,
     bound: float = math.nan,
 ) -> list[Figure]:
-    """Tune nets for a hint and measure them.
-
-    One for which nothing is taken runs in onnxruntime's own session: 1, measured of the start
-    only, which takes longer for finding that. One that seems to lose is measured again, in
-    four times the rounds.
-    """
+    """Measure nets with a hint; one that seems to lose again, in four times the rounds."""
     aim = HINTS[hint][0]
     figures, ratios = [], []
     for name, (path, feed) in nets.items():
-        tuned, report = tune(name, path, feed, hint, folder / "hints")
-        if hint != "start" and not any(row.taken for row in report.tried):
-            ratios.append(1.0)
-            figures.append(Figure(f"{name}: as it is", 1.0, bound=_BOUND))
-            print(figures[-1].what, report.notes[-1], flush=True)
-            continue
-        pair = [tuned, Candidate(path)]
+        pair = [hinted(path, hint, folder / "hints"), Candidate(path)]
         for count in (rounds, 4 * rounds):
             found = measure(pair, feed, rounds=count, lockstep=True)
             mine, its = _medians(name, aim, found)
@@ -94,10 +63,7 @@ def _measure_hint(
         ratios.append(mine / its)
         scale, unit = (1e-6, "MB") if aim == "private" else (1e3, "ms")
         figures.append(Figure(name, mine * scale, its * scale, unit, bound=_BOUND))
-        if hint == "start":  # a stated trade
-            mine, its = (1e3 * value for value in _medians(name, "run", found))
-            figures.append(Figure(f"{name}: a run", mine, its, "ms"))
-        print(name, f"{ratios[-1]:.3f}", report.notes[-1], flush=True)
+        print(name, f"{ratios[-1]:.3f}", flush=True)
     mean = statistics.geometric_mean(ratios)
     return [*figures, Figure("geometric mean of the ratios", mean, bound=bound)]
 
@@ -110,50 +76,17 @@ def _medians(name: str, aim: str, found: list[Measurement]) -> list[float]:
     return [spread.median for spread in spreads]
 
 
-def measure_repeated_tuning(folder: Path, rounds: int) -> list[Figure]:
-    """Tune nets again and again: the choice is nearly always the same, or as fast."""
-    figures = []
-    nets = nets_and_feeds(folder)
-    for net in _REPEATED:
-        path, feed = nets[net]
-        found = collections.defaultdict(list)
-        for number in range(_TIMES):
-            again = folder / f"tuned-{number}"
-            tuned, report = tune(net, path, feed, "latency", again, hint_seconds=_SECONDS)
-            names = {row.name for row in report.tried if row.taken}
-            found[tuple(sorted(names))].append(tuned)
-            print(net, sorted(names), report.notes[-1], flush=True)
-        choices = [same[0] for same in found.values()]
-        runs = [item.run for item in measure(choices, feed, rounds=rounds, lockstep=True)]
-        slowest, fastest = (of(run.median for run in runs if run) for of in (max, min))
-        alike = max(map(len, found.values()))
-        what = f"{net}: {alike} of {_TIMES} choices alike; the slowest beside the fastest"
-        bound = _BOUND if alike < _ALIKE else math.nan
-        figures.append(Figure(what, slowest * 1e3, fastest * 1e3, "ms", bound=bound))
-    return figures
-
-
-def tune(
-    name: str, path: Path, feed: Feed, hint: str, folder: Path, **options: int
-) -> tuple[Candidate, Report]:
-    """Return a session as a hint has chosen it, and what was tried.
+def hinted(path: Path, hint: str, folder: Path) -> Candidate:
+    """Return a session with a hint, whose model is built already.
 
     Raises:
         RuntimeError: If that fails.
     """
-    samples = folder / f"{name.replace('/', '-')}.npz"
-    folder.mkdir(parents=True, exist_ok=True)
-    np.savez(samples, allow_pickle=False, **feed)
-    given = {"hint_samples": str(samples), **options}
-    entries = {f"ortplugins.{key}": str(value) for key, value in given.items()}
-    entries["ortplugins.hint"] = hint
-    # Here: a process that is measured measures none itself.
+    entries = {"ortplugins.hint": hint}
     (done,) = warm([path], (), cache_dir=folder / "cache", session_entries=entries)
     if done.report is None:
-        raise RuntimeError(f"{name}: {done.error}")
-    entries["ortplugins.cache_dir"] = str(folder / "cache")
-    tuned = Candidate(path, settings=entries)
-    return tuned, done.report
+        raise RuntimeError(f"{path.name}: {done.error}")
+    return Candidate(path, settings={**entries, "ortplugins.cache_dir": str(folder / "cache")})
 
 
 def measure_passes(folder: Path, rounds: int) -> list[Figure]:

@@ -83,7 +83,7 @@ def _without_operators(request: BuildRequest) -> dict[str, str] | None:
     None where it names one, or where a pass looks at every model.
     """
     names = [item.needs_operator for item in request.plan.passes]
-    if request.plan.hint or not all(names) or isinstance(request.source, bytes):
+    if request.session_settings or not all(names) or isinstance(request.source, bytes):
         return None
     try:
         states = {request.name: state_of(request.name)}
@@ -104,11 +104,11 @@ def _artifact_of(entry: Entry, origin: str, request: BuildRequest) -> Artifact:
         data, model = manifest["data"], os.path.join(entry.folder, MODEL)
         settings |= request.data_settings(data, entry.folder)
         report = {**report, "artifact": model}
-        trims = any(item.gives_memory_back() for item in request.plan.passes)
-        named = {"baked": manifest["baked"], "in_place": data, "trims": trims}
+        named = {"baked": manifest["baked"], "in_place": data}
         flags = " ".join(name for name, holds in named.items() if holds)
-    elif not request.plan.hint:  # which alone may change nothing but settings
+    else:
         settings = {}
+    settings = {**dict(request.session_settings), **settings}
     source = origin if model or settings else "untouched"
     artifact = Artifact({**report, "source": source}, model, settings, flags)
     artifact.source = manifest["model_given"]
@@ -205,12 +205,7 @@ def _built_apart(
     """Build for one session, in a temporary folder, as its cache cannot be written."""
     import tempfile  # with what it needs some milliseconds, which others have no use for
 
-    root, plan = str(cache.root), request.plan
-    if plan.hint and plan.hint_seconds:  # each start of each worker would measure
-        raise PassError(
-            f"hint {plan.hint}: nothing is measured, as it cannot be kept in its cache in "
-            f"{root!r}: {error}"
-        ) from error
+    root = str(cache.root)
     warn_caller(f"ortplugins works without its cache in {root!r}: {error}", OrtpluginsWarning)
     with contextlib.ExitStack() as unused:
         try:

@@ -130,8 +130,7 @@ def explain_miss(model: opt.Model, start: SessionStart) -> None:
     if found.is_present and found.nearest is not None:
         typer.echo(f"{model}: found as {found.key[:KEY_CHARACTERS]}")
         report = Report.from_dict(found.nearest.manifest["report"])
-        for line in (report, *report.tried):
-            typer.echo(f"  {line}")
+        typer.echo(f"  {report}")
         return
     typer.echo(f"{model}: not found as {found.key[:KEY_CHARACTERS]}")
     if found.nearest is None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from rich.filesize import decimal
 
 from ortplugins.cli import options as opt
 from ortplugins.cli.terminal import print_report, progress_bar
-from ortplugins.cli.tune import Aim, tuned
-from ortplugins.errors import PassError
+from ortplugins.cli.tune import Aim
+from session_options.presets import PRESETS
 
 
 def optimize(
@@ -32,16 +32,15 @@ def optimize(
     """Apply passes to a model and write the result.
 
     Args:
-        hint: Measure as `tune` does, and run the passes that gain.
+        hint: Run the passes of a hint.
         bake: Run onnxruntime's own optimisers, too: for this machine, and for sessions that
             run none (ORT_DISABLE_ALL).
     """
     from ortplugins.optimization.optimize import optimize
 
-    settings: Mapping[str, str] = {}
     if hint is not None:
         opt.refuse_without_effect(context, "with --hint", "passes", "settings")
-        chosen, settings = _chosen_by(model, hint)
+        chosen = {"passes": PRESETS[hint].passes}
     with progress_bar() as bar:
         result = optimize(
             model,
@@ -57,17 +56,8 @@ def optimize(
         typer.echo(f"wrote {output}")
         for path in result.data_files:
             typer.echo(f"{output} reads {path}")
-        for key, value in settings.items():
+        for key, value in PRESETS[hint].settings.items() if hint else ():
             typer.echo(f"set for its sessions: {key} = {value}")
-
-
-def _chosen_by(model: Path, hint: Aim) -> tuple[dict[str, Any], Mapping[str, str]]:
-    """Return the passes that pay, as ``optimize`` takes them, and settings of sessions."""
-    found = tuned(model, hint)
-    if not found.change.passes:
-        raise PassError(f"{model}: {found.manifest['report']['notes'][-1]}: nothing to write")
-    passes = {"passes": list(found.change.passes), "options": dict(found.change.options)}
-    return passes, found.change.settings
 
 
 def inspect(
@@ -112,9 +102,8 @@ def inspect(
 def _firing_passes(model: Path, onnxruntime: str | None) -> Iterator[str]:
     """Yield a note of each other pass for speed that fires."""
     from ortplugins.optimization.optimize import optimize
-    from ortplugins.tuning.changes import passes_for_speed
 
-    for name in passes_for_speed():
+    for name in (*PRESETS["latency"].passes, "trim_padding"):
         if name not in opt.DEFAULT_PASSES:
             report = optimize(model, passes=[name], onnxruntime_version=onnxruntime).report
             if count := len(report.fired):

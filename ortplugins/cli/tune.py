@@ -1,92 +1,63 @@
 # SPDX-License-Identifier: MIT
-"""``ortplugins tune``: which passes and session settings pay, measured on this machine."""
+"""``ortplugins tune``: which passes and session settings gain, measured on this machine."""
 
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from ortplugins.cli import options as opt
 from ortplugins.cli.terminal import print_table
-from session_options.plan import entries_of, make_plan
 
 if TYPE_CHECKING:
-    from ortplugins.tuning.tune import Tuned
+    from ortplugins.tuning import Tried
 
 Aim = Literal["latency", "throughput", "memory", "start"]
-_HEADINGS = ("change", "run", "start", "private memory", "")
+_FIGURES = ("run", "start", "private memory after the runs")
 
 
 def tune(
     model: opt.Model,
     hint: Aim = "latency",
-    seconds: Annotated[int, typer.Option(min=0)] = 60,
-    error: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    rounds: Annotated[int, typer.Option(min=1)] = 5,
     dims: str = "",
     samples: Path | None = None,
     format: opt.Format = "text",
 ) -> None:
     """Measure passes and session settings beside plain onnxruntime; write nothing.
 
-    A session entry ortplugins.hint does the same at the first start of a session, and keeps
-    the choice.
-
     Args:
-        hint: What to optimise for.
-        seconds: About how long to measure; 0 measures nothing.
-        error: Allowed error, over the greatest output; 0 for twice plain onnxruntime's own.
+        hint: What has to gain.
+        rounds (N): Processes of each candidate; they take turns.
         samples (FILE.npz): Inputs to measure with.
     """
-    from ortplugins.runtime.copied_options import MALLOC_THRESHOLD_KEY
+    from ortplugins.tuning import tune
 
-    general: dict[str, Any] = {"hint_seconds": seconds, "hint_error": error, "hint_dims": dims}
-    if samples is not None:
-        general["hint_samples"] = str(samples)
-    opt.parse_dims(dims)
-    found = tuned(model, hint, **general)
-    report = found.manifest["report"]
-    change = found.change
-    entries = {**entries_of(change.passes, change.options), **change.settings}
+    found, best = tune(
+        model, hint, rounds=rounds, dims=opt.parse_dims(dims) or None, samples=samples
+    )
+    settings = {} if best is None else best.settings
     if format == "json":
-        content = {"model": str(model), "hint": hint, "tried": report["tried"]}
-        typer.echo(json.dumps({**content, "settings": entries}, indent=1))
+        content = {"model": str(model), "hint": hint, "tried": [x._asdict() for x in found]}
+        typer.echo(json.dumps({**content, "settings": settings}, indent=1, default=dict))
         return
-    print_table(_HEADINGS, map(_row, report["tried"]))
-    for line in report["notes"]:
-        typer.echo(line)
-    if entries:
-        typer.echo("\noptions = onnxruntime.SessionOptions()")
-    for key, value in entries.items():
-        if key == MALLOC_THRESHOLD_KEY:
-            typer.echo(f"ctypes.CDLL(None).mallopt(-3, {value})  # M_MMAP_THRESHOLD")
-        elif "." in key:
+    print_table(
+        ("a / plain onnxruntime", "run", "start", "private memory", ""), map(_row, found)
+    )
+    if best is None:
+        typer.echo("nothing gains")
+        return
+    typer.echo("\noptions = onnxruntime.SessionOptions()")
+    for key, value in settings.items():
+        if "." in key:
             typer.echo(f'options.add_session_config_entry("{key}", "{value}")')
         else:
             typer.echo(f"options.{key} = {int(value)}")
 
 
-def tuned(model: Path, hint: Aim, **general: Any) -> Tuned:
-    """Choose for a session with default options on the CPU."""
-    import onnxruntime
-
-    from ortplugins.optimization.request import read_request
-    from ortplugins.tuning.tune import tune
-
-    plan = make_plan((), hint=hint, **general)
-    options = onnxruntime.SessionOptions()
-    request = read_request(str(model), plan, options, ("CPUExecutionProvider",), None)
-    with tempfile.TemporaryDirectory(prefix="ortplugins-") as folder:
-        return tune(request, request.load(), Path(folder))
-
-
-def _row(tried: dict[str, Any]) -> tuple[str, ...]:
-    cells = []
-    for figure in ("run", "start", "private"):
-        ratios = tried["ratios"].get(figure)
-        cells.append("{1:.2f} x ({0:.2f} to {2:.2f})".format(*ratios) if ratios else "")
-    outcome = "taken" if tried["taken"] else "not taken"
-    return (tried["name"], *cells, ": ".join(filter(None, (outcome, tried["why"]))))
+def _row(tried: Tried) -> tuple[str, ...]:
+    cells = [f"{tried.ratios[key]:.2f} x" if key in tried.ratios else "" for key in _FIGURES]
+    return (tried.name, *cells, tried.failed or ("gains" if tried.gains else ""))

@@ -78,7 +78,6 @@ class Candidate:
     # plain onnxruntime's, in a process without ortplugins.
     settings: Mapping[str, str | int | bool] = dataclasses.field(default_factory=dict)
     providers: Sequence[Any] = ("CPUExecutionProvider",)  # or pairs of a name and its options
-    custom_op_libraries: Sequence[str] = ()
 
     @property
     def label(self) -> str:

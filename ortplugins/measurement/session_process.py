@@ -24,8 +24,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-# As in ortplugins.runtime.session_settings.
-_MALLOC_THRESHOLD_KEY = "glibc.mmap_threshold"
+# As in ortplugins.runtime.copied_options.
 _DATA_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 
 
@@ -137,15 +136,7 @@ class _Child:
     def _options(self, job: Mapping[str, Any]) -> Any:
         options = self._onnxruntime.SessionOptions()
         options.log_severity_level = 3
-        for library in job["custom_op_libraries"]:
-            options.register_custom_ops_library(library)
         for name, value in job["settings"].items():
-            if name == _MALLOC_THRESHOLD_KEY:
-                import ctypes
-
-                for parameter in (-1, -3):
-                    ctypes.CDLL(None).mallopt(parameter, int(value))
-                continue
             if "." in name:
                 options.add_session_config_entry(name, str(value))
                 continue

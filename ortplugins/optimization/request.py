@@ -7,23 +7,18 @@ part of the key in the cache. Importing this imports none of onnx, onnx_ir and o
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import onnxruntime
 
-from ortplugins.known_starts import SPEED_ATTRIBUTES, processor
+from ortplugins.known_starts import processor
 from ortplugins.runtime.copied_options import DATA_FOLDER_KEY
-from ortplugins.runtime.machine import package_versions, usable_cores
+from ortplugins.runtime.machine import package_versions
 from ortplugins.runtime.session_settings import (
     ALL_OPTIMIZERS,
-    DISABLED_OPTIMIZERS_KEY,
-    DISABLED_PACKING_KEY,
-    PARALLEL_PACKING_KEY,
     OptimizerSettings,
-    custom_op_libraries,
     read_optimizer_settings,
 )
 from rewrite_rules.onnxruntime_version import are_cpu_only
@@ -32,17 +27,6 @@ from session_options.plan import Plan, read_entries
 
 if TYPE_CHECKING:
     from ortplugins.model_io.loading import LoadedModel, ModelLike
-
-_SPEED_ENTRIES = (
-    "session.dynamic_block_base",
-    "session.inter_op.allow_spinning",
-    "session.intra_op.allow_spinning",
-    "session.intra_op_thread_affinities",
-    DISABLED_PACKING_KEY,
-    PARALLEL_PACKING_KEY,
-    "session.use_device_allocator_for_initializers",
-    "mlas.enable_gemm_fastmath_arm64_bfloat16",
-)
 
 
 class BuildRequest(NamedTuple):
@@ -57,10 +41,9 @@ class BuildRequest(NamedTuple):
     bakes: bool = False  # whether they run before the result is finished
     cpu_arena: bool = True  # whether the session's memory on the CPU comes from an arena
     onnxruntime_version: str = onnxruntime.__version__  # the oldest that the result runs on
-    # Attributes and entries of the session; a hint measures with them, and with what follows.
+    # What a hint sets for the session; where the user did, nothing.
     session_settings: tuple[tuple[str, str], ...] = ()
     provider_options: Mapping[str, Mapping[str, str]] = {}  # by the provider's name
-    custom_op_libraries: tuple[str, ...] = ()  # paths; a session registers operators from them
 
     @property
     def name(self) -> str:
@@ -86,9 +69,6 @@ class BuildRequest(NamedTuple):
             "versions": package_versions(),
             "onnxruntime": self.onnxruntime_version,
             "cpu": processor(),
-            "session_settings": [list(pair) for pair in self.session_settings],
-            "hint": _hint_parts(self.plan) if self.plan.hint else None,
-            "provider_options": self.provider_options if self.plan.hint else {},
         }
 
     def as_json(self) -> dict[str, Any]:
@@ -143,6 +123,12 @@ def read_request(
     settings = read_optimizer_settings(options, disabled_optimizers)
     runs_any = settings.level != "ORT_DISABLE_ALL"
     chosen = stored(options, DATA_FOLDER_KEY)
+    own = {
+        key: text
+        for key, text in plan.session_settings.items()
+        if "." not in key or stored(options, key) is None
+    }
+    arena = own.get("enable_cpu_mem_arena", "1") == "1"
     return BuildRequest(
         source=source if isinstance(source, bytes) else os.path.abspath(source),
         plan=plan,
@@ -150,45 +136,10 @@ def read_request(
         data_folder=os.path.abspath(chosen) if chosen else None,
         optimizers=settings,
         bakes=plan.bake and runs_any and are_cpu_only(providers),
-        cpu_arena=options.enable_cpu_mem_arena,
-        session_settings=_session_settings(options, settings) if plan.hint else (),
+        cpu_arena=options.enable_cpu_mem_arena and arena,
+        session_settings=tuple(own.items()),
         provider_options=provider_options,
-        custom_op_libraries=custom_op_libraries() if plan.hint else (),
     )
-
-
-def _session_settings(
-    options: onnxruntime.SessionOptions, settings: OptimizerSettings
-) -> tuple[tuple[str, str], ...]:
-    """Return what of a session's options decides how fast it is."""
-    found = {}
-    for name in SPEED_ATTRIBUTES:
-        value = getattr(options, name)
-        found[name] = str(value.name) if hasattr(value, "name") else str(int(value))
-    entries = ((key, stored(options, key)) for key in _SPEED_ENTRIES)
-    given = {key: text for key, text in entries if text is not None}
-    given |= dict(settings.entries)
-    if settings.disabled:  # an argument, which processes that measure do not take
-        named = filter(None, (given.get(DISABLED_OPTIMIZERS_KEY), *settings.disabled))
-        given[DISABLED_OPTIMIZERS_KEY] = ";".join(named)
-    return tuple({**found, **given}.items())
-
-
-def _hint_parts(plan: Plan) -> dict[str, Any]:
-    """Return what the choice of a hint depends on."""
-    samples = None
-    if plan.hint_samples:
-        with contextlib.suppress(OSError):
-            status = os.stat(plan.hint_samples)
-            samples = [os.path.abspath(plan.hint_samples), status.st_size, status.st_mtime_ns]
-    return {
-        "aim": plan.hint,
-        "seconds": plan.hint_seconds,
-        "error": plan.hint_error,
-        "dims": plan.hint_dims,
-        "samples": samples,
-        "cores": usable_cores(),
-    }
 
 
 def _tuples(value: Any) -> Any:

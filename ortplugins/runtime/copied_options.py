@@ -13,8 +13,6 @@ has already. A start that is known imports this module, so it imports little.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
 import os
 from collections.abc import Iterable, Mapping
@@ -26,13 +24,6 @@ from onnxruntime.capi import _pybind_state, onnxruntime_pybind11_state
 
 # Where the external data is of a model that is given as bytes.
 DATA_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
-
-# No setting of onnxruntime's: from how many bytes glibc returns memory to the system as soon
-# as it is freed. It holds for the whole process, and stays.
-MALLOC_THRESHOLD_KEY = "glibc.mmap_threshold"
-
-# Of glibc's mallopt.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 # Models without a node, and with a byte of external data that a node reads. Slashes fill up
 # its location, which has a fixed length.
@@ -119,24 +110,11 @@ def apply_settings(
     the name of an enumeration's member, or "0" or "1" for a bool, digits for an int.
     """
     for name, value in settings.items():
-        if name == MALLOC_THRESHOLD_KEY:
-            libc = ctypes.CDLL(None)
-            for parameter in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
-                libc.mallopt(parameter, int(value))
-        elif "." in name:
+        if "." in name:
             if _entry(options, name) != str(value):  # onnxruntime warns of entries set again
                 options.add_session_config_entry(name, str(value))
         else:
             setattr(options, name, _attribute(name, value, type(getattr(options, name))))
-
-
-def trim_memory() -> None:
-    """Give freed memory back to the system.
-
-    glibc only: musl and macOS give memory back by themselves, Windows has no such call.
-    """
-    with contextlib.suppress(OSError, AttributeError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _entry(options: onnxruntime.SessionOptions, name: str) -> str | None:

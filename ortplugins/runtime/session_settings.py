@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import sys
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,10 +15,6 @@ if TYPE_CHECKING:
 
 # Names of optimisers that are left out, semicolons between them.
 DISABLED_OPTIMIZERS_KEY = "optimization.disable_specified_optimizers"
-
-# Whether a start leaves weights unpacked, and whether it packs them on all threads.
-DISABLED_PACKING_KEY = "session.disable_prepacking"
-PARALLEL_PACKING_KEY = "session.prepack.enable_parallel"
 
 # Entries that change what the optimisers do. SessionOptions cannot list its entries.
 _KEYS = (
@@ -122,25 +115,3 @@ def overrides_dimensions(
         for meta in session.get_inputs()
         for size, was_fixed in zip(meta.shape, fixed.get(meta.name, ()), strict=False)
     )
-
-
-def custom_op_libraries() -> tuple[str, ...]:
-    """Return the paths of the loaded libraries that operators can be registered from.
-
-    Those of every session of this process; none where the system has no /proc.
-    """
-    try:
-        with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
-            lines = [line.split(maxsplit=5) for line in maps]
-    except OSError:
-        return ()
-    found: list[str] = []
-    for path in dict.fromkeys(line[5].rstrip("\n") for line in lines if len(line) > 5):
-        if sys.platform != "win32":
-            try:
-                library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-            except OSError:  # a mapped file that is not a library
-                continue
-            if hasattr(library, "RegisterCustomOps"):  # what onnxruntime calls
-                found.append(path)
-    return tuple(found)

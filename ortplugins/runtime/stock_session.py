@@ -51,7 +51,6 @@ def open_model(
     level: str,
     providers: Sequence[Any] = ("CPUExecutionProvider",),
     settings: Mapping[str, str | int | bool] | None = None,
-    custom_op_libraries: Sequence[str] = (),
 ) -> onnxruntime.InferenceSession:
     """Open a session on a file; ``settings`` of its options go before the level."""
     options, settings = stock_options(level), settings or {}
@@ -63,8 +62,6 @@ def open_model(
     if DATA_FOLDER_KEY in settings:  # older versions heed it for bytes only
         with open(path, "rb") as file:
             model = file.read()
-    for library in custom_op_libraries:
-        options.register_custom_ops_library(library)
     apply_settings(options, settings)
     return opened(model, options, providers, os.fspath(path))
 

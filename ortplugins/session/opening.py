@@ -278,6 +278,8 @@ class Start:
         artifact = get_or_build(request, build_files, self._text)
         try:
             return self._open_artifact(artifact, given)
+        except NotCopiedError:
+            raise
         except Exception as error:
             if not again and discard_if_damaged(request, artifact):
                 return self._find_and_open(request, given, again=True)
@@ -320,10 +322,6 @@ class Start:
                 self._open_with(model, given, artifact.settings, written)
                 note = "free dimensions are overridden, so onnxruntime optimises at this start"
                 report = {**report, "notes": [*report["notes"], note]}
-        if "trims" in artifact.flags:
-            from ortplugins.runtime.copied_options import trim_memory
-
-            trim_memory()
         return report
 
     def _settings_of_written_model(self, artifact: Artifact) -> dict[str, str]:
@@ -356,20 +354,26 @@ class Start:
         copied = given.copy({**settings, **faster})
         lacks_devices = _has_providers(self._options) and not _has_providers(copied)
         if lacks_devices and settings:
-            raise RuntimeError("devices of SessionOptions cannot be copied")
+            raise NotCopiedError("devices")
         try:
             self._open_alone(model, self._options if lacks_devices else copied)
         except Exception:
             if not settings:
                 self._open_alone(model, self._options)
                 return
-            from ortplugins.runtime.session_settings import custom_op_libraries
+            if self._needs_given_options(given):
+                raise NotCopiedError("libraries of custom operators") from None
+            raise
 
-            if not (libraries := custom_op_libraries()):
-                raise
-            for library in libraries:
-                copied.register_custom_ops_library(library)
-            self._open_alone(model, copied)
+    def _needs_given_options(self, given: CopiedOptions) -> bool:
+        """Whether the user's model opens only on the options that were given."""
+        for options in (given.copy(), self._options):
+            try:
+                self._open_alone(self._model, options)
+                return options is self._options
+            except Exception:  # onnxruntime's own classes, none of which is documented
+                continue
+        return False
 
     def _open_alone(self, model: str | bytes, options: onnxruntime.SessionOptions) -> None:
         """Construct a session on a model, and on no other where that fails."""
@@ -389,7 +393,8 @@ class Start:
             if isinstance(error, ModelFileError) and not is_other:
                 raise _as_both(error, refused) from refused
             raise  # the caller may expect this very error
-        if isinstance(error, MissingFileError):  # its data may come from elsewhere
+        # Its data may come from elsewhere.
+        if isinstance(error, MissingFileError | NotCopiedError):
             return _untouched(str(error))
         is_worded = isinstance(error, ModelFileError | PassError | OptionError)
         text = str(error) if is_worded else f"{type(error).__name__}: {error}"
@@ -411,13 +416,16 @@ class Start:
 
 def build_files(request: BuildRequest, loaded: LoadedModel, folder: Path) -> dict[str, Any]:
     """Make the files of an entry in a folder; return its manifest."""
-    if request.plan.hint:
-        from ortplugins.tuning.tune import tune
-
-        return tune(request, loaded, folder).manifest
     from ortplugins.optimization.build import build_artifact
 
     return build_artifact(request, loaded, folder)
+
+
+class NotCopiedError(RuntimeError):
+    """Copies of ``SessionOptions`` lack something that sessions on them need."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what} of SessionOptions cannot be copied")
 
 
 def _as_both(error: ModelFileError, refused: Exception) -> ModelFileError:

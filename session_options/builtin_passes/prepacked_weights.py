@@ -40,11 +40,6 @@ class PrepackedWeights(Pass):
         "Pack on all threads at the start (session.prepack.enable_parallel): faster on many "
         "cores, with a higher peak of memory.",
     )
-    trim: bool = option(
-        True,
-        "Give freed memory back to the system after the start (glibc's malloc_trim).",
-        shapes_result=False,
-    )
     timeout: int = option(
         1800, "Seconds that packing may take before it is given up.", shapes_result=False
     )
@@ -58,10 +53,6 @@ class PrepackedWeights(Pass):
     def session_settings(self) -> Mapping[str, str]:
         """Packing in parallel, where it is asked for."""
         return {"session.prepack.enable_parallel": "1"} if self.parallel else {}
-
-    def gives_memory_back(self) -> bool:
-        """Return whether what packing left on the heap goes back to the system."""
-        return self.trim
 
     def child_seconds(self) -> int:
         """The time for packing, and as much for what comes before, ten minutes at least."""

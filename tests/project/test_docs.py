@@ -25,13 +25,12 @@ from builders.samples import write_tokenizer
 from builders.text_models import proto_of
 
 import ortplugins
-from ortplugins import cli
+from ortplugins import cli, tuning
 from ortplugins.html_report import facts
 from ortplugins.measurement import compare as comparison
 from ortplugins.measurement import measure as harness
 from ortplugins.quantization import quantize
 from ortplugins.reasons import code_of, reasons
-from ortplugins.tuning import tune
 from session_options import registry
 
 DOCS = ROOT / "docs"
@@ -118,7 +117,7 @@ def quick_measures(monkeypatch: pytest.MonkeyPatch) -> None:
         settings |= {"seconds": 0.05, "warmed": True}
         return harness.measure(*arguments, rounds=1, **settings)
 
-    for module in (comparison, facts, tune):
+    for module in (comparison, facts, tuning):
         monkeypatch.setattr(module, "measure", measure)
 
 

@@ -21,10 +21,10 @@ from builders.text_models import proto_of
 from onnxruntime.capi.onnxruntime_pybind11_state import NoSuchFile
 
 import ortplugins
-from ortplugins import OrtpluginsWarning, known_starts
+from ortplugins import OrtpluginsWarning
 from ortplugins.cache import get_or_build as getting
 from ortplugins.known_starts import record_of
-from ortplugins.runtime import copied_options
+from ortplugins.runtime.copied_options import running_options
 from rewrite_rules.remarks import PassContext
 from session_options import registry
 from session_options.keys import stored
@@ -341,15 +341,6 @@ def test_a_known_start_imports_no_pass(model_path):
     assert ["session_options" in names for names in imported] == [True, False]
 
 
-def test_memory_is_given_back_after_each_start(model_path, monkeypatch):
-    calls = []
-    monkeypatch.setattr(known_starts, "SETTLED_SECONDS", -1)
-    monkeypatch.setattr(copied_options, "trim_memory", lambda: calls.append(True))
-    for trim, expected in ((True, [1, 2]), (False, [2, 2])):
-        so = options(EXACT, ortplugins.PrepackedWeights(trim=trim))
-        assert [start(model_path, so) and len(calls) for _ in range(2)] == expected
-
-
 def test_the_stock_file_says_the_same_without_us(model_path):
     # The toggles are harmless where the plug-ins are not installed.
     check(ort.InferenceSession(model_path, options(), providers=CPU), CASE)
@@ -409,3 +400,29 @@ def test_options_made_before_their_methods_note_are_asked(model_path):
     for expected in ("built", "cache", "cache"):
         done = python("-c", f"import sys\n{code}", str(model_path), "on", expected)
         assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("hint", "name", "default", "expected"),
+    [
+        ("memory", "enable_cpu_mem_arena", True, False),
+        ("throughput", "session.intra_op.allow_spinning", None, "0"),
+    ],
+)
+def test_a_hint_sets_what_the_user_has_not(
+    model_path, tmp_path, hint, name, default, expected
+):
+    def value(so: ort.SessionOptions) -> object:
+        return stored(so, name) if "." in name else getattr(so, name)
+
+    no_weights = tmp_path / "none.onnx"
+    onnx.save(proto_of("g (float[N] x) => (float[N] y) { y = Relu(x) }"), no_weights)
+    for model in (model_path, no_weights):
+        for _ in range(3):
+            so = ort.SessionOptions()
+            ortplugins.configure(so, hint=hint)
+            assert value(running_options(start(model, so))) == expected
+            assert value(so) == default
+    if "." in name:
+        so.add_session_config_entry(name, "1")
+        assert value(running_options(start(model_path, so))) == "1"

@@ -35,7 +35,14 @@ from session_options import (
     registered_passes,
 )
 from session_options.keys import options_of, stored
-from session_options.plan import GENERAL_OPTIONS, make_plan, plan_from_settings
+from session_options.plan import (
+    GENERAL_OPTIONS,
+    entries_of,
+    make_plan,
+    plan_from_settings,
+    read_entries,
+)
+from session_options.presets import PRESETS
 from session_options.registry import (
     BUILTIN_PASSES,
     NO_ENTRY_POINTS,
@@ -200,8 +207,7 @@ HINT = {"hint": "start"}
         (configured(FUSION, cache_dir=5), "ortplugins.cache_dir is 5: a str is expected"),
         (configured(hint="speed"), "one of , latency, throughput, memory, start is expected"),
         (configured(hint=1), "hint is 1: a str is expected"),
-        (configured(**HINT, hint_dims="batch"), "'batch' is not NAME=SIZE"),
-        (configured(**HINT, hint_seconds="60"), "a int is expected"),
+        (configured(**HINT, hint_seconds=60), "unknown option 'hint_seconds'"),
         (configured(FUSION, **HINT), "hint chooses the passes"),
     ],
 )
@@ -451,3 +457,16 @@ def test_the_page_shows_the_example_as_it_is():
     assert code in page
     entry = (EXAMPLE / "pyproject.toml").read_text(encoding="utf-8").split("\n\n")[2]
     assert entry in page
+
+
+@pytest.mark.parametrize("hint", PRESETS)
+def test_a_hint_stands_for_its_passes(hint: str):
+    entries = entries_of((), hint=hint) | {f"ortplugins.{FUSION.name}.slow_kernels": "keep"}
+    plan = read_entries(entries.get)
+    assert {item.name for item in plan.passes} == {*PRESETS[hint].passes}
+    (fusion,) = (item for item in plan.passes if item.name == FUSION.name)
+    assert fusion.slow_kernels == "keep"
+    assert plan.session_settings == PRESETS[hint].settings
+    assert read_entries(plan.entries().get) == plan
+    with pytest.raises(OptionError, match="hint chooses the passes"):
+        read_entries({**entries, "ortplugins.enable_trim_padding": "1"}.get)

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: MIT
+"""What is read of the machine."""
+
+import pytest
+
+from ortplugins.runtime.machine import usable_cores
+
+CGROUPS, CORE = "sys/fs/cgroup", "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 2),
+        ({f"{CGROUPS}/a/b/cpu.max": "max 100000"}, 2),
+        ({f"{CGROUPS}/a/b/cpu.max": "100000 100000"}, 1),
+        ({f"{CGROUPS}/a/cpu.max": "150000 100000"}, 2),
+        ({f"{CGROUPS}/cpu.max": "50000 100000"}, 1),
+        ({f"{CGROUPS}/cpu/c/cpu.cfs_{name}_us": "100000" for name in ("quota", "period")}, 1),
+        ({f"{CGROUPS}/cpu/c/cpu.cfs_quota_us": "-1"}, 2),
+        ({CORE.format(number): "0,1" for number in (0, 1)}, 1),
+    ],
+)
+def test_usable_cores(files, cores, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
+    groups = {"proc/self/cgroup": "0::/a/b\n3:memory:/m\n2:cpu,cpuacct:/c\n"}
+    for name, text in {**groups, **files}.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert usable_cores(str(tmp_path)) == cores
