@@ -53,7 +53,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from ortplugins._version import __version__
 
 
 def _check_package(name: str, module: str) -> None:
@@ -74,9 +74,7 @@ def _check_package(name: str, module: str) -> None:
 _check_package("rewrite_rules", "remarks")
 _check_package("session_options", "registry")
 
-if sys.modules.get("onnxruntime") is not None:  # whoever imports us makes options then
-    import ortplugins.known_starts  # noqa: F401
-else:
+if sys.modules.get("onnxruntime") is None:
     import importlib.util
 
     if importlib.util.find_spec("onnxruntime") is None:

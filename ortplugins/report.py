@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rewrite_rules.remarks import Outcome, Remark
@@ -141,6 +141,16 @@ class Report:
             KeyError, TypeError, ValueError: If it is something else.
         """
         return cls.from_dict(json.loads(text))
+
+    @classmethod
+    def of_session(
+        cls, stored: bytes, source: str, artifact: str, notes: Sequence[str]
+    ) -> Report:
+        """Return the report of a session: the JSON of its entry, if any, and what it adds."""
+        report = cls.from_dict(json.loads(stored)) if stored else cls()
+        return dataclasses.replace(
+            report, source=source, artifact=artifact, notes=(*report.notes, *notes)
+        )
 
     def _with(self, outcome: Outcome) -> tuple[Remark, ...]:
         return tuple(remark for remark in self.remarks if remark.outcome is outcome)

@@ -19,10 +19,10 @@ from ortplugins.measurement.measure import Candidate, Feed, Measurement, measure
 from ortplugins.model_io.loading import load_model
 from ortplugins.optimization.offline_optimizers import SLOW_OPTIMIZERS
 from ortplugins.runtime.machine import host_cores, usable_cores
-from ortplugins.runtime.session_settings import DISABLED_OPTIMIZERS_KEY
 from ortplugins.runtime.stock_session import open_model, quiet_runner
 from ortplugins.samples.made_up import MadeUpInputs
 from ortplugins.samples.sources import checked_feeds
+from session_options.entries import DISABLED_OPTIMIZERS_KEY
 from session_options.plan import entries_of
 
 # A smaller gain is not worth an entry.

@@ -7,8 +7,12 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from session_options.entries import PREFIX as PREFIX
+from session_options.entries import Lookup as Lookup
+from session_options.entries import enable_key as enable_key
+from session_options.entries import option_key as option_key
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import Protocol
 
     class SessionConfig(Protocol):
@@ -21,11 +25,6 @@ if TYPE_CHECKING:
             """Return an entry; raises RuntimeError when there is none."""
             ...
 
-    # Returns a session entry, or None when it was never set.
-    Lookup = Callable[[str], str | None]
-
-
-PREFIX = "ortplugins"
 
 # What an option can be; its default says which.
 Scalar = bool | int | float | str
@@ -43,7 +42,6 @@ class Option(NamedTuple):
     help: str
     choices: tuple[Scalar, ...] = ()
     onnxruntime_key: str | None = None
-    shapes_result: bool = True
     may_name_file: bool = False
 
 
@@ -53,7 +51,6 @@ def option(
     *,
     choices: Iterable[Scalar] = (),
     onnxruntime_key: str | None = None,
-    shapes_result: bool = True,
     may_name_file: bool = False,
 ) -> Any:
     """Declare a field of a pass class.
@@ -63,15 +60,11 @@ def option(
         help: One sentence for documentation and command line.
         choices: Allowed values; empty when any of the type will do.
         onnxruntime_key: Entry of onnxruntime with the same meaning, taken when ours is unset.
-        shapes_result: Whether the optimised model depends on it; one that only sessions look
-            at leaves cache entries valid.
         may_name_file: Whether ``"@<path>"`` stands for a file's text; ``ortplugins`` reads it.
     """
     import dataclasses
 
-    declared = Option(
-        "", default, help, tuple(choices), onnxruntime_key, shapes_result, may_name_file
-    )
+    declared = Option("", default, help, tuple(choices), onnxruntime_key, may_name_file)
     return dataclasses.field(default=default, metadata={"option": declared})
 
 
@@ -89,16 +82,6 @@ def options_of(cls: type) -> tuple[Option, ...]:
             )
         result.append(field.metadata["option"]._replace(name=field.name))
     return tuple(result)
-
-
-def enable_key(pass_name: str) -> str:
-    """Return the key that switches a pass on: ``ortplugins.enable_<pass>``."""
-    return f"{PREFIX}.enable_{pass_name}"
-
-
-def option_key(pass_name: str, option_name: str) -> str:
-    """Return the key of one option: ``ortplugins.<pass>.<option>``."""
-    return f"{PREFIX}.{pass_name}.{option_name}"
 
 
 _SIZE_UNITS = {"": 1, "b": 1} | {

@@ -43,16 +43,11 @@ class Pass:
         name: Lower snake case; gives the session keys. Unique.
         summary: One line of help.
         position: Smaller runs earlier; 50 unless said otherwise.
-        depends_on_arena: Whether what it does depends on ``PassContext.cpu_arena``.
-        needs_operator: Type of the operator that it rewrites; a model whose file does not even
-            hold this name is left alone at once. Empty for a pass that looks at every model.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     position: ClassVar[int] = 50
-    depends_on_arena: ClassVar[bool] = False
-    needs_operator: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         """Check every option.
@@ -92,10 +87,6 @@ class Pass:
         The greatest of the passes' limits counts; None, the default, sets none.
         """
         return None
-
-    def checks_digests(self) -> bool:
-        """Whether a start has to compare the files with the digests kept of them."""
-        return False
 
     def takes_part_in(self, stage: str) -> bool:
         """Whether the class overrides a stage: "rewrite", "rearrange" or "finish"."""

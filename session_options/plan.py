@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from session_options import keys
+from session_options.entries import HINT_KEY as HINT_KEY
+from session_options.entries import pass_names
 from session_options.keys import PREFIX, Option, OptionError, Scalar
 from session_options.passes import Pass
 from session_options.presets import PRESETS
-from session_options.registry import find, pass_names, resolve, version_of
+from session_options.registry import find, resolve
 
 if TYPE_CHECKING:
     from session_options.keys import Lookup, SessionConfig
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
 _LARGEST = 16 << 20
 # Bytes of a session entry's value; onnxruntime says so in a RuntimeError.
 _LONGEST_VALUE = 8192
-HINT_KEY = f"{PREFIX}.hint"
 
 
 class Plan(NamedTuple):
@@ -37,33 +38,11 @@ class Plan(NamedTuple):
     cache_limit: str = ""
     strict: bool = False
     bake: bool = True
-    retry_failed: bool = False
     hint: str = ""
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
         return bool(self.passes)
-
-    @property
-    def session_settings(self) -> Mapping[str, str]:
-        """What a hint sets for the session, besides its passes."""
-        return PRESETS[self.hint].settings if self.hint else {}
-
-    def fingerprint(self) -> list[dict[str, Any]]:
-        """Return what the result depends on, as JSON: passes, versions, options."""
-        return [
-            {
-                "pass": item.name,
-                "class": f"{type(item).__module__}.{type(item).__qualname__}",
-                "version": version_of(item.name),
-                "options": {
-                    spec.name: getattr(item, spec.name)
-                    for spec in keys.options_of(type(item))
-                    if spec.shapes_result
-                },
-            }
-            for item in self.passes
-        ]
 
     def entries(self) -> dict[str, str]:
         """Return the session entries that :func:`read_entries` reads the plan from."""
@@ -89,10 +68,6 @@ _GENERAL_HELP = {
     ),
     "strict": "Raise an exception inside a pass; else warn, and run the other passes.",
     "bake": "Keep onnxruntime's own optimisations in the cache, too (CPU sessions).",
-    "retry_failed": (
-        "Run passes again that failed when a model was built; else the cached model stays "
-        "without them until a version changes."
-    ),
     "hint": (
         "What to optimise for: exact passes and session settings, the same on every machine, "
         "in place of passes; `ortplugins tune` measures others."

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+from session_options.entries import Lookup
+
 _SPEED = ("dq_matmulnbits_fusion", "transformer_fusion", "conv_fusion")
 
 
@@ -32,3 +34,14 @@ PRESETS: Mapping[str, Preset] = {
     # Baking, the default, leaves nothing to optimise; packed weights nothing to pack.
     "start": Preset(("dq_matmulnbits_fusion", "conv_fusion", "prepacked_weights")),
 }
+
+
+def settings_of(hint: str, ask: Lookup) -> Mapping[str, str]:
+    """Return what a hint sets for a session; ``ask`` returns the entries that its user set.
+
+    Nothing for a hint that nobody knows, which is an error where the plan is read.
+    """
+    if hint not in PRESETS:
+        return {}
+    settings = PRESETS[hint].settings
+    return {key: x for key, x in settings.items() if "." not in key or ask(key) is None}

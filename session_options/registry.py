@@ -5,44 +5,19 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
-import sys
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from session_options.caller_warnings import warn_caller
+from session_options.entries import BUILTIN_PASSES, ENTRY_POINT_GROUP, pass_names
 from session_options.keys import OptionError, closest
 from session_options.passes import Pass
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-ENTRY_POINT_GROUP = "ortplugins.passes"
-NO_ENTRY_POINTS = "ORTPLUGINS_NO_ENTRY_POINTS"
-
 
 class PassWarning(UserWarning):
     """A pass of another package cannot be used."""
-
-
-_PACKAGE = "session_options.builtin_passes"
-
-# Our pass classes by name, or where they are: a start imports those that it switches on.
-BUILTIN_PASSES: dict[str, str | type[Pass]] = {
-    "trim_padding": f"{_PACKAGE}.trim_padding:TrimPadding",
-    "mixed_precision_boundaries": (
-        f"{_PACKAGE}.mixed_precision_boundaries:MixedPrecisionBoundaries"
-    ),
-    "dq_matmulnbits_fusion": f"{_PACKAGE}.dq_matmulnbits_fusion:DqMatMulNBitsFusion",
-    "transformer_fusion": f"{_PACKAGE}.transformer_fusion:TransformerFusion",
-    "conv_fusion": f"{_PACKAGE}.conv_fusion:ConvFusion",
-    "shape_size_reorder": f"{_PACKAGE}.shape_size_reorder:ShapeSizeReorder",
-    "prepacked_weights": f"{_PACKAGE}.prepacked_weights:PrepackedWeights",
-}
-
-
-def pass_names() -> tuple[str, ...]:
-    """Return the names of all passes, ours first; nothing of other packages is imported."""
-    return (*BUILTIN_PASSES, *sorted(_entry_points()))
 
 
 def registered_passes() -> dict[str, type[Pass]]:
@@ -67,7 +42,7 @@ def find(name: str) -> type[Pass] | None:
             module, _, attribute = ours.partition(":")
             ours = BUILTIN_PASSES[name] = getattr(importlib.import_module(module), attribute)
         return ours
-    entry_point = _entry_points()[name]
+    entry_point = _installed_entry_points()[name]
     try:
         cls = entry_point.load()
         if not (isinstance(cls, type) and issubclass(cls, Pass)):
@@ -85,32 +60,18 @@ def find(name: str) -> type[Pass] | None:
 
 def version_of(name: str) -> str:
     """Return the version of the package that a pass comes from; empty for ours."""
-    point = _entry_points().get(name)
+    point = None if name in BUILTIN_PASSES else _installed_entry_points().get(name)
     return "" if point is None or point.dist is None else point.dist.version
 
 
-def _entry_points() -> dict[str, EntryPoint]:
-    if os.environ.get(NO_ENTRY_POINTS) == "1":
-        return {}
-    return _installed_entry_points()
-
-
-def _may_have_passes(distribution: Distribution) -> bool:
-    """Whether a package names our group."""
-    try:
-        with open(os.path.join(distribution.folder, "entry_points.txt"), "rb") as file:
-            return ENTRY_POINT_GROUP.encode() in file.read()
-    except OSError:  # it has no entry points
-        return False
+def names_of_entry_points() -> tuple[str, ...]:
+    """Return the names of the passes of installed packages."""
+    return tuple(sorted(_installed_entry_points()))
 
 
 @functools.cache
 def _installed_entry_points() -> dict[str, EntryPoint]:
-    """Scan the installed packages, once per process: it takes milliseconds."""
-    distributions = installed_distributions()
-    if distributions is not None and not any(map(_may_have_passes, distributions)):
-        return {}
-    # Heavy: 3 MB of every worker's memory, and 10 ms of its start.
+    """Scan the installed packages, once per process: it takes tens of milliseconds."""
     import importlib.metadata
 
     found: dict[str, EntryPoint] = {}
@@ -125,44 +86,3 @@ def _installed_entry_points() -> dict[str, EntryPoint]:
             continue
         found[point.name] = point
     return found
-
-
-class Distribution(NamedTuple):
-    """One installed distribution: its name in lower case with underscores, version, folder.
-
-    One in development has no version in the folder's name.
-    """
-
-    name: str
-    version: str
-    folder: str
-
-
-def installed_distributions() -> tuple[Distribution, ...] | None:
-    """Return the distributions in the order of ``sys.path``, by their metadata folders.
-
-    None where folder names do not tell all: an archive, or a folder that cannot be read.
-    ``importlib.metadata`` says the same, and takes tens of milliseconds of a start to import.
-    """
-    return _scan(tuple(entry for entry in sys.path if isinstance(entry, str)))
-
-
-@functools.cache
-def _scan(path: tuple[str, ...]) -> tuple[Distribution, ...] | None:
-    found = []
-    for entry in path:
-        try:
-            names = os.listdir(entry or ".")
-        except FileNotFoundError:
-            continue
-        except OSError:
-            return None
-        for folder in names:
-            stem, dot, _ = folder.rpartition(".")
-            if not dot or not folder.endswith((".dist-info", ".egg-info")):
-                continue
-            name, _, version = stem.partition("-")
-            name = name.lower().replace(".", "_")
-            version = version.partition("-")[0]  # an egg's Python comes behind it
-            found.append(Distribution(name, version, os.path.join(entry, folder)))
-    return tuple(found)

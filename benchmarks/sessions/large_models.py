@@ -80,17 +80,12 @@ def optimize_file(_: Any, source: str, output: str) -> float:
 
 def prepare_artifact(_: Any, source: str, cache: str) -> float:
     """Do what a first start does before it opens the session; return the seconds."""
-    import onnxruntime
-
     import ortplugins
-    from ortplugins.cache.get_or_build import get_or_build
-    from ortplugins.optimization.request import read_request
-    from ortplugins.session.opening import build_files
+    from ortplugins.cache.artifact import Wanted
+    from ortplugins.cache.build import get_or_build
+    from session_options.plan import entries_of
 
-    options = onnxruntime.SessionOptions()
-    ortplugins.configure(options, ortplugins.DqMatMulNBitsFusion(), cache_dir=cache)
     start = time.perf_counter()
-    plan = ortplugins.read(options)
-    request = read_request(source, plan, options, ["CPUExecutionProvider"], None)
-    get_or_build(request, build_files)
+    entries = entries_of([ortplugins.DqMatMulNBitsFusion()], cache_dir=cache)
+    get_or_build(Wanted(os.path.abspath(source), entries))
     return time.perf_counter() - start

@@ -2,47 +2,53 @@
 """Optimised models on disk: found, built once, published whole; pruned, verified, shared.
 
 An entry becomes visible by one rename and leaves by one, so a reader never sees half of one.
-``known_starts.py`` describes the layout of the directory. A model given as bytes is found
-through this module: what only a builder needs is imported when it builds.
+``folder.py`` describes the layout of the directory. A session that hits does without this
+module.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import re
 import stat
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from ortplugins import known_starts
-from ortplugins.cache.key import MODEL_CHARACTERS
+from ortplugins.cache import folder as cache_files
+from ortplugins.cache.artifact import (
+    ARTIFACT,
+    MODEL_CHARACTERS,
+    REPORT,
+    USE_SECONDS,
+    Artifact,
+)
+from ortplugins.cache.folder import read_digest
 from ortplugins.errors import OrtpluginsWarning
-from ortplugins.known_starts import MANIFEST
-from session_options.caller_warnings import warn_caller
-from session_options.keys import PREFIX, parse_size
-
-if TYPE_CHECKING:
-    from session_options.plan import Plan
+from session_options.entries import CACHE_DIR_KEY, CACHE_LIMIT_KEY
+from session_options.keys import parse_size
 
 # Whoever has found an entry opens it within this time. Twice USE_SECONDS: a use may lie that
 # much behind the one that was written down.
-_OPENING_SECONDS = 2 * known_starts.USE_SECONDS
+_OPENING_SECONDS = 2 * USE_SECONDS
 # What belongs to no entry after this time will not get one.
 _INDEX_SECONDS = 86400.0
-_KEY_LENGTH = 40
 KEY_CHARACTERS = 12  # of a key, to people
-_CHECKSUM = "checksum"  # of the rest of a manifest
+# Bytes of a cache that has no limit of its own.
+_DEFAULT_LIMIT = 20 * 10**9
+# Of what a builder says, the fields of an Artifact.
+_SAID_BY_BUILDER = (
+    "settings", "data", "baked", "has_custom_operators", "free", "initializers", "failed",
+    "provisional", "of_model",
+)  # fmt: skip
 _NAMES = {
     "entries": re.compile("[0-9a-f]{40}"),
-    # Those of an earlier layout, and what writers left that were killed.
-    "known": re.compile(r"[0-9a-f]{8}\.(memo.*|json)|tmp\w{8}"),
+    "index": re.compile(r"[0-9a-f]{8}(\.data)?(\.[0-9]+\.[0-9]+)?"),
     "building": re.compile(r"[0-9a-f]{16}\..+"),
     "locks": re.compile(r"[0-9a-f]{16}\.lock"),
 }
@@ -54,7 +60,7 @@ class Entry(NamedTuple):
     """What lies in the place of an entry, as it was when it was looked at."""
 
     folder: Path
-    manifest: dict[str, Any]  # empty where no session would take it
+    artifact: Artifact | None  # None where no session would take it
     size: int  # bytes
     # When a session last took it, to about a minute, in seconds since the epoch: when it was
     # published, where uses cannot be written down. Ahead of a clock that was set back.
@@ -63,14 +69,14 @@ class Entry(NamedTuple):
     @classmethod
     def at(cls, folder: Path) -> Entry:
         """Look at a folder."""
-        manifest = read_manifest(folder) or {}
-        used = os.stat(folder / MANIFEST if manifest else folder).st_mtime
-        used = max(used, manifest.get("created", 0))
-        return cls(folder, manifest, disk_size(folder), used)
+        artifact = Artifact.read(folder)
+        used = os.stat(folder / ARTIFACT if artifact else folder).st_mtime
+        used = max(used, artifact.made if artifact else 0)
+        return cls(folder, artifact, disk_size(folder), used)
 
     def __str__(self) -> str:
-        """Return the beginning of the key, and the model, where the manifest has it."""
-        return f"{self.key[:KEY_CHARACTERS]} {self.manifest.get('model', '')}".rstrip()
+        """Return the beginning of the key, and the model, where it is known."""
+        return f"{self.key[:KEY_CHARACTERS]} {self.model}".rstrip()
 
     @property
     def key(self) -> str:
@@ -78,19 +84,24 @@ class Entry(NamedTuple):
         return self.folder.name
 
     @property
+    def model(self) -> str:
+        """The path of the model that it was made from; "bytes" for one without."""
+        return self.artifact.of_model if self.artifact else ""
+
+    @property
     def created(self) -> float:
         """When it was published, seconds since the epoch."""
-        return float(self.manifest["created"])
+        return self.artifact.made if self.artifact else 0.0
 
     def damage(self) -> dict[str, str]:
         """Read every file; return what is wrong, by name, with those not as published."""
-        if not self.manifest:
-            is_there = (self.folder / MANIFEST).exists()
-            return {MANIFEST: "cannot be used" if is_there else "missing"}
-        digests = self.manifest["digests"]
+        if self.artifact is None:
+            is_there = (self.folder / ARTIFACT).exists()
+            return {ARTIFACT: "cannot be used" if is_there else "missing"}
+        digests = self.artifact.digests
         found = {
             name: self._difference(name, size, digests[name])
-            for name, size in self.manifest["files"].items()
+            for name, (size, _) in self.artifact.files.items()
         }
         return {name: what for name, what in found.items() if what is not None}
 
@@ -99,7 +110,7 @@ class Entry(NamedTuple):
             size = os.stat(self.folder / name).st_size
             if size != published:
                 return f"other size: {size} bytes, published with {published}"
-            if _sha256(self.folder / name) != digest:
+            if read_digest(self.folder / name) != digest:
                 return "other digest"
         except FileNotFoundError:
             return "missing"
@@ -119,7 +130,7 @@ class ArtifactCache:
     def is_trusted(self) -> bool:
         """Whether nobody but this user, or the administrator, can put models here."""
         parts = (self.root / name for name in _NAMES)
-        return known_starts.is_private(self.root, *filter(Path.exists, parts))
+        return cache_files.is_private(self.root, *filter(Path.exists, parts))
 
     def check_trusted(self) -> None:
         """Raise PermissionError if the directory exists and others can put models there."""
@@ -175,66 +186,9 @@ class ArtifactCache:
         finally:
             lock.release()
 
-    def find(self, key: str) -> Entry | None:
-        """Return an entry whose files are those that were published, as used now."""
-        folder = self.root / "entries" / key
-        if not (self.is_trusted() and known_starts.is_private(folder)):
-            return None
-        try:
-            entry = Entry.at(folder)
-            changed = self._changed(entry) if entry.manifest else None
-            if changed == [] and known_starts.note_use(folder):
-                return entry
-        except OSError:
-            return None
-        if changed:
-            warn_rebuilt(folder, changed)
-        return None
-
-    def find_like(self, parts: Mapping[str, Any], missing: Sequence[str]) -> Entry | None:
-        """Return an entry of these parts, but for versions of packages missing here."""
-
-        def compared(made_from: Mapping[str, Any]) -> dict[str, Any]:
-            plain: dict[str, Any] = json.loads(json.dumps(made_from))
-            for name in missing:
-                del plain["versions"][name]
-            return plain
-
-        made, wanted = self.made_from(parts["digest"]), compared(parts)
-        keys = (key for key, others in made if compared(others) == wanted)
-        return next(filter(None, map(self.find, keys)), None)
-
-    def _changed(self, entry: Entry) -> list[str] | None:
-        """Return which files are not as published; None where a size says so already.
-
-        By their content where only times differ: copies keep these, or are read once.
-        """
-        folder, manifest = entry.folder, entry.manifest
-        found = {name: os.stat(folder / name) for name in manifest["files"]}
-        if any(found[name].st_size != size for name, size in manifest["files"].items()):
-            return None
-        return [
-            name
-            for name, time in manifest["times"].items()
-            if not known_starts.is_same_time(found[name].st_mtime_ns, time)
-            and known_starts.file_digest(folder / name, self.root)[0]
-            != manifest["digests"][name]
-        ]
-
-    def data_locations(self, digest: str) -> list[str] | None:
-        """Return where a model has its external data; None where no entry is made of it."""
-        return next((list(parts["data"]) for _, parts in self.made_from(digest)), None)
-
-    def made_from(self, digest: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the keys of a model's entries, and what each key is made from."""
-        for path in (self.root / "entries").glob(f"*{digest[:MODEL_CHARACTERS]}"):
-            parts = (read_manifest(path) or {}).get("made_from", {})
-            if parts.get("digest") == digest:
-                yield path.name, parts
-
     def entries(self) -> list[Entry]:
         """Return all published entries, the newest first; their files are not looked at."""
-        found = [item for item in self.stored() if item.manifest] if self.is_trusted() else []
+        found = [item for item in self.stored() if item.artifact] if self.is_trusted() else []
         return sorted(found, key=lambda entry: entry.created, reverse=True)
 
     def stored(self) -> Iterator[Entry]:
@@ -247,7 +201,8 @@ class ArtifactCache:
     def build(self, model: str) -> Iterator[Path]:
         """Become the builder of a model, by its digest; at the end keep the cache's limit.
 
-        Yields an empty folder for :meth:`publish`, which is removed.
+        Yields an empty folder for :meth:`publish`; beside it is room for temporary files, and
+        all of it is removed.
         """
         import tempfile
 
@@ -256,38 +211,54 @@ class ArtifactCache:
             if is_alone:  # whatever else builds from this model was killed
                 for dead in building.glob(f"{name}.*"):
                     remove_tree(dead)
-            folder = Path(tempfile.mkdtemp(prefix=f"{name}.", dir=building))
+            scratch = Path(tempfile.mkdtemp(prefix=f"{name}.", dir=building))
             try:
+                (folder := scratch / "files").mkdir(mode=0o700)
                 yield folder
             finally:
-                remove_tree(folder)
+                remove_tree(scratch)
         if self.limit is not None:
             with contextlib.suppress(OSError):  # what is too much goes at another time
                 prune(self, max_size=self.limit)
 
-    def publish(self, key: str, folder: Path, manifest: dict[str, Any]) -> Entry:
-        """Make a built folder the entry of its key."""
-        files = sorted(folder.iterdir())
-        complete = {
-            "data": {},
-            **manifest,
-            "files": {file.name: file.stat().st_size for file in files},
-            "times": {file.name: file.stat().st_mtime_ns for file in files},
-            "digests": {file.name: _sha256(file) for file in files},
-            "created": time.time(),
-        }
-        write_manifest(folder, complete)
+    def publish(self, key: str, folder: Path, made: Mapping[str, Any]) -> Artifact:
+        """Make a built folder the entry of its key; ``made`` is what :func:`.make_entry` says.
+
+        Returns the artifact.
+        """
+        (folder / REPORT).write_text(json.dumps(made["report"], indent=1), encoding="utf-8")
+        files = {file.name: file.stat() for file in sorted(folder.iterdir())}
+        fields = {name: made[name] for name in _SAID_BY_BUILDER}
+        Artifact(
+            folder,
+            files={name: (x.st_size, x.st_mtime_ns) for name, x in files.items()},
+            digests={name: read_digest(folder / name) for name in files},
+            made=time.time(),
+            **fields,
+        ).write()
         final = self.make("entries") / key
         if final.exists():  # damaged
             self.remove(key)
         os.replace(folder, final)
-        return Entry.at(final)
+        artifact = Artifact.read(final)
+        assert artifact is not None
+        return artifact
 
-    def discard(self, key: str, seen: dict[str, Any] | None) -> None:
-        """Take an entry out, unless it was built again since its manifest was ``seen``."""
-        with self.lock(key), contextlib.suppress(FileNotFoundError):
-            if read_manifest(self.root / "entries" / key) == seen:
-                self.remove(key)
+    def discard_damaged(self, artifact: Artifact) -> dict[str, str]:
+        """Take an entry out if files of it changed on disk; return what is wrong, by name.
+
+        Unless it was built again since the artifact was read.
+        """
+        with self.lock(artifact.key):
+            try:
+                entry = Entry.at(self.root / "entries" / artifact.key)
+            except FileNotFoundError:  # removed a moment ago
+                return {ARTIFACT: "missing"}
+            if entry.artifact is not None and entry.artifact.made != artifact.made:
+                return {ARTIFACT: "built again"}
+            if damaged := entry.damage():
+                self.remove(artifact.key)
+        return damaged
 
     def remove(self, key: str) -> None:
         """Hide an entry from readers by one rename, then unlink it."""
@@ -361,7 +332,7 @@ def choose(
     for item in ordered:
         # Where the clock was set back, uses lie ahead of it and nothing has expired.
         expired = older_than is not None and now - item.last_used > older_than
-        expired |= not item.manifest  # of an earlier layout, or damaged
+        expired |= item.artifact is None  # of an earlier layout, or damaged
         if not expired and (max_size is None or size <= max_size):
             continue
         if abs(now - item.last_used) < _OPENING_SECONDS:
@@ -393,26 +364,30 @@ def _remove(cache: ArtifactCache, item: Entry) -> str:
 
 def _prune_index(cache: ArtifactCache, *, whole: bool) -> None:
     """Remove what is known of files that have changed, and unused locks; or all."""
-    for path in cache.own("known"):
-        if whole or not _holds(path):
+    used = {path.name[-MODEL_CHARACTERS:] for path in cache.own("entries")}
+    for path in cache.own("index"):
+        if whole or not _holds(path, used):
             with contextlib.suppress(OSError):
                 path.unlink()
-    used = {path.name[-MODEL_CHARACTERS:] for path in cache.own("entries")}
     for path in cache.own("locks"):
         if whole or (path.stem not in used and _is_old(path)):
             with contextlib.suppress(OSError), cache.lock(path.stem, timeout=0):
                 path.unlink(missing_ok=True)
 
 
-def _holds(path: Path) -> bool:
-    """Whether what a memo says is so still."""
-    if (memo := known_starts.read_memo(path)) is None:
-        return path.suffix != ".memo" and path.suffix != ".json" and not _is_old(path)
-    _, shared, states, found = known_starts.split_memo(memo)
-    entries = path.parent.with_name("entries")
-    # Of an entry by its key, of a digest, or of no entry.
-    is_there = not found or len(found[0]) != _KEY_LENGTH or (entries / found[0]).exists()
-    return is_there and known_starts.are_unchanged(states, copied=bool(shared))
+def _holds(path: Path, used: Container[str]) -> bool:
+    """Whether a line of the index is of use: of a file as it is, or of a model with entries.
+
+    ``used`` are the beginnings of the digests of models that have any.
+    """
+    if (fields := cache_files.read_fields(path)) is None:
+        return bool(path.suffix) and not _is_old(path)  # it may be being written
+    if path.suffix == ".data":
+        return fields[0][:MODEL_CHARACTERS] in used
+    try:
+        return cache_files.state_of(fields[0]) == fields[1]
+    except (OSError, IndexError):
+        return False
 
 
 def _is_old(path: Path) -> bool:
@@ -428,17 +403,21 @@ def verify(cache: ArtifactCache) -> Iterator[tuple[Entry, dict[str, str]]]:
     for item in sorted(cache.stored(), key=lambda item: item.key):
         while item.folder.exists():
             damage = item.damage()
-            manifest = read_manifest(item.folder) or {}
+            now = Artifact.read(item.folder)
             # Removed, or built again, while it was read?
-            if not damage or (manifest == item.manifest and item.folder.exists()):
+            if not damage or (_made(now) == _made(item.artifact) and item.folder.exists()):
                 yield item, damage
                 break
-            item = item._replace(manifest=manifest)
+            item = item._replace(artifact=now)
+
+
+def _made(artifact: Artifact | None) -> float | None:
+    return None if artifact is None else artifact.made
 
 
 def share(cache: ArtifactCache) -> None:
     """Let other users read the entries, and none but this one write."""
-    names = ("entries", "known")
+    names = ("entries", "index")
     paths = [cache.root, *(cache.root / name for name in names)]
     for name in names:
         for path in cache.own(name):
@@ -466,20 +445,18 @@ def _remove_abandoned(cache: ArtifactCache) -> int:
     return size
 
 
-def cache_of(plan: Plan) -> ArtifactCache:
-    """Return the cache of a plan's sessions."""
-    variable, limit = "ORTPLUGINS_CACHE_LIMIT", None
-    if plan.cache_limit:
-        limit = parse_size(f"{PREFIX}.cache_limit", plan.cache_limit)
+def cache_of(entries: Mapping[str, str]) -> ArtifactCache:
+    """Return the cache of a session with some entries.
+
+    Raises:
+        OptionError: If its limit is no size.
+    """
+    variable, limit = "ORTPLUGINS_CACHE_LIMIT", _DEFAULT_LIMIT
+    if text := entries.get(CACHE_LIMIT_KEY):
+        limit = parse_size(CACHE_LIMIT_KEY, text)
     elif text := os.environ.get(variable, ""):
         limit = parse_size(f"environment variable {variable}", text)
-    return ArtifactCache(Path(known_starts.cache_folder(plan.cache_dir)), limit)
-
-
-def warn_rebuilt(folder: Path, damaged: Iterable[str]) -> None:
-    """Warn that an entry is built again because files of it changed on disk."""
-    text = f"{folder}: {', '.join(damaged)} changed on disk, and is built again"
-    warn_caller(text, OrtpluginsWarning)
+    return ArtifactCache(Path(cache_files.cache_folder(entries.get(CACHE_DIR_KEY, ""))), limit)
 
 
 def disk_size(folder: Path) -> int:
@@ -498,30 +475,3 @@ def remove_tree(folder: Path) -> None:
     import shutil
 
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Return the manifest of a folder; None where there is none, or not as it was written."""
-    try:
-        content = json.loads(Path(folder, MANIFEST).read_bytes())
-        checksum = content.pop(_CHECKSUM)
-    except (OSError, ValueError, AttributeError, KeyError, TypeError):
-        return None
-    return content if checksum == _checksum(content) else None
-
-
-def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Write the manifest of an entry."""
-    content = {**manifest, _CHECKSUM: _checksum(manifest)}
-    new = folder / f"{MANIFEST}.new"
-    new.write_text(json.dumps(content), encoding="utf-8")
-    new.replace(folder / MANIFEST)
-
-
-def _checksum(manifest: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

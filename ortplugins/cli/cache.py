@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 from rich.filesize import decimal
 
+from ortplugins.cache.artifact import REPORT
+from ortplugins.cache.folder import cache_folder
 from ortplugins.cache.store import KEY_CHARACTERS, ArtifactCache
 from ortplugins.cli import options as opt
 from ortplugins.cli.terminal import print_table
-from ortplugins.known_starts import cache_folder
 from session_options import PrepackedWeights
 from session_options.keys import parse_amount
 from session_options.plan import HINT_KEY
@@ -94,12 +95,12 @@ def list_entries(store: Store, format: opt.Format = "text") -> None:
         return
     rows = []
     for entry in entries:
-        report = entry.manifest["report"]
-        fired = f"{report['fired']}/{report['refused']}"
+        report = _report_of(entry)
+        fired = f"{report.get('fired', '?')}/{report.get('refused', '?')}"
         age, used = _since(entry.created), f"{_since(entry.last_used)} ago"
         size = decimal(entry.size)
         key = entry.key[:KEY_CHARACTERS]
-        rows.append((key, entry.manifest["model"], size, age, used, fired))
+        rows.append((key, entry.model, size, age, used, fired))
     headings = ("Key", "Model", "Size", "Age", "Last use", "Fired/refused")
     print_table(headings, rows)
     size = decimal(sum(entry.size for entry in entries))
@@ -117,32 +118,10 @@ def show_entry(store: Store, key: Annotated[str, typer.Argument()]) -> None:
     if len(found) != 1:
         number = f"{len(found)} entries" if found else "no entry"
         raise typer.BadParameter(f"{key!r}: {number} in {store.root}", param_hint="KEY")
-    typer.echo(json.dumps({**_as_json(found[0]), "manifest": found[0].manifest}, indent=2))
-
-
-@_command("explain")
-def explain_miss(model: opt.Model, start: SessionStart) -> None:
-    """Show which entry a CPU session finds; exit with 1 if none, and say what differs."""
-    from ortplugins.report import Report
-    from ortplugins.session.warming import explain_miss
-
-    found = explain_miss(model, **start)
-    if found.is_present and found.nearest is not None:
-        typer.echo(f"{model}: found as {found.key[:KEY_CHARACTERS]}")
-        report = Report.from_dict(found.nearest.manifest["report"])
-        typer.echo(f"  {report}")
-        return
-    typer.echo(f"{model}: not found as {found.key[:KEY_CHARACTERS]}")
-    if found.nearest is None:
-        typer.echo("the cache is empty")
-    else:
-        name, source = found.nearest.folder.name, found.nearest.manifest["model"]
-        typer.echo(f"nearest: {name[:KEY_CHARACTERS]}, made from {source}")
-        for part, here, there in found.differences:
-            typer.echo(f"  {part}: {json.dumps(here)} here, {json.dumps(there)} there")
-        if not found.differences:
-            typer.echo("  its key is the same, but its files changed: see 'cache verify'")
-    raise typer.Exit(1)
+    artifact = found[0].artifact
+    fields = {name: getattr(artifact, name) for name in type(artifact).__slots__}
+    content = {**_as_json(found[0]), "artifact": fields, "report": _report_of(found[0])}
+    typer.echo(json.dumps(content, indent=2))
 
 
 @_command("verify")
@@ -231,16 +210,25 @@ def warm(
         raise typer.Exit(1)
 
 
+def _report_of(entry: Entry) -> dict[str, Any]:
+    """Return an entry's report; nothing where it cannot be read."""
+    try:
+        content: dict[str, Any] = json.loads((entry.folder / REPORT).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content
+
+
 def _as_json(entry: Entry) -> dict[str, Any]:
-    report = entry.manifest["report"]
+    report = _report_of(entry)
     return {
         "key": entry.key,
-        "model": entry.manifest["model"],
+        "model": entry.model,
         "size": entry.size,
         "created": entry.created,
         "last_used": min(entry.last_used, time.time()),
-        "fired": report["fired"],
-        "refused": report["refused"],
+        "fired": report.get("fired"),
+        "refused": report.get("refused"),
     }
 
 

@@ -84,8 +84,8 @@ def _memory_limit() -> int | None:
 
 
 def _cache(cache_dir: str) -> _Rows:
+    from ortplugins.cache.folder import cache_folder
     from ortplugins.cache.store import ArtifactCache
-    from ortplugins.known_starts import cache_folder
 
     root = Path(cache_folder(cache_dir))
     exists = root.exists()

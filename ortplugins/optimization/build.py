@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
+from onnxruntime.capi import _pybind_state
 
 from ortplugins.errors import OrtpluginsWarning, PassError
 from ortplugins.model_io.data_in_place import (
@@ -34,7 +35,8 @@ from ortplugins.optimization.shape_inference import shapes_while
 from ortplugins.optimization.stages import FailedPass, PassRuns, WrongResult
 from ortplugins.report import Report
 from ortplugins.runtime.copied_options import DATA_FOLDER_KEY
-from ortplugins.runtime.session_settings import OptimizerSettings, describe_model
+from ortplugins.runtime.session_settings import OptimizerSettings
+from rewrite_rules.graph.nodes import all_nodes
 from session_options import Pass
 from session_options.caller_warnings import warn_caller
 
@@ -183,10 +185,13 @@ def build_artifact(
     *,
     only_if_modified: bool = True,
 ) -> dict[str, Any]:
-    """Make the files of a cache entry; a pass that fails is left out. Return its manifest."""
+    """Make the files of a cache entry, where a pass that fails is left out.
+
+    Returns its report, and fields of an :class:`.Artifact`.
+    """
     failed: list[str] = []
     while True:
-        described = describe_model(loaded.model)
+        described = _described(loaded.model)
         try:
             output = folder / "model.onnx"
             result = build(
@@ -208,13 +213,34 @@ def build_artifact(
         warn_caller(f"{text}; a later start tries again", OrtpluginsWarning)
     notes = (*result.report.notes, *failed)
     return {
+        **described,
         "baked": result.baked,
-        "session_settings": dict(result.session_settings),
+        "settings": dict(result.session_settings) if result.files else {},
         "report": dataclasses.replace(result.report, notes=notes).to_dict(),
         "provisional": list(result.provisional),
         "failed": failed,
         "data": {} if result.placed is None else result.placed.names,
-        "model_given": described,
+    }
+
+
+def _described(model: ir.Model) -> dict[str, Any]:
+    """Return what a session on the result is compared with: free dimensions, initializers."""
+    free = {
+        str(value.name): "".join("0" if isinstance(x, int) else "1" for x in value.shape)
+        for value in model.graph.inputs
+        if value.shape is not None
+    }
+    names = {name for graph in model.graphs() for name in graph.initializers}
+    known = {schema.domain for schema in _pybind_state.get_all_operator_schema()}
+    functions = {identifier[:2] for identifier in model.functions}
+    custom = any(
+        node.domain not in known and (node.domain, node.op_type) not in functions
+        for node in all_nodes(model)
+    )
+    return {
+        "free": free,
+        "initializers": sorted(names),
+        "has_custom_operators": custom,
     }
 
 

@@ -98,7 +98,7 @@ def _open(request: BuildRequest, source: Any, settings: Mapping[str, str]) -> Ru
     session = onnxruntime.InferenceSession(
         model,
         options,
-        providers=[(x, request.provider_options.get(x, {})) for x in there or [_CPU]],
+        providers=there or [_CPU],
         disabled_optimizers=[*request.optimizers.disabled],
         enable_fallback=0,
     )

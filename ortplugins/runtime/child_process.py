@@ -34,18 +34,39 @@ def child_python(purpose: str) -> str | None:
     return sys.executable if is_python else None
 
 
-def child_environment(purpose: str) -> dict[str, str]:
+def child_environment(
+    purpose: str, scratch: str | os.PathLike[str] | None = None
+) -> dict[str, str]:
     """Return this process's environment, for a child that imports from the same places.
 
-    Its sessions are plain ones, whatever is switched on here.
+    Its sessions are plain ones, whatever is switched on here. Its temporary files go to
+    ``scratch``, where somebody sweeps up after one that is killed.
     """
     # Under ``ortplugins run`` it would switch passes on in the child, too.
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     # Python ignores other kinds of entries, too.
     searched = [entry for entry in sys.path if entry and isinstance(entry, str)]
     environment["PYTHONPATH"] = os.pathsep.join(searched)
+    if scratch is not None:
+        environment["TMPDIR"] = os.fspath(scratch)
     environment[_MARKER] = ",".join([*_purposes(), purpose])
     return environment
+
+
+def end_with_parent() -> None:
+    """Have this child process end when its parent does, however that ends."""
+    import threading
+    import time
+
+    parent = os.getppid()
+
+    def wait() -> None:
+        # Windows keeps the number of a parent that has ended.
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _purposes() -> list[str]:

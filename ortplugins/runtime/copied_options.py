@@ -22,8 +22,7 @@ from typing import Any
 import onnxruntime
 from onnxruntime.capi import _pybind_state, onnxruntime_pybind11_state
 
-# Where the external data is of a model that is given as bytes.
-DATA_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
+from session_options.entries import DATA_FOLDER_KEY as DATA_FOLDER_KEY
 
 # Models without a node, and with a byte of external data that a node reads. Slashes fill up
 # its location, which has a fixed length.
@@ -111,13 +110,14 @@ def apply_settings(
     """
     for name, value in settings.items():
         if "." in name:
-            if _entry(options, name) != str(value):  # onnxruntime warns of entries set again
+            if entry_of(options, name) != str(value):  # onnxruntime warns of entries set again
                 options.add_session_config_entry(name, str(value))
         else:
             setattr(options, name, _attribute(name, value, type(getattr(options, name))))
 
 
-def _entry(options: onnxruntime.SessionOptions, name: str) -> str | None:
+def entry_of(options: onnxruntime.SessionOptions, name: str) -> str | None:
+    """Return a session entry, or None where it was never set."""
     try:
         return str(options.get_session_config_entry(name))
     except RuntimeError:  # there is none

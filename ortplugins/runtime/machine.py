@@ -20,8 +20,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from ortplugins import __version__
-from session_options.registry import installed_distributions
+from ortplugins._version import __version__
 
 _PACKAGES = ("onnx", "onnx_ir", "onnxscript")
 # Those that onnxruntime's kernels for quantised weights differ by.
@@ -122,9 +121,6 @@ def _memory_bytes() -> int | None:
 
 
 def _version_of(name: str) -> str:
-    for item in installed_distributions() or ():
-        if item.name == name and item.version:
-            return item.version
     import importlib.metadata
 
     try:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""``InferenceSession``, and how sessions of any class open on what their passes make."""
+"""``InferenceSession``, and how sessions of any class open on what their passes make.
+
+A start: the entries as given -> a key -> the entry's folder, or build it there -> open.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +17,45 @@ from typing import TYPE_CHECKING, Any
 
 import onnxruntime
 
-from ortplugins.known_starts import Artifact, Record, find, record_of, root_of, text_of_start
+from ortplugins.cache.artifact import REPORT, Artifact, Wanted, find_artifact
+from ortplugins.runtime.copied_options import CopiedOptions, entry_of
+from session_options.entries import (
+    DATA_FOLDER_KEY,
+    HINT_KEY,
+    entries_of_onnxruntime,
+    given_entries,
+)
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from ortplugins.cache.build import Built
     from ortplugins.errors import ModelFileError
-    from ortplugins.model_io.loading import LoadedModel
-    from ortplugins.optimization.request import BuildRequest
     from ortplugins.report import Report
-    from ortplugins.runtime.copied_options import CopiedOptions
-    from session_options.plan import Plan
 
-# What ``Report.to_dict`` returns: nobody may ask for the report of a session, and making the
-# object would take a start longer than reading the entry.
-ReportDict = Mapping[str, Any]
 _WRITTEN_DATA_KEY = "session.optimized_model_external_initializers_file_name"
-STOCK: ReportDict = {"source": "stock", "passes": (), "notes": (), "artifact": ""}
+# Stands for providers that were set by device or by policy: they cannot be asked for names.
+PROVIDERS_OF_OPTIONS = "those of the SessionOptions"
+
+
+class Opened:
+    """What a session was opened on; its report is read when somebody asks."""
+
+    __slots__ = ("artifact", "notes", "report", "source")
+
+    def __init__(
+        self, source: str, artifact: str = "", report: bytes = b"", notes: Sequence[str] = ()
+    ) -> None:
+        """Describe it as :class:`.Report` does, with the rest as its entry's JSON."""
+        self.source, self.artifact, self.report = source, artifact, report
+        self.notes = tuple(notes)
+
+    def to_report(self) -> Report:
+        """Return the whole report."""
+        from ortplugins.report import Report
+
+        return Report.of_session(self.report, self.source, self.artifact, self.notes)
+
+
+_STOCK = Opened("stock")
 
 
 class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
@@ -42,14 +67,12 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
     """
 
     _enable_fallback: bool
-    _ortplugins_report: ReportDict = STOCK
+    _ortplugins: Opened = _STOCK
 
     @property
     def ortplugins_report(self) -> Report:
         """What was done to the model, and what not and why."""
-        from ortplugins.report import Report
-
-        return Report.from_dict(whole_report(self._ortplugins_report))
+        return self._ortplugins.to_report()
 
     def __init__(
         self,
@@ -69,7 +92,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
                 warning and the untouched model runs.
         """
         given = path_or_bytes, sess_options, providers, provider_options
-        self._ortplugins_report = Start(self, super().__init__, given, kwargs).open()
+        self._ortplugins = Start(self, super().__init__, given, kwargs).open()
 
     def set_providers(
         self,
@@ -80,7 +103,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
 
         An optimised model is for the providers it was made for.
         """
-        if self._ortplugins_report["source"] == "stock":
+        if self._ortplugins.source == "stock":
             super().set_providers(providers, provider_options)
             return
         model = self._model_path or self._model_bytes
@@ -88,7 +111,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         reads_config, falls_back = int(self._read_config_from_model), self._enable_fallback
         kwargs = {"enable_fallback": 0, "read_config_from_model": reads_config}
         try:
-            self._ortplugins_report = Start(self, super().__init__, given, kwargs).open()
+            self._ortplugins = Start(self, super().__init__, given, kwargs).open()
         finally:
             self._enable_fallback = falls_back
 
@@ -117,212 +140,204 @@ class Start:
         self._session, self._construct = session, construct
         (self._model, self._options), self._providers = given[:2], given[2:]
         self._kwargs, self._switched = kwargs, switched
-        self._text: str | None = None  # of a start that may be known, or is kept
+        self._settings: Mapping[str, str] = {}  # what a hint sets for the session
 
-    def open(self) -> ReportDict:
-        """Construct the session, and log it; return the report."""
+    def open(self) -> Opened:
+        """Construct the session, and log it; return what it was opened on."""
         started = time.perf_counter()
-        report = self._open()
+        opened = self._open()
         seconds = time.perf_counter() - started
-        if "ORTPLUGINS_RUN_LOG" in os.environ and report is not STOCK:  # ``ortplugins run``
+        if "ORTPLUGINS_RUN_LOG" in os.environ and opened is not _STOCK:  # ``ortplugins run``
             from ortplugins.session.run_log import record
 
-            record(whole_report(report), seconds)
-        _log_start(self._model, seconds, report)
-        return report
+            record(opened.to_report(), seconds)
+        _log_start(self._model, seconds, opened)
+        return opened
 
-    def _open(self) -> ReportDict:
+    def _open(self) -> Opened:
         """Construct the session, on its artifact where it has one."""
         are_usable = isinstance(self._model, str | bytes | os.PathLike) and isinstance(
             self._options, onnxruntime.SessionOptions
         )
-        if not are_usable:
-            return self._open_given(STOCK)
-        if (record := record_of(self._options)) is not None:
-            ours = any(key.startswith("ortplugins.") for key in record.entries)
-            if not self._switched and not ours:
-                return self._open_given(STOCK)
-            if (report := self._open_known(record)) is not None:
-                return report
-        try:
-            plan = self._plan()
-        except ValueError as error:  # an entry of another's session; a file that is gone
-            if self._switched is None or self._switched.get("ortplugins.strict") == "1":
-                raise
-            self._open_given()
-            return _warned(str(error))
-        if not plan:
-            return self._open_given(STOCK)
+        entries = given_entries(self._entry, self._switched) if are_usable else {}
+        if not entries:
+            return self._open_given(_STOCK)
         if _is_ort_format(self._model):
             return self._open_given(_untouched("a model in ORT format was optimised already"))
         try:
-            from ortplugins.runtime.copied_options import CopiedOptions
-
             given = CopiedOptions(self._options)
-            providers = _providers_by_name(*self._providers)
+            providers = self._provider_names()
         except Exception as error:  # most likely no session can be made of them
             note = f"SessionOptions or providers cannot be read: {error}"
             return self._open_given(_untouched(note))
         if given.have_external_weights():
             note = "external initializers were added to the SessionOptions"
             return self._open_given(_untouched(note))
-        return self._open_planned(plan, given, providers)
-
-    def _open_known(self, record: Record) -> ReportDict | None:
-        """Construct the session as an earlier start did; None where none is known."""
-        if record.others:
-            return None
-        entries = record.entries
-        disabled = self._kwargs.get("disabled_optimizers")
         try:
-            self._text = text_of_start(
-                self._model, entries, self._switched, self._options, *self._providers, disabled
-            )
-            root = root_of(entries, self._switched)
-        except OSError:  # of a relative path, where the working directory is gone
-            return None
-        artifact = None if self._text is None else find(root, self._text)
-        if artifact is None:
-            return None
-        try:
-            if artifact.report["source"] == "untouched":
-                return self._open_given(artifact.report)
-            from ortplugins.runtime.copied_options import CopiedOptions
-
-            given = CopiedOptions(self._options)
-            report = self._open_artifact(artifact, given)
-            self._present(given)
-            return report
-        except Exception:  # whatever it is, who looks closer says it
-            return None
-
-    def _plan(self) -> Plan:
-        """Read the plan; one that names a pass or a hint itself gets what it names."""
-        from session_options.keys import enable_key
-        from session_options.plan import HINT_KEY, read_plan
-        from session_options.registry import pass_names
-
-        own, switched = self._entry, self._switched
-        if switched is None or own(HINT_KEY):
-            return read_plan(own)
-        if any(own(enable_key(name)) is not None for name in pass_names()):
-            return read_plan(own)
-        return read_plan(lambda key: switched.get(key) if own(key) is None else own(key))
+            wanted = self._wanted(entries, providers)
+        except OSError as error:  # of a relative path, where the working directory is gone
+            self._open_given(_STOCK)
+            return _warned(f"the working directory cannot be read: {error}")
+        return self._open_wanted(wanted, given)
 
     def _entry(self, key: str) -> str | None:
         """Return an entry of the options, or None when it was never set."""
-        if (record := record_of(self._options)) is not None:
-            return record.entries.get(key)
-        from session_options.keys import stored
+        return entry_of(self._options, key)
 
-        return stored(self._options, key)
+    def _wanted(self, entries: Mapping[str, str], providers: Sequence[str]) -> Wanted:
+        """Return everything that the entry depends on."""
+        if hint := entries.get(HINT_KEY):
+            from session_options.presets import settings_of
 
-    def _open_planned(
-        self, plan: Plan, given: CopiedOptions, providers: Mapping[str, dict[str, str]]
-    ) -> ReportDict:
-        """Construct the session on what a plan makes of the model, or as it was asked for."""
-        from ortplugins.errors import OrtpluginsWarning
-        from ortplugins.optimization.request import read_request
-        from session_options.keys import OptionError
-
-        if not isinstance(disabled := self._kwargs.get("disabled_optimizers"), Collection):
+            self._settings = settings_of(hint, self._entry)
+        disabled = self._kwargs.get("disabled_optimizers") or ()
+        if not isinstance(disabled, Collection):
             # An iterator would be empty when onnxruntime reads it.
-            disabled = None if disabled is None else set(disabled)
+            disabled = set(disabled)
             self._kwargs = {**self._kwargs, "disabled_optimizers": disabled}
+        return Wanted(
+            self._model if isinstance(self._model, bytes) else _name_of(self._model),
+            {**entries, **entries_of_onnxruntime(self._entry)},
+            providers,
+            self._options.graph_optimization_level.name,
+            disabled,
+            self._options.enable_cpu_mem_arena
+            and self._settings.get("enable_cpu_mem_arena", "1") == "1",
+        )
+
+    def _open_wanted(self, wanted: Wanted, given: CopiedOptions) -> Opened:
+        """Construct the session on the entry of what is wanted, or as it was asked for."""
         try:
-            request = read_request(
-                self._model if isinstance(self._model, bytes) else _name_of(self._model),
-                plan,
-                given.copy(),
-                self._provider_names(providers),
-                disabled,
-                {name: options for name, options in providers.items() if options},
-            )
-            report = self._find_and_open(request, given)
-            if report["source"] == "untouched":
-                self._open_model_of(request)
-                return report
+            opened = self._find_and_open(wanted, given)
+            if opened.source == "untouched":
+                self._open_model_of(wanted)
+                return opened
         except Exception as error:
+            from ortplugins.errors import OrtpluginsWarning
+            from session_options.keys import OptionError
+
             is_theirs = isinstance(error, OptionError) and self._switched is None
-            if plan.strict or is_theirs or isinstance(error, OrtpluginsWarning):
+            if wanted.is_strict or is_theirs or isinstance(error, OrtpluginsWarning):
                 raise
             return self._open_untouched(error)
         self._present(given)
-        return report
+        return opened
 
-    def _open_model_of(self, request: BuildRequest) -> None:
+    def _open_model_of(self, wanted: Wanted) -> None:
         try:
-            self._open_given()
+            self._open_given(_STOCK)
         except Exception:
-            request.load()  # which says what is wrong with it
+            from ortplugins.model_io.loading import load_model
+
+            load_model(wanted.model, wanted.data_folder)  # which says what is wrong with it
             raise
 
-    def _provider_names(self, given: Mapping[str, Any]) -> Sequence[str]:
-        """Names of the providers in order, as onnxruntime chooses them when none are given."""
-        if not given and _has_providers(self._options):  # which cannot be asked for names
-            from ortplugins.runtime.session_settings import PROVIDERS_OF_OPTIONS
+    def _provider_names(self) -> Sequence[str]:
+        """Return the names of the providers that the session will have, in order.
 
+        As onnxruntime chooses them: those of its wheel, where none are given, none that its
+        wheel does not have, and the CPU's where none is left.
+        """
+        given = _names_of_providers(*self._providers)
+        if not given and _has_providers(self._options):
             return (PROVIDERS_OF_OPTIONS,)
-        names: Sequence[str] = tuple(given) or onnxruntime.get_available_providers()
-        return names
+        available: list[str] = onnxruntime.get_available_providers()
+        if not given:
+            return available
+        absent = {*onnxruntime.get_all_providers()} - {*available}
+        return [name for name in given if name not in absent] or ("CPUExecutionProvider",)
 
-    def _find_and_open(
-        self, request: BuildRequest, given: CopiedOptions, *, again: bool = False
-    ) -> ReportDict:
-        """Return the report; no session is open on a model that is untouched.
+    def _find_and_open(self, wanted: Wanted, given: CopiedOptions) -> Opened:
+        """Return what is opened; no session is open yet on a model that is untouched.
 
         An artifact that was damaged in the cache is built again, once.
         """
-        from ortplugins.cache.get_or_build import discard_if_damaged, get_or_build
-
-        artifact = get_or_build(request, build_files, self._text)
         try:
-            return self._open_artifact(artifact, given)
+            key = wanted.known_key()
+            artifact = None if key is None else find_artifact(wanted, key)
+        except OSError:  # who builds says what is wrong with the model
+            artifact = None
+        is_refused = wanted.is_strict and artifact is not None and artifact.failed
+        if artifact is not None and not (is_refused or artifact.may_be_retried):
+            try:
+                return self._open_artifact(artifact, wanted, given, "cache")
+            except NotCopiedError:
+                raise
+            except Exception:  # who builds looks closer
+                pass
+        from ortplugins.cache.build import discard_if_damaged, get_or_build
+        from ortplugins.errors import PassError
+
+        built = get_or_build(wanted)
+        try:
+            return self._open_built(built, wanted, given)
         except NotCopiedError:
             raise
         except Exception as error:
-            if not again and discard_if_damaged(request, artifact):
-                return self._find_and_open(request, given, again=True)
-            if request.plan.strict:
+            if discard_if_damaged(built, wanted):
+                return self._open_built(get_or_build(wanted), wanted, given)
+            if wanted.is_strict:
                 raise
-            from ortplugins.errors import PassError
-
-            name = artifact.model or request.name
+            name = built.artifact.model or wanted.name
             raise PassError(f"{name} cannot be opened: {error}") from error
-        finally:
-            _remove_temporary(artifact, self._session)
 
-    def _open_artifact(self, artifact: Artifact, given: CopiedOptions) -> ReportDict:
+    def _open_built(self, built: Built, wanted: Wanted, given: CopiedOptions) -> Opened:
+        try:
+            return self._open_artifact(built.artifact, wanted, given, built.source)
+        finally:
+            if built.temporary is not None:
+                _remove_temporary(built.temporary, self._session)
+
+    def _open_artifact(
+        self, artifact: Artifact, wanted: Wanted, given: CopiedOptions, source: str
+    ) -> Opened:
         """Open an artifact, and give way to options that it was made without."""
-        report = artifact.report
+        with open(os.path.join(artifact.folder, REPORT), "rb") as file:
+            report = file.read()
+        settings = {**self._settings, **artifact.settings}
         if artifact.model is None:
-            if artifact.settings:
-                self._open_with(self._model, given, artifact.settings)
-            return report
-        known = not artifact.source  # what follows was not set then
-        added = None if known else given.added_initializer(artifact.source["initializers"])
-        if added is not None:
-            way = _untouched(f"initializer {added!r} was added to the SessionOptions")
-            notes = [*report["notes"], *way["notes"]]
-            return {**report, "source": "untouched", "notes": notes, "artifact": ""}
+            if not settings:
+                return Opened("untouched", "", report)
+            self._open_with(self._model, given, settings)
+            return Opened(source, "", report)
+        if (added := given.added_initializer(artifact.initializers)) is not None:
+            note = f"initializer {added!r} was added to the SessionOptions"
+            return Opened("untouched", "", report, _untouched(note).notes)
+        if artifact.data:
+            from ortplugins.model_io.data_in_place import folder_of
+
+            settings[DATA_FOLDER_KEY] = folder_of(
+                artifact.data, wanted.name, wanted.data_folder
+            )
+        elif wanted.data_folder is not None:
+            # onnxruntime looks in the user's folder for the data of any model, ours too.
+            settings[DATA_FOLDER_KEY] = artifact.folder
+        if settings and artifact.has_custom_operators:
+            raise NotCopiedError("libraries of custom operators")
         model: str | bytes = artifact.model
-        if "in_place" in artifact.flags:
+        if artifact.data:
             with open(model, "rb") as file:
                 model = file.read()
         written = self._settings_of_written_model(artifact)
-        baked = "baked" in artifact.flags
-        level = {"graph_optimization_level": "ORT_DISABLE_ALL"} if baked else {}
-        self._open_with(model, given, artifact.settings, {**written, **level})
-        if baked and not known:
-            from ortplugins.runtime.session_settings import overrides_dimensions
+        level = {"graph_optimization_level": "ORT_DISABLE_ALL"} if artifact.baked else {}
+        self._open_with(model, given, settings, {**written, **level})
+        notes = []
+        if artifact.baked and self._overrides_dimensions(artifact):
+            if self._options.enable_profiling:
+                os.unlink(self._session.end_profiling())
+            self._open_with(model, given, settings, written)
+            notes = ["free dimensions are overridden, so onnxruntime optimises at this start"]
+        return Opened(source, artifact.model, report, notes)
 
-            if overrides_dimensions(self._session, artifact.source):
-                if self._options.enable_profiling:
-                    os.unlink(self._session.end_profiling())
-                self._open_with(model, given, artifact.settings, written)
-                note = "free dimensions are overridden, so onnxruntime optimises at this start"
-                report = {**report, "notes": [*report["notes"], note]}
-        return report
+    def _overrides_dimensions(self, artifact: Artifact) -> bool:
+        """Whether a free dimension of the model's inputs is overridden in the session."""
+        return any(
+            isinstance(size, int) and was_free == "1"
+            for meta in self._session.get_inputs()
+            for size, was_free in zip(
+                meta.shape, artifact.free.get(meta.name, ""), strict=False
+            )
+        )
 
     def _settings_of_written_model(self, artifact: Artifact) -> dict[str, str]:
         """Return what makes ``optimized_model_filepath`` a model with data of its own.
@@ -330,15 +345,15 @@ class Start:
         Else it would name the artifact's data, which lies in another folder.
         """
         path = self._options.optimized_model_filepath
-        has_data = "in_place" in artifact.flags or os.path.exists(f"{artifact.model}.data")
+        has_data = bool(artifact.data) or os.path.exists(f"{artifact.model}.data")
         if not path or not has_data or self._entry(_WRITTEN_DATA_KEY):
             return {}
         return {_WRITTEN_DATA_KEY: f"{os.path.basename(path)}.data"}
 
-    def _open_given(self, report: ReportDict = STOCK) -> ReportDict:
-        """Construct the session that was asked for; return what is reported of it."""
+    def _open_given(self, opened: Opened) -> Opened:
+        """Construct the session that was asked for; return what it was opened on."""
         self._construct(self._model, self._options, *self._providers, **self._kwargs)
-        return report
+        return opened
 
     def _open_with(
         self,
@@ -355,38 +370,26 @@ class Start:
         lacks_devices = _has_providers(self._options) and not _has_providers(copied)
         if lacks_devices and settings:
             raise NotCopiedError("devices")
+        is_as_given = lacks_devices or not (settings or faster)
         try:
-            self._open_alone(model, self._options if lacks_devices else copied)
+            self._open_alone(model, self._options if is_as_given else copied)
         except Exception:
-            if not settings:
-                self._open_alone(model, self._options)
-                return
-            if self._needs_given_options(given):
-                raise NotCopiedError("libraries of custom operators") from None
-            raise
-
-    def _needs_given_options(self, given: CopiedOptions) -> bool:
-        """Whether the user's model opens only on the options that were given."""
-        for options in (given.copy(), self._options):
-            try:
-                self._open_alone(self._model, options)
-                return options is self._options
-            except Exception:  # onnxruntime's own classes, none of which is documented
-                continue
-        return False
+            if settings or is_as_given:
+                raise
+            self._open_alone(model, self._options)
 
     def _open_alone(self, model: str | bytes, options: onnxruntime.SessionOptions) -> None:
         """Construct a session on a model, and on no other where that fails."""
         kwargs = {**self._kwargs, "enable_fallback": 0}
         self._construct(model, options, *self._providers, **kwargs)
 
-    def _open_untouched(self, error: Exception) -> ReportDict:
+    def _open_untouched(self, error: Exception) -> Opened:
         """Construct the session that was asked for, as no better one can be had; say so."""
         from ortplugins.errors import MissingFileError, ModelFileError, PassError
         from session_options.keys import OptionError
 
         try:
-            self._open_given()
+            self._open_given(_STOCK)
         except Exception as refused:
             # Of a text that is not UTF-8 Python's own, which is of no other class, too.
             is_other = self._switched is not None or isinstance(refused, UnicodeError)
@@ -414,13 +417,6 @@ class Start:
         self._session._sess_options = given.copy()
 
 
-def build_files(request: BuildRequest, loaded: LoadedModel, folder: Path) -> dict[str, Any]:
-    """Make the files of an entry in a folder; return its manifest."""
-    from ortplugins.optimization.build import build_artifact
-
-    return build_artifact(request, loaded, folder)
-
-
 class NotCopiedError(RuntimeError):
     """Copies of ``SessionOptions`` lack something that sessions on them need."""
 
@@ -438,20 +434,19 @@ def _as_both(error: ModelFileError, refused: Exception) -> ModelFileError:
     return both(*error.args)
 
 
-def _remove_temporary(artifact: Artifact, session: onnxruntime.InferenceSession) -> None:
+def _remove_temporary(temporary: Any, session: onnxruntime.InferenceSession) -> None:
     """Remove the folder of an artifact that is in no cache.
 
     POSIX keeps the mapped files until the session closes; Windows refuses to unlink them, so
     the folder goes with onnxruntime's own session, which holds them.
     """
-    if artifact.temporary is not None:
-        try:
-            artifact.temporary.cleanup()
-        except OSError:
-            import shutil
+    try:
+        temporary.cleanup()
+    except OSError:
+        import shutil
 
-            remove = functools.partial(shutil.rmtree, ignore_errors=True)
-            weakref.finalize(session._sess, remove, artifact.temporary.name)
+        remove = functools.partial(shutil.rmtree, ignore_errors=True)
+        weakref.finalize(session._sess, remove, temporary.name)
 
 
 def _is_ort_format(path_or_bytes: str | bytes | os.PathLike[str]) -> bool:
@@ -468,42 +463,27 @@ def _name_of(path_or_bytes: str | bytes | os.PathLike[str]) -> str:
 
 
 def _log_start(
-    path_or_bytes: str | bytes | os.PathLike[str], seconds: float, report: ReportDict
+    path_or_bytes: str | bytes | os.PathLike[str], seconds: float, opened: Opened
 ) -> None:
     # Importing it takes milliseconds; where nobody has, nobody has asked for messages either.
     logging = sys.modules.get("logging")
     if logging is None or not (logger := logging.getLogger("ortplugins")).isEnabledFor(20):
         return
-    from ortplugins.report import Report
-
-    name = _name_of(path_or_bytes)
-    logger.info("%s in %.3f s: %s", name, seconds, Report.from_dict(whole_report(report)))
+    logger.info("%s in %.3f s: %s", _name_of(path_or_bytes), seconds, opened.to_report())
 
 
-def _warned(reason: str) -> ReportDict:
-    """Warn that the untouched model runs, and return the report that says so."""
+def _warned(reason: str) -> Opened:
+    """Warn that the untouched model runs, and return what says so."""
     from ortplugins.errors import OrtpluginsWarning
     from session_options.caller_warnings import warn_caller
 
-    report = _untouched(reason)
-    warn_caller(report["notes"][0], OrtpluginsWarning)
-    return report
+    opened = _untouched(reason)
+    warn_caller(opened.notes[0], OrtpluginsWarning)
+    return opened
 
 
-def whole_report(report: ReportDict) -> ReportDict:
-    """Return a report with the part of it that a start which was known leaves as JSON."""
-    if (stored := report.get("stored")) is None:
-        return report
-    import json
-
-    whole = json.loads(stored)
-    changed = {name: report[name] for name in ("source", "artifact")}
-    return {**whole, **changed, "notes": [*whole["notes"], *report["notes"]]}
-
-
-def _untouched(reason: str) -> ReportDict:
-    notes = [f"{reason}; the untouched model runs"]
-    return {**STOCK, "source": "untouched", "notes": notes}
+def _untouched(reason: str) -> Opened:
+    return Opened("untouched", notes=[f"{reason}; the untouched model runs"])
 
 
 def _has_providers(options: onnxruntime.SessionOptions) -> bool:
@@ -511,15 +491,12 @@ def _has_providers(options: onnxruntime.SessionOptions) -> bool:
     return bool(getattr(options, "has_providers", lambda: False)())
 
 
-def _providers_by_name(
+def _names_of_providers(
     providers: Sequence[Any] | None, provider_options: Sequence[dict[Any, Any]] | None
-) -> dict[str, dict[str, str]]:
-    """Return the options of each provider, in order; raise for what onnxruntime refuses.
-
-    Addresses, of a stream or an allocator, mean nothing in another process.
-    """
+) -> list[str]:
+    """Return the names of providers, in order; raise for what onnxruntime refuses."""
     if providers is None:
-        return {}
+        return []
     pairs = [(item, {}) if isinstance(item, str) else item for item in providers]
     if provider_options is not None:
         pairs = list(zip(providers, provider_options, strict=True))
@@ -527,13 +504,6 @@ def _providers_by_name(
     are_sequences = all(isinstance(item, Sequence) for item in sequences)
     if not are_sequences or not all(isinstance(item, tuple) for item in pairs):
         raise ValueError("they are no sequence of names, or of pairs")
-    found: dict[str, dict[str, str]] = {}
-    for name, given in pairs:
-        kept = {
-            str(key): str(value)
-            for key, value in given.items()
-            if not str(key).endswith("user_compute_stream")
-            and not str(key).startswith("gpu_external_")
-        }
-        found.setdefault(str(name), kept)  # onnxruntime ignores duplicates
-    return found
+    if not all(isinstance(options, dict) for _, options in pairs):
+        raise ValueError("their options are no dicts")
+    return [str(name) for name, _ in pairs]

@@ -23,8 +23,7 @@ from typing import Any
 
 import onnxruntime
 
-from ortplugins.report import Report
-from ortplugins.session.opening import Start, whole_report
+from ortplugins.session.opening import Start
 from session_options import OptionError, Pass
 from session_options.caller_warnings import is_ours
 from session_options.environment import general_entries, plan_entries
@@ -172,10 +171,10 @@ def _replacement(original: Callable[..., None]) -> Callable[..., None]:
         given = path_or_bytes, options, providers, provider_options
         _working.now = True
         try:
-            report = Start(self, partial(original, self), given, kwargs, switched).open()
+            opened = Start(self, partial(original, self), given, kwargs, switched).open()
         finally:
             _working.now = False
-        self.ortplugins_report = Report.from_dict(whole_report(report))
+        self.ortplugins_report = opened.to_report()
 
     _replacements[__init__] = original
     return __init__

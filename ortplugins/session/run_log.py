@@ -7,8 +7,10 @@ import contextlib
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ortplugins.report import Report
 
 # Handed down to the Python processes that the program starts.
 PATH_VARIABLE = "ORTPLUGINS_RUN_LOG"
@@ -16,10 +18,10 @@ PATH_VARIABLE = "ORTPLUGINS_RUN_LOG"
 _WORDS = {"cache": "from the cache", "built": "built", "untouched": "unchanged"}
 
 
-def record(report: Mapping[str, Any], seconds: float) -> None:
+def record(report: Report, seconds: float) -> None:
     """Add a session to the log of the run."""
-    rewrites = 0 if report["source"] == "untouched" else report["fired"]
-    line = json.dumps([report["source"], rewrites, seconds])
+    rewrites = 0 if report.source == "untouched" else len(report.fired)
+    line = json.dumps([report.source, rewrites, seconds])
     # Not created: processes may outlive the run. One write, so that lines stay whole.
     with contextlib.suppress(OSError):
         file = os.open(os.environ[PATH_VARIABLE], os.O_WRONLY | os.O_APPEND)

@@ -1,29 +1,27 @@
 # SPDX-License-Identifier: MIT
-"""Builds cache entries ahead of the sessions that will look for them, or says what misses."""
+"""Builds cache entries ahead of the sessions that will look for them."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import os
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import onnxruntime
 
-from ortplugins.cache.get_or_build import get_or_build
-from ortplugins.cache.key import key_content, share_digests
-from ortplugins.cache.store import ArtifactCache, Entry, cache_of, disk_size, share
+from ortplugins.cache.artifact import REPORT, Wanted
+from ortplugins.cache.build import get_or_build
+from ortplugins.cache.store import cache_of, disk_size, share
 from ortplugins.errors import ModelFileError, OrtpluginsWarning, PassError
-from ortplugins.optimization.request import BuildRequest, read_request
 from ortplugins.report import Report
+from ortplugins.runtime.copied_options import entry_of
 from ortplugins.runtime.stock_session import optimization_level_of
-from ortplugins.session.opening import build_files
-from session_options import DqMatMulNBitsFusion, OptionError, Pass, Plan, PrepackedWeights
-from session_options.keys import PREFIX, stored
+from session_options import DqMatMulNBitsFusion, OptionError, Pass, PrepackedWeights
+from session_options.entries import CACHE_DIR_KEY, entries_of_onnxruntime, given_entries
 from session_options.plan import entries_of, read_plan
 
 _PROVIDERS = ("CPUExecutionProvider",)
@@ -45,17 +43,6 @@ class WarmResult:
     report: Report | None = None
     size: int = 0
     error: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Explanation:
-    """What the cache has for a session."""
-
-    key: str
-    is_present: bool
-    nearest: Entry | None  # the entry that differs least
-    # Part of the key, its value here and there; None where one has no such part.
-    differences: tuple[tuple[str, Any, Any], ...]
 
 
 def warm(
@@ -92,71 +79,26 @@ def warm(
         OptionError: If a pass, an option or an entry is unknown.
         UsageError: If the level is.
     """
-    prepared, plan = _prepare(passes, options, session_entries, optimization_level, cache_dir)
-    cache = cache_of(plan)
+    prepared = _prepare(passes, options, session_entries, optimization_level, cache_dir)
+    if isinstance(models, str | bytes | os.PathLike):
+        raise OptionError(f"models is {models!r}: a list of paths is expected")
+    ask = functools.partial(entry_of, prepared)
+    entries = given_entries(ask)
+    if not entries:
+        raise OptionError("no pass is switched on, so there is nothing to build")
     results = []
     for model in models:
-        request = read_request(model, plan, prepared, _PROVIDERS, disabled_optimizers)
-        result = _warm_one(os.fspath(model), request, cache)
-        if cache_dir is not None and not result.error:
-            content = key_content(request, cache.root, cache.data_locations)
-            if content.is_known:
-                share_digests(content.states, cache.root)
-            share(cache)
-        results.append(result)
+        wanted = Wanted(
+            os.path.abspath(os.fsdecode(model)),
+            {**entries, **entries_of_onnxruntime(ask)},
+            _PROVIDERS,
+            prepared.graph_optimization_level.name,
+            disabled_optimizers,
+        )
+        results.append(_warm_one(os.fsdecode(model), wanted))
+    if cache_dir is not None and not all(item.error for item in results):
+        share(cache_of(entries))
     return results
-
-
-def explain_miss(
-    model: str | os.PathLike[str],
-    passes: Sequence[Pass | str] = DEFAULT_PASSES,
-    **start: Any,
-) -> Explanation:
-    """Find out what of a session's key differs from the nearest entry; arguments as `warm`."""
-    prepared, plan = _prepare(passes, **start)
-    cache = cache_of(plan)
-    request = read_request(model, plan, prepared, _PROVIDERS, ())
-    content = key_content(request, cache.root, cache.data_locations)
-    if not content.is_known:  # a new model
-        locations = list(request.load().data_files)
-        content = key_content(request, cache.root, lambda _: locations)
-    here = dict(_flatten(json.loads(json.dumps(content.parts))))
-    compared = [
-        (entry, _differences(here, dict(_flatten(entry.manifest["made_from"]))))
-        for entry in cache.entries()
-    ]
-    digest = content.parts["digest"]
-    nearest, differences = min(
-        compared,
-        # Those of the same model first.
-        key=lambda pair: (pair[0].manifest["made_from"]["digest"] != digest, len(pair[1])),
-        default=(None, ()),
-    )
-    # An entry with the key may be damaged.
-    is_present = cache.find(content.key) is not None
-    return Explanation(content.key, is_present, nearest, tuple(differences))
-
-
-def _differences(
-    here: Mapping[str, Any], there: Mapping[str, Any]
-) -> list[tuple[str, Any, Any]]:
-    return [
-        (name, here.get(name), there.get(name))
-        for name in sorted(here.keys() | there.keys())
-        if here.get(name) != there.get(name)
-    ]
-
-
-def _flatten(content: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested JSON; passes go by their names, not by their places."""
-    if isinstance(content, Mapping):
-        for key, value in content.items():
-            yield from _flatten(value, f"{name}.{key}" if name else key)
-    elif isinstance(content, list) and content and isinstance(content[0], Mapping):
-        for item in content:
-            yield from _flatten(item, f"{name}.{item['pass']}")
-    else:
-        yield name, content
 
 
 def _prepare(
@@ -165,8 +107,8 @@ def _prepare(
     session_entries: Mapping[str, str] | None = None,
     optimization_level: str = "all",
     cache_dir: str | os.PathLike[str] | None = None,
-) -> tuple[onnxruntime.SessionOptions, Plan]:
-    """Return the options of the sessions to come, and their plan."""
+) -> onnxruntime.SessionOptions:
+    """Return the options of the sessions to come."""
     prepared = onnxruntime.SessionOptions()
     for key, text in {**(session_entries or {}), **entries_of(passes, options or {})}.items():
         try:
@@ -175,26 +117,24 @@ def _prepare(
             raise OptionError(f"session entry {key!r} = {text!r}: {error}") from None
     prepared.graph_optimization_level = optimization_level_of(optimization_level)
     if cache_dir is not None:
-        prepared.add_session_config_entry(f"{PREFIX}.cache_dir", os.path.abspath(cache_dir))
-    plan = read_plan(functools.partial(stored, prepared))
-    if not plan:
-        raise OptionError("no pass is switched on, so there is nothing to build")
-    return prepared, plan
+        prepared.add_session_config_entry(CACHE_DIR_KEY, os.path.abspath(cache_dir))
+    read_plan(functools.partial(entry_of, prepared))  # errors are raised now
+    return prepared
 
 
-def _warm_one(name: str, request: BuildRequest, cache: ArtifactCache) -> WarmResult:
+def _warm_one(name: str, wanted: Wanted) -> WarmResult:
     try:
         with warnings.catch_warnings():
             # A session would build for itself alone then, which is of no use here.
-            without_cache = "ortplugins works without its cache"
-            warnings.filterwarnings("error", without_cache, OrtpluginsWarning)
-            artifact = get_or_build(request, build_files)
+            warnings.filterwarnings("error", "cannot write the cache", OrtpluginsWarning)
+            built = get_or_build(wanted)
     except (ModelFileError, PassError, OSError) as error:
         return WarmResult(name, error=str(error))
     except OrtpluginsWarning as warning:
         return WarmResult(name, error=f"not kept: {warning.__context__ or warning}")
-    if artifact.temporary is not None:
-        artifact.temporary.cleanup()
-        return WarmResult(name, error=f"not kept: {cache.root} could not be written")
-    size = 0 if artifact.model is None else disk_size(Path(artifact.model).parent)
-    return WarmResult(name, Report.from_dict(artifact.report), size)
+    artifact = built.artifact
+    stored = Path(artifact.folder, REPORT).read_bytes()
+    source = built.source if artifact.model or artifact.settings else "untouched"
+    report = Report.of_session(stored, source, artifact.model or "", ())
+    size = 0 if artifact.model is None else disk_size(Path(artifact.folder))
+    return WarmResult(name, report, size)

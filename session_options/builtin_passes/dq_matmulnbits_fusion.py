@@ -30,7 +30,6 @@ class DqMatMulNBitsFusion(Pass):
     name: ClassVar[str] = "dq_matmulnbits_fusion"
     summary: ClassVar[str] = "fuse weights into MatMulNBits and GatherBlockQuantized"
     position: ClassVar[int] = 20
-    needs_operator: ClassVar[str] = "DequantizeLinear"
 
     accuracy_level: str | int = option(
         "auto",

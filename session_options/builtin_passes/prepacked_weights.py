@@ -29,7 +29,6 @@ class PrepackedWeights(Pass):
         "How a start checks the files: 'size', or 'digest', which reads them whole. Before "
         "1.32, onnxruntime silently computes wrong numbers from damaged packed weights.",
         choices=("size", "digest"),
-        shapes_result=False,
     )
     limit_mb: int = option(
         0,
@@ -40,9 +39,7 @@ class PrepackedWeights(Pass):
         "Pack on all threads at the start (session.prepack.enable_parallel): faster on many "
         "cores, with a higher peak of memory.",
     )
-    timeout: int = option(
-        1800, "Seconds that packing may take before it is given up.", shapes_result=False
-    )
+    timeout: int = option(1800, "Seconds that packing may take before it is given up.")
 
     def finish(self, model_path: Path, context: PassContext) -> None:
         """Pack in place; see :mod:`.prepack`."""
@@ -57,7 +54,3 @@ class PrepackedWeights(Pass):
     def child_seconds(self) -> int:
         """The time for packing, and as much for what comes before, ten minutes at least."""
         return self.timeout + max(600, self.timeout)
-
-    def checks_digests(self) -> bool:
-        """Whether a start has to read the files whole."""
-        return self.verify == "digest"

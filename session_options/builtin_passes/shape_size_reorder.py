@@ -21,7 +21,6 @@ class ShapeSizeReorder(Pass):
 
     name: ClassVar[str] = "shape_size_reorder"
     summary: ClassVar[str] = "read shapes early, order nodes for a low peak of memory"
-    depends_on_arena: ClassVar[bool] = True
     # Last of those that change the graph.
     position: ClassVar[int] = 80
 

@@ -11,12 +11,20 @@ import onnxruntime as ort
 
 import ortplugins
 from builders.dequantized_models import DequantizedMatMul, relative_error
-from ortplugins.cache.store import ArtifactCache, Entry, read_manifest, write_manifest
+from ortplugins.cache.artifact import ARTIFACT, Artifact, Wanted, find_artifact
+from ortplugins.cache.store import ArtifactCache, Entry
 
 DAY = 86400.0
 CPU = ["CPUExecutionProvider"]
 # The default level is onnxruntime's own where it would fuse a node: int8 activations.
 EXACT = ortplugins.DqMatMulNBitsFusion(accuracy_level=0)
+
+# What the builder of an entry says of it.
+MADE: dict[str, Any] = {
+    "settings": {}, "data": {}, "baked": False, "has_custom_operators": False, "free": {},
+    "initializers": [], "failed": [],
+    "provisional": [], "of_model": "bytes", "report": {},
+}  # fmt: skip
 
 
 def save(case: DequantizedMatMul, path: Path, *, external: bool = True) -> Path:
@@ -65,10 +73,17 @@ def entries(cache_dir: Path) -> list[Entry]:
     return sorted(ArtifactCache(cache_dir).entries(), key=lambda entry: entry.last_used)
 
 
+def find(cache_dir: Path, key: str) -> Artifact | None:
+    """What a session finds under a key."""
+    return find_artifact(Wanted("", {"ortplugins.cache_dir": str(cache_dir)}), key)
+
+
 def backdate(folder: Path, seconds: float) -> None:
     """Have an entry published, and used, that long ago."""
-    moment, manifest = time.time() - seconds, read_manifest(folder)
-    if manifest is None:
+    moment, artifact = time.time() - seconds, Artifact.read(folder)
+    if artifact is None:
         raise FileNotFoundError(folder)
-    write_manifest(folder, {**manifest, "created": moment})
-    os.utime(folder / "manifest.json", (moment, moment))
+    artifact.made = moment
+    (folder / ARTIFACT).unlink()
+    artifact.write()
+    os.utime(folder / ARTIFACT, (moment, moment))

@@ -4,8 +4,6 @@
 import dataclasses
 import errno
 import fcntl
-import hashlib
-import json
 import os
 import pwd
 import random
@@ -24,17 +22,27 @@ import onnxruntime
 import pytest
 from builders.dequantized_models import DequantizedMatMul
 from builders.processes import disk, keep_mapped_files, result_of, spawn
-from builders.sessions import CPU, EXACT, backdate, check, options, save, source, start
+from builders.sessions import (
+    CPU,
+    EXACT,
+    MADE,
+    backdate,
+    check,
+    find,
+    options,
+    save,
+    source,
+    start,
+)
 
 import ortplugins
-from ortplugins import known_starts
-from ortplugins.cache import key
+from ortplugins.cache import artifact, folder
+from ortplugins.cache.artifact import Wanted
+from ortplugins.cache.folder import cache_folder
 from ortplugins.cache.store import ArtifactCache, Entry, prune
-from ortplugins.known_starts import cache_folder, text_of_start
-from ortplugins.optimization import build, request
-from ortplugins.optimization.request import read_request
+from ortplugins.optimization import build
 from session_options import registry
-from session_options.plan import entries_of, read_plan
+from session_options.plan import entries_of
 
 CASE = DequantizedMatMul(512, 512, 32)
 OTHER = DequantizedMatMul(64, 64, 32)
@@ -97,7 +105,7 @@ def test_a_cache_that_cannot_be_written_warns_once_and_is_done_without(
             assert not os.path.exists(artifact), "the temporary files are gone"
             check(session, CASE)
     (reported,) = (w for w in caught if w.category is ortplugins.OrtpluginsWarning)
-    assert re.search("works without its cache in .*file", str(reported.message))
+    assert re.search("cannot write the cache .*file", str(reported.message))
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="asks what is mapped")
@@ -107,7 +115,7 @@ def test_temporary_files_that_are_mapped_go_with_the_session(
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     keep_mapped_files(monkeypatch)
-    with pytest.warns(ortplugins.OrtpluginsWarning, match="works without its cache"):
+    with pytest.warns(ortplugins.OrtpluginsWarning, match="continuing without it"):
         session = start(model_path, cache_dir=str(blocked / "cache"))
     folder = Path(session.ortplugins_report.artifact).parents[2]
     check(session, CASE)
@@ -134,7 +142,7 @@ def test_a_model_replaced_meanwhile_is_not_published(model_path, cache_dir, monk
 
 
 def all_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_starts, "SETTLED_SECONDS", -1)
+    monkeypatch.setattr(folder, "SETTLED_SECONDS", -1)
 
 
 @pytest.fixture
@@ -145,18 +153,18 @@ def large_file(tmp_path: Path) -> Path:
 
 
 def digest(path: Path, cache_dir: Path) -> str:
-    return known_starts.file_digest(path, cache_dir)[0]
+    return folder.file_digest(path, str(cache_dir))
 
 
 def test_a_large_file_is_hashed_once(cache_dir, large_file, monkeypatch):
     first = digest(large_file, cache_dir)
     # Changed a moment ago by its status: not remembered yet.
-    assert not (cache_dir / "known").exists()
+    assert not (cache_dir / "index").exists()
     all_is_settled(monkeypatch)
     assert digest(large_file, cache_dir) == first
-    (memo,) = (cache_dir / "known").iterdir()
+    (memo,) = (cache_dir / "index").iterdir()
     with monkeypatch.context() as patch:
-        patch.setattr(hashlib, "file_digest", lambda *_: 1 / 0)
+        patch.setattr(folder, "_digest_of_open", lambda _: 1 / 0)
         assert digest(large_file, cache_dir) == first
     memo.write_text(memo.read_text().replace(first, "a damaged memo"))
     assert digest(large_file, cache_dir) == first
@@ -176,21 +184,20 @@ def test_a_digest_is_not_believed_of_another_content(cache_dir, large_file, monk
 
 def write(cache: ArtifactCache, key: str, size: int) -> Entry:
     """Publish an entry of one file, of a model of its own."""
-    with cache.build(key) as folder:
-        (folder / "model.onnx").write_bytes(bytes(size))
-        manifest = {"model": key, "made_from": {"digest": key}, "report": {}}
-        return cache.publish(key, folder, manifest)
+    with cache.build(key) as made:
+        (made / "model.onnx").write_bytes(bytes(size))
+        return Entry.at(Path(cache.publish(key, made, MADE).folder))
 
 
 def test_an_entry_rebuilt_meanwhile_is_not_discarded(cache_dir):
     cache, key = ArtifactCache(cache_dir), "0" * 40
-    damaged = write(cache, key, 10)
-    cache.discard(key, damaged.manifest)  # by another worker, which then rebuilds it
-    rebuilt = write(cache, key, 10)
-    cache.discard(key, damaged.manifest)
-    assert cache.find(key) == rebuilt
-    cache.discard(key, rebuilt.manifest)
-    assert cache.find(key) is None
+    whole = write(cache, key, 10)
+    assert whole.artifact is not None and cache.discard_damaged(whole.artifact) == {}
+    flip_a_byte(whole.folder / "model.onnx")
+    assert cache.discard_damaged(whole.artifact) == {"model.onnx": "other digest"}
+    write(cache, key, 10)  # by another worker
+    assert cache.discard_damaged(whole.artifact) == {"artifact": "built again"}
+    assert find(cache_dir, key) is not None
 
 
 def test_a_limit_is_kept_when_an_entry_is_published(cache_dir):
@@ -198,7 +205,7 @@ def test_a_limit_is_kept_when_an_entry_is_published(cache_dir):
     for index in range(3):
         backdate(write(cache, f"{index}" * 40, 9_000).folder, 1000 - index)
     assert len(cache.entries()) == 3
-    cache.find("0" * 40)
+    find(cache_dir, "0" * 40)
     write(cache, "3" * 40, 9_000)
     names = {entry.folder.name[0] for entry in cache.entries()}
     assert names == {"0", "2", "3"}, "1 was unused longest"
@@ -221,7 +228,7 @@ def test_the_limit_of_a_session(model_path, cache_dir, monkeypatch):
         start(model_path, cache_limit="1 parsec")
     monkeypatch.setenv("ORTPLUGINS_CACHE_LIMIT", "much")
     with pytest.raises(ortplugins.OptionError, match="ORTPLUGINS_CACHE_LIMIT is 'much'"):
-        start(model_path)
+        start(save(SMALL, model_path.with_name("third.onnx")))
 
 
 def test_a_file_system_without_locks(model_path, cache_dir, monkeypatch):
@@ -252,26 +259,14 @@ def test_two_that_publish_one_key_without_locks(cache_dir, monkeypatch):
         write(ArtifactCache(cache_dir), "1" * 40, 5)
         other = cache_dir / "building" / f"{key}.other"
         other.mkdir()
-        manifest = {"model": "", "made_from": {"digest": ""}}
-        cache.publish(key, other, manifest)
-        cache.publish(key, first, manifest)
-    assert cache.find(key) is not None
+        cache.publish(key, other, MADE)
+        cache.publish(key, first, MADE)
+    assert find(cache_dir, key) is not None
     assert list((cache_dir / "building").iterdir()) == []
 
 
-def test_pruning_forgets_starts_whose_entry_is_gone(model_path, cache_dir, monkeypatch):
-    all_is_settled(monkeypatch)
-    start(model_path)
-    cache = ArtifactCache(cache_dir)
-    assert cache.own("known")
-    (entry,) = cache.entries()
-    backdate(entry.folder, 1000)
-    prune(cache, max_size=0)
-    assert cache.own("known") == []
-
-
 def test_pruning_forgets_what_belongs_to_no_entry(model_path, cache_dir, monkeypatch):
-    monkeypatch.setattr(known_starts, "MEMO_SIZE", 0)
+    monkeypatch.setattr(folder, "INDEXED_BYTES", 0)
     all_is_settled(monkeypatch)
     start(model_path)
     cache = ArtifactCache(cache_dir)
@@ -279,14 +274,14 @@ def test_pruning_forgets_what_belongs_to_no_entry(model_path, cache_dir, monkeyp
     for path in cache.own("locks"):
         os.utime(path, (time.time() - 10 * 86400,) * 2)
     prune(cache, older_than=1e9)
-    assert cache.own("known") and cache.own("locks")
-    cache.discard(entry.folder.name, entry.manifest)
+    assert cache.own("index") and cache.own("locks")
+    cache.remove(entry.key)
     model_path.unlink()
     model_path.with_name("model.onnx.data").unlink()
     for path in cache.own("locks"):
         os.utime(path, (time.time() - 10 * 86400,) * 2)
     prune(cache, older_than=1e9)
-    assert cache.own("known") == cache.own("locks") == []
+    assert cache.own("index") == cache.own("locks") == []
 
 
 def test_where_the_cache_is(monkeypatch, tmp_path):
@@ -341,7 +336,7 @@ def test_a_folder_switched_behind_a_link_is_noticed(tmp_path, monkeypatch, momen
 
     owner, name = {
         "built": (ArtifactCache, "publish"),
-        "hashed": (known_starts, "file_digest"),
+        "hashed": (artifact, "file_digest"),
     }[moment]
     monkeypatch.setattr(owner, name, then_switch(getattr(owner, name)))
     with warnings.catch_warnings():  # the data of one under the graph of the other
@@ -371,32 +366,32 @@ def test_a_file_replaced_while_it_is_hashed_is_not_remembered(
     cache_dir, large_file, monkeypatch
 ):
     all_is_settled(monkeypatch)
-    real = hashlib.file_digest
+    real = folder._digest_of_open
 
-    def hash_and_replace(*args: Any) -> Any:
+    def hash_and_replace(file: int) -> str:
         large_file.write_bytes(b"x" * (5 << 20))
-        return real(*args)
+        return real(file)
 
     with monkeypatch.context() as patch:
-        patch.setattr(hashlib, "file_digest", hash_and_replace)
+        patch.setattr(folder, "_digest_of_open", hash_and_replace)
         with pytest.raises(OSError, match="changed while it was read"):
             digest(large_file, cache_dir)
-    assert digest(large_file, cache_dir) == hashlib.sha256(b"x" * (5 << 20)).hexdigest()
+    assert digest(large_file, cache_dir) == folder.digest_of(b"x" * (5 << 20))
 
 
 SMALL = DequantizedMatMul(32, 32, 32)
 
 
 def test_a_byte_changed_anywhere_is_a_miss(tmp_path, cache_dir, monkeypatch):
-    """In entries, manifests, memos: never an error, never another result."""
+    """In entries and in the index: never an error, never another result."""
     all_is_settled(monkeypatch)
-    monkeypatch.setattr(known_starts, "MEMO_SIZE", 0)
+    monkeypatch.setattr(folder, "INDEXED_BYTES", 0)
     path, draw = save(SMALL, tmp_path / "model.onnx"), random.Random(0)
     start(path)
     start(path)
     names = [x.relative_to(cache_dir) for x in cache_dir.rglob("*") if x.is_file()]
     names = [name for name in names if name.parts[0] != "locks"]
-    assert {name.parts[0] for name in names} == {"entries", "known"}
+    assert {name.parts[0] for name in names} == {"entries", "index"}
     whole = {name: (cache_dir / name).read_bytes() for name in names}
     for name, content in whole.items():
         for place in draw.sample(range(len(content)), min(12, len(content))):
@@ -420,7 +415,7 @@ def test_an_entry_copied_without_its_times_is_read_and_believed(model_path, cach
 def test_a_full_disk_leaves_nothing_behind(model_path, cache_dir, monkeypatch):
     all_is_settled(monkeypatch)
     start(model_path)
-    for path in (cache_dir / "known").iterdir():
+    for path in (digests := [x for x in (cache_dir / "index").iterdir() if not x.suffix]):
         path.unlink()
 
     def full(*_: object) -> None:
@@ -428,31 +423,30 @@ def test_a_full_disk_leaves_nothing_behind(model_path, cache_dir, monkeypatch):
 
     monkeypatch.setattr(os, "replace", full)
     assert source(model_path) == "cache"
-    assert list((cache_dir / "known").iterdir()) == []
+    assert digests and [x.suffix for x in (cache_dir / "index").iterdir()] == [".data"]
 
 
-def test_entries_of_another_layout_are_ignored_and_pruned(model_path, cache_dir):
+def test_what_is_no_entry_is_pruned(model_path, cache_dir):
     start(model_path)
     cache = ArtifactCache(cache_dir)
     (entry,) = cache.entries()
-    (entry.folder / "manifest.json").write_text(json.dumps(entry.manifest))
-    (cache_dir / "known").mkdir(exist_ok=True)
-    (cache_dir / "known" / "01234567.json").write_text("{}")
-    (cache_dir / "known" / "tmpab_cd12e").write_text("")
+    (entry.folder / "artifact").write_text("{}")
+    (cache_dir / "index").mkdir(exist_ok=True)
+    (cache_dir / "index" / "01234567.12.34").write_text("")
     assert cache.entries() == []
-    for path in (entry.folder, entry.folder / "manifest.json", *cache.own("known")):
+    for path in (entry.folder, entry.folder / "artifact", *cache.own("index")):
         os.utime(path, (time.time() - 10 * 86400,) * 2)
     prune(cache, max_size=1 << 30)
     assert not entry.folder.exists()
-    assert cache.own("known") == []
+    assert cache.own("index") == []
 
 
-@pytest.mark.parametrize("folder", ["", "known", "entries", "entry"])
-def test_what_others_can_write_to_is_not_believed(model_path, cache_dir, monkeypatch, folder):
+@pytest.mark.parametrize("place", ["", "index", "entries", "entry"])
+def test_what_others_can_write_to_is_not_believed(model_path, cache_dir, monkeypatch, place):
     all_is_settled(monkeypatch)
     start(model_path)
     (entry,) = (cache_dir / "entries").iterdir()
-    (entry if folder == "entry" else cache_dir / folder).chmod(0o777)
+    (entry if place == "entry" else cache_dir / place).chmod(0o777)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         session = start(model_path)
@@ -465,9 +459,9 @@ def test_on_windows_only_the_users_profile_is_private(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "me"))
     for name in ("me/cache", "other"):
         (tmp_path / name).mkdir(parents=True)
-    assert known_starts.is_private(tmp_path / "me" / "cache")
-    assert not known_starts.is_private(tmp_path / "other")
-    assert not known_starts.is_private(tmp_path / "me" / "missing")
+    assert folder.is_private(tmp_path / "me" / "cache")
+    assert not folder.is_private(tmp_path / "other")
+    assert not folder.is_private(tmp_path / "me" / "missing")
 
 
 def test_a_user_without_a_home_gets_a_folder_for_temporary_files(tmp_path, monkeypatch):
@@ -475,9 +469,8 @@ def test_a_user_without_a_home_gets_a_folder_for_temporary_files(tmp_path, monke
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", lambda _: {}["no such user"])
     monkeypatch.chdir(tmp_path)
-    folder = cache_folder()
-    assert folder == os.path.join(tempfile.gettempdir(), f"ortplugins-{os.geteuid()}")
-    assert cache_folder("~/cache") == folder
+    own = os.path.join(tempfile.gettempdir(), f"ortplugins-{os.geteuid()}")
+    assert cache_folder() == cache_folder("~/cache") == own
     monkeypatch.delattr(os, "geteuid")  # as on Windows
     assert cache_folder("~/cache") == os.path.join(tempfile.gettempdir(), "ortplugins-user")
 
@@ -504,100 +497,62 @@ def test_entries_that_a_pass_sets_change_no_key(model_path, monkeypatch):
     assert source(model_path, so) == "built"
 
 
-def with_optimizers(**fields: Any) -> Any:
-    return lambda r: r._replace(optimizers=r.optimizers._replace(**fields))
-
-
-def with_plan(**fields: Any) -> Any:
-    return lambda r: r._replace(plan=r.plan._replace(**fields))
-
-
-ORDER = ortplugins.ShapeSizeReorder()
-PARTS: dict[str, Any] = {
-    "model": lambda r: r._replace(source=str(save(OTHER, Path(r.name).with_name("o.onnx")))),
-    "data": lambda r: flip_a_byte(Path(f"{r.name}.data")),
-    "passes": with_plan(passes=(EXACT,)),
-    "option": with_plan(passes=(dataclasses.replace(EXACT, slow_kernels="keep"), ORDER)),
-    "providers": lambda r: r._replace(providers=("Other", *CPU)),
-    "whether onnxruntime's optimisers run": lambda r: r._replace(bakes=False),
-    "level": with_optimizers(level="ORT_ENABLE_BASIC"),
-    "whether any runs": with_optimizers(level="ORT_DISABLE_ALL"),
-    "package_versions": lambda r: r,
-    "processor": lambda r: r,
-    "disabled optimisers": with_optimizers(disabled=("ConstantFolding",)),
-    "an entry that they look at": with_optimizers(
-        entries=(("session.qdq_matmulnbits_block_size", "32"),)
-    ),
-    "arena": lambda r: r._replace(cpu_arena=False),
-    "oldest onnxruntime": lambda r: r._replace(onnxruntime_version="1.22"),
-}  # fmt: skip
-
-
 def flip_a_byte(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[0] ^= 1
     path.write_bytes(content)
 
 
-def key_of(asked: request.BuildRequest, cache_dir: Path) -> key.KeyContent:
-    return key.key_content(asked, cache_dir, lambda _: [f"{Path(asked.name).name}.data"])
-
-
-def test_every_part_of_the_key_changes_the_key(model_path, cache_dir, monkeypatch):
-    changed: set[str] = set()
-    plan = read_plan(entries_of([EXACT, ORDER]).get)
-    plain = read_request(str(model_path), plan, onnxruntime.SessionOptions(), CPU, None)
-    for name, change in PARTS.items():
-        before = key_of(plain, cache_dir)
-        assert key_of(plain, cache_dir) == before
-        with monkeypatch.context() as patch:
-            if name in ("package_versions", "processor"):
-                patch.setattr(request, name, lambda: {"onnx": "another"})
-            after = key_of(change(plain) or plain, cache_dir)
-        assert after.key != before.key, name
-        changed |= {part for part, value in after.parts.items() if value != before.parts[part]}
-    assert changed == before.parts.keys() - {"format"}
-
-
-OF_A_START: dict[str, dict[str, Any]] = {
-    "model": {"model": "other.onnx"},
-    "entries": {"entries": {"a.b": "2"}},
-    "what is switched on": {"switched": {"a.b": "1"}},
-    "nothing is switched on": {"switched": {}},
-    "providers": {"providers": ["Other"]},
-    "provider options": {"provider_options": [{"use_arena": "1"}]},
-    "disabled optimisers": {"disabled_optimizers": ["ConstantFolding"]},
-    **{
-        name: {"options": {name: value}}
-        for name, value in {
-            "graph_optimization_level": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC,
-            "execution_mode": onnxruntime.ExecutionMode.ORT_PARALLEL,
-            "execution_order": onnxruntime.ExecutionOrder.PRIORITY_BASED,
-            "intra_op_num_threads": 3,
-            "inter_op_num_threads": 3,
-            "enable_cpu_mem_arena": False,
-            "enable_mem_pattern": False,
-            "enable_mem_reuse": False,
-        }.items()
+ORDER = ortplugins.ShapeSizeReorder()
+FUSION = dataclasses.replace(EXACT, slow_kernels="keep")
+# What changes the key, each beside the options of ``plain`` below.
+PARTS: dict[str, dict[str, Any]] = {
+    "passes": {"entries": entries_of([EXACT])},
+    "option": {
+        "entries": entries_of([dataclasses.replace(EXACT, slow_kernels="keep"), ORDER])
     },
+    "bake": {"entries": entries_of([EXACT, ORDER], bake=False)},
+    "an entry that onnxruntime's optimisers look at": {
+        "entries": {**entries_of([EXACT, ORDER]), "session.qdq_matmulnbits_block_size": "32"}
+    },
+    "providers": {"providers": ("Other", *CPU)},
+    "level": {"level": "ORT_ENABLE_BASIC"},
+    "disabled optimisers": {"disabled": ["ConstantFolding"]},
+    "arena": {"cpu_arena": False},
 }
+NO_PARTS: dict[str, dict[str, Any]] = {
+    "what the result does not depend on": {
+        "entries": entries_of([EXACT, ORDER], cache_limit="1GB", strict=True)
+    },
+    "a name twice": {"providers": (*CPU, *CPU)},
+    "defaults": {"entries": {
+        "ortplugins.enable_shape_size_reorder": "1",
+        "ortplugins.enable_dq_matmulnbits_fusion": "1",
+        "ortplugins.dq_matmulnbits_fusion.accuracy_level": "0",
+    }},
+}  # fmt: skip
 
 
-def test_every_part_of_a_start_changes_its_text():
-    assert {*known_starts.SPEED_ATTRIBUTES} <= {*OF_A_START}
+def test_what_the_key_depends_on(model_path, monkeypatch):
+    plain = {"entries": entries_of([EXACT, ORDER])}
 
-    def text(options: dict[str, Any] = {}, **changed: Any) -> str | None:  # noqa: B006
-        so = onnxruntime.SessionOptions()
-        for name, value in options.items():
-            setattr(so, name, value)
-        arguments: dict[str, Any] = {
-            "model": "model.onnx", "entries": {"a.b": "1"}, "switched": None,
-            "providers": CPU, "provider_options": None, "disabled_optimizers": None,
-        }  # fmt: skip
-        return text_of_start(options=so, **{**arguments, **changed})
+    def key(model: Path = model_path, **changed: Any) -> str:
+        wanted = Wanted(str(model), **{**plain, **changed})
+        return wanted.key(wanted.model_digest(), [f"{model.name}.data"])
 
-    texts = {name: text(**changed) for name, changed in OF_A_START.items()}
-    assert text() == text() and len({text(), *texts.values()}) == 1 + len(texts)
+    first = key()
+    for name, changed in NO_PARTS.items():
+        assert key(**changed) == first, name
+    keys = [first, *(key(**changed) for changed in PARTS.values())]
+    with monkeypatch.context() as patch:
+        patch.setattr(artifact, "processor", lambda: "another")
+        keys.append(key())
+        patch.setattr(onnxruntime, "__version__", "1.99")
+        keys.append(key())
+    keys.append(key(save(OTHER, model_path.with_name("other.onnx"))))
+    flip_a_byte(model_path.with_name("model.onnx.data"))
+    keys.append(key())
+    assert len({*keys}) == len(PARTS) + 5
 
 
 def test_a_name_given_twice_changes_no_key(model_path):
@@ -616,38 +571,44 @@ SERVING = """
 import sys
 for name in ("onnx", "onnx_ir", "onnxscript", "ml_dtypes", "filelock", "platformdirs"):
     sys.modules[name] = None
-from ortplugins.runtime import machine
-machine._version_of = lambda name: "unknown"
-import hashlib
-from ortplugins import known_starts
-known_starts.MEMO_SIZE = 0
-def file_digest(*_):
-    raise AssertionError("a file is read whole")
-hashlib.file_digest = file_digest
 """
 
 
-def test_a_serving_image_hits_without_what_builds(
-    model_path, cache_dir, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(known_starts, "MEMO_SIZE", 0)
+def test_a_serving_image_hits_without_what_builds(model_path, cache_dir, tmp_path):
+    """The files of the model are read once on a machine, and again when they change."""
+    case = DequantizedMatMul(512, 1024, 32)
+    save(case, model_path)
+    data = model_path.with_name("model.onnx.data")
     (warmed,) = ortplugins.warm([model_path], ["dq_matmulnbits_fusion"], cache_dir=cache_dir)
     assert not warmed.error
     original = tmp_path.rename(tmp_path.with_name(f"{tmp_path.name}-built"))
     place = tmp_path.with_name(f"{tmp_path.name}-cache")
+    own = original / "own"
+    variables = {"ORTPLUGINS_CACHE_DIR": str(place / "cache"), "XDG_CACHE_HOME": str(own)}
+
+    def opened(name: str = "dq_matmulnbits_fusion") -> tuple[str, bool]:
+        found = result_of(spawn(model_path, name, prelude=SERVING, variables=variables))
+        asked = any("pip install onnx onnx_ir onnxscript" in x for x in found["warnings"])
+        assert asked or not found["warnings"]
+        return found["source"], asked
+
     with disk(tmp_path, 8 << 20), disk(place, 8 << 20):
         # As layers of images have them: other inodes, and times in whole seconds.
-        for folder, copy in ((original, tmp_path), (cache_dir, place / "cache")):
-            shutil.copytree(folder, copy, dirs_exist_ok=True)
+        for built, copy in ((original, tmp_path), (cache_dir, place / "cache")):
+            shutil.copytree(built, copy, dirs_exist_ok=True)
             for path in copy.rglob("*"):
                 os.utime(path, (int(path.stat().st_mtime),) * 2)
         subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
-        monkeypatch.setenv("ORTPLUGINS_CACHE_DIR", str(place / "cache"))
-        for name, expected in (
-            ("dq_matmulnbits_fusion", "cache"),
-            ("trim_padding", "untouched"),
-        ):
-            found = result_of(spawn(model_path, name, prelude=SERVING))
-            assert found["source"] == expected
-            asked = ["pip install onnx onnx_ir onnxscript" in x for x in found["warnings"]]
-            assert asked == ([True] if expected == "untouched" else [])
+        time.sleep(folder.SETTLED_SECONDS)
+        assert opened("trim_padding") == ("untouched", True)
+        assert opened() == ("cache", False)
+        lines = {path: path.stat().st_mtime_ns for path in own.rglob("index/*")}
+        assert any(str(data) in path.read_text() for path in lines)
+        assert opened() == ("cache", False)
+        assert lines == {path: path.stat().st_mtime_ns for path in own.rglob("index/*")}
+        # Another content of the same size and date, outside of the pages that are looked at.
+        status, content = data.stat(), bytearray(data.read_bytes())
+        content[5000] ^= 1
+        data.write_bytes(content)
+        os.utime(data, (status.st_atime, status.st_mtime))
+        assert opened() == ("untouched", True)

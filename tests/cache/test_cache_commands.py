@@ -23,10 +23,12 @@ from builders.processes import python, result_of, spawn
 from builders.sessions import (
     CPU,
     DAY,
+    MADE,
     backdate,
     check,
     entries,
     files,
+    find,
     options,
     save,
     source,
@@ -80,7 +82,7 @@ def fill(folder: Path, number: int = 3) -> None:
 
 
 def names(cache_dir: Path) -> list[str]:
-    return [Path(entry.manifest["model"]).name for entry in entries(cache_dir)]
+    return [Path(entry.model).name for entry in entries(cache_dir)]
 
 
 # The last use.
@@ -106,9 +108,9 @@ def test_a_hit_is_written_down_at_most_once_a_minute_where_it_can_be(
     (entry,) = entries(cache_dir)
     assert time.time() - entry.last_used < 60
     assert time.time() - entry.created > 0.9 * DAY
-    first = (entry.folder / "manifest.json").stat().st_mtime_ns
+    first = (entry.folder / "artifact").stat().st_mtime_ns
     assert source(model_path) == "cache"
-    assert (entry.folder / "manifest.json").stat().st_mtime_ns == first
+    assert (entry.folder / "artifact").stat().st_mtime_ns == first
 
     def refuse(*arguments: object, **kwargs: object) -> None:
         raise PermissionError(1, "Operation not permitted")
@@ -136,7 +138,7 @@ def test_list_and_show(aged, model_path):
     assert entry["size"] > 0
     shown = json.loads("\n".join(lines("show", entry["key"][:8])))
     assert shown.items() >= entry.items()
-    assert set(shown["manifest"]["files"]) >= {"model.onnx"}
+    assert set(shown["artifact"]["files"]) >= {"model.onnx"}
     done = ortplugins_command("cache", "show", "x")
     assert (done.returncode, "no entry" in done.stderr) == (2, True)
 
@@ -151,31 +153,6 @@ def test_a_clock_that_was_set_back(aged, model_path):
     assert files(aged.folder) == before, "the later time stays"
     (removed, _) = lines("prune", "--max-size", "0")
     assert removed.endswith(", last used 0 s ago")
-
-
-def test_explain_says_which_part_of_the_key_differs(model_path, cache_dir):
-    level = "dq_matmulnbits_fusion.accuracy_level"
-    explain = ("explain", model_path, "--pass", "dq_matmulnbits_fusion")
-    exact = (*explain, "--set", f"{level}=0")
-    assert lines(*explain, code=1)[1:] == ["the cache is empty"]
-    start(model_path)
-    line, report = lines(*exact)
-    assert line.startswith(f"{model_path}: found as ")
-    assert report.startswith("  built: fired 1, refused 0")
-    _, nearest, *differences = lines(
-        *(*explain, "--set", f"{level}=4", "--optimization-level", "basic"), code=1
-    )
-    assert nearest.endswith(f", made from {model_path}")
-    assert sorted(differences) == [
-        "  native_accuracy_level: null here, 4 there",  # onnxruntime fuses from level extended
-        '  optimizers.level: "ORT_ENABLE_BASIC" here, "ORT_ENABLE_ALL" there',
-        '  passes.dq_matmulnbits_fusion.options.accuracy_level: "4" here, "0" there',
-    ]
-    # Another content of the data file.
-    data = model_path.with_name("model.onnx.data")
-    data.write_bytes(data.read_bytes()[:-1] + b"x")
-    _, _, difference = lines(*exact, code=1)
-    assert difference.startswith("  data.model.onnx.data: ")
 
 
 # prune
@@ -241,11 +218,11 @@ def test_prune_leaves_what_is_being_built(aged, model_path, cache_dir):
 
 
 @pytest.mark.parametrize("content", [None, "{"], ids=["none", "cut"])
-def test_prune_takes_entries_without_a_manifest(aged, content):
-    manifest = aged.folder / "manifest.json"
-    manifest.unlink()
+def test_prune_takes_what_no_session_would(aged, content):
+    artifact = aged.folder / "artifact"
+    artifact.unlink()
     if content is not None:
-        manifest.write_text(content)
+        artifact.write_text(content)
     for path in (aged.folder, *aged.folder.iterdir()):
         os.utime(path, (time.time() - DAY, time.time() - DAY))
     removed, _ = lines("prune", "--older-than", "12h")
@@ -276,7 +253,6 @@ def collect(cache_dir: Path, stop: Path) -> int:
 
 def test_what_is_found_while_two_collect_stays_whole(cache_dir, tmp_path):
     cache, key, stop = ArtifactCache(cache_dir), "0" * 40, tmp_path / "stop"
-    manifest = {"model": "bytes", "made_from": {"digest": ""}, "report": {}}
     built = found = 0
     deadline = time.monotonic() + 120
     spawned = multiprocessing.get_context("spawn")
@@ -285,16 +261,17 @@ def test_what_is_found_while_two_collect_stays_whole(cache_dir, tmp_path):
         try:
             while built < 20:  # what is built again was removed
                 assert time.monotonic() < deadline
-                if cache.find(key) is None:
+                if find(cache_dir, key) is None:
                     with cache.build(key) as folder:
                         built += 1
                         for index in range(20):
                             (folder / f"{index}.data").write_bytes(bytes([index]) * 100)
-                        cache.publish(key, folder, manifest)
+                        cache.publish(key, folder, MADE)
                 with contextlib.suppress(FileNotFoundError):
                     backdate(cache_dir / "entries" / key, DAY)
-                    if (entry := cache.find(key)) is not None:
+                    if (artifact := find(cache_dir, key)) is not None:
                         found += 1
+                        entry = Entry.at(Path(artifact.folder))
                         # Whole, or gone in the moment before the rename.
                         assert entry.damage() == {} or not entry.folder.exists()
         finally:
@@ -324,10 +301,10 @@ def _truncate(path: Path) -> None:
         (_truncate, "model.onnx", "model.onnx: other size: {} bytes, published with {}"),
         (lambda path: os.truncate(path, 0), "model.onnx", "model.onnx: other size: 0 bytes"),
         (Path.unlink, "model.onnx.data", "model.onnx.data: missing"),
-        (Path.unlink, "manifest.json", "manifest.json: missing"),
-        (_truncate, "manifest.json", "manifest.json: cannot be used"),
+        (Path.unlink, "artifact", "artifact: missing"),
+        (_truncate, "artifact", "artifact: cannot be used"),
     ],
-    ids=["bit", "cut", "emptied", "deleted", "none", "cut manifest"],
+    ids=["bit", "cut", "emptied", "deleted", "none", "cut artifact"],
 )
 def test_verify_names_what_is_damaged(tmp_path, cache_dir, damage, file, what):
     for index in range(2):
@@ -341,7 +318,7 @@ def test_verify_names_what_is_damaged(tmp_path, cache_dir, damage, file, what):
     line, total = lines("verify", code=1)
     assert line.startswith(f"damaged: {victim.name[:12]}")
     assert f": {what.format(size - 1, size)}" in line
-    assert (file == "manifest.json") != (f" {model}: " in line)
+    assert (file == "artifact") != (f" {model}: " in line)
     assert total == f"2 checked, 1 damaged, in {cache_dir}"
     assert victim.exists()
 
@@ -438,9 +415,10 @@ def test_warm_takes_what_else_the_key_depends_on(model_path, cache_dir):
 
 
 def test_warm_takes_a_hint(model_path):
-    entry = "--session-entry", "ortplugins.hint=latency"
-    lines("warm", model_path, *entry)
-    assert ": found as " in lines("explain", model_path, *entry)[0]
+    lines("warm", model_path, "--session-entry", "ortplugins.hint=latency")
+    so = ort.SessionOptions()
+    ortplugins.configure(so, hint="latency")
+    assert source(model_path, so) == "cache"
 
 
 def test_warm_goes_on_after_a_model_that_fails(model_path, tmp_path, cache_dir):

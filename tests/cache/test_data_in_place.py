@@ -59,7 +59,7 @@ def path(tmp_path: Path) -> Path:
 
 def entry_of(cache_dir: Path, model: Path) -> Entry:
     entries = ArtifactCache(cache_dir).entries()
-    (entry,) = (entry for entry in entries if entry.manifest["model"] == str(model))
+    (entry,) = (entry for entry in entries if entry.model == str(model))
     return entry
 
 
@@ -139,7 +139,7 @@ def test_data_stays_where_it_is_and_other_tools_can_still_read_it(tmp_path, cach
         for a, b in zip(plain.run(None, FEED), session.run(None, FEED), strict=True):
             np.testing.assert_array_equal(a, b)
     entry = entry_of(cache_dir, path)
-    assert entry.manifest["data"] == {"model.onnx.data": "model.onnx.data"}
+    assert entry.artifact.data == {"model.onnx.data": "model.onnx.data"}
     assert entry.size < 1 << 16
     assert entry.damage() == {}
     # Both refuse a file that has several hard links.
@@ -197,7 +197,7 @@ def test_files_behind_links_are_read_where_they_are(tmp_path, cache_dir):
         assert session.ortplugins_report.source == origin
         assert np.isfinite(session.run(None, FEED)[0]).all()
     entry = entry_of(cache_dir, snapshot / "model.onnx")
-    assert entry.manifest["data"] == {"model.onnx.data": "blob1"}
+    assert entry.artifact.data == {"model.onnx.data": "blob1"}
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_data_is_copied_where_it_cannot_stay(reason, tmp_path, cache_dir, monkey
         passes = [REORDER, "prepacked_weights"]
     session = opened(path, *passes)
     entry = entry_of(cache_dir, path)
-    assert entry.manifest["data"] == {}
+    assert entry.artifact.data == {}
     assert entry.size > 1 << 20
     plain = onnxruntime.InferenceSession(path, providers=CPU)
     for a, b in zip(plain.run(None, FEED), session.run(None, FEED), strict=True):

@@ -31,7 +31,7 @@ from ortplugins.measurement import compare as comparison
 from ortplugins.measurement import measure as harness
 from ortplugins.quantization import quantize
 from ortplugins.reasons import code_of, reasons
-from session_options import registry
+from session_options import entries, registry
 
 DOCS = ROOT / "docs"
 
@@ -133,6 +133,7 @@ def untouched_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     os.environ.update(environment)
     sys.path[:] = path
     registry._installed_entry_points.cache_clear()
+    entries._is_group_declared.cache_clear()
     assert onnxruntime.InferenceSession.__init__ is constructor
 
 
@@ -156,6 +157,7 @@ def test_every_block_of_the_page_runs(page, models, tmp_path, monkeypatch, capsy
         onnx.save(proto_of(DROPOUT), tmp_path / "model.onnx")
         sys.path[:0] = installed(tmp_path / "site")
         registry._installed_entry_points.cache_clear()
+        entries._is_group_declared.cache_clear()
     if page.name == "transformer-fusion.md":
         onnx.save(exported("llama-dynamo-sdpa"), tmp_path / "decoder.onnx")
     monkeypatch.chdir(tmp_path)

@@ -278,10 +278,10 @@ def test_a_pass_that_fails_is_a_warning(model_path, tmp_path, stage, capfd):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_broken_artifact_is_no_provider_fallback(model_path, strict, capfd, monkeypatch):
-    def discard(*_: object) -> None:  # else it would be built again
+    def discard(*_: object) -> dict[str, str]:  # else it would be built again
         raise PermissionError("read-only")
 
-    monkeypatch.setattr(ArtifactCache, "discard", discard)
+    monkeypatch.setattr(ArtifactCache, "discard_damaged", discard)
     with ortplugins.enabled(EXACT, strict=strict):
         artifact = Path(open_stock(model_path).ortplugins_report.artifact)
         before = artifact.stat()
@@ -450,7 +450,7 @@ def test_general_options_from_the_environment(model_path, monkeypatch):
         ortplugins.enable(DqMatMulNBitsFusion())
     monkeypatch.setenv("ORTPLUGINS_STRICT", "1")
     # A bug in ortplugins: callers see it only where strict asks for that.
-    monkeypatch.setattr("ortplugins.cache.get_or_build.get_or_build", lambda *_: 1 / 0)
+    monkeypatch.setattr("ortplugins.cache.build.get_or_build", lambda *_: 1 / 0)
     with ortplugins.enabled(), pytest.raises(ZeroDivisionError):
         open_stock(model_path)
     message = "ZeroDivisionError: .*; the untouched"

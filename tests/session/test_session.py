@@ -6,8 +6,11 @@ import dataclasses
 import json
 import shutil
 import sys
+import warnings
+import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -22,9 +25,10 @@ from onnxruntime.capi.onnxruntime_pybind11_state import NoSuchFile
 
 import ortplugins
 from ortplugins import OrtpluginsWarning
-from ortplugins.cache import get_or_build as getting
-from ortplugins.known_starts import record_of
+from ortplugins.cache.artifact import Artifact
+from ortplugins.cache.store import ArtifactCache
 from ortplugins.runtime.copied_options import running_options
+from ortplugins.session import opening
 from rewrite_rules.remarks import PassContext
 from session_options import registry
 from session_options.keys import stored
@@ -172,8 +176,8 @@ def test_threads_that_share_options(tmp_path, cache_dir):
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(8)))
     assert so.graph_optimization_level == ort.GraphOptimizationLevel.ORT_ENABLE_ALL
-    manifests = [json.loads(p.read_text()) for p in cache_dir.glob("entries/*/manifest.json")]
-    assert sorted(manifest["model"] for manifest in manifests) == sorted(map(str, paths))
+    made_from = [entry.model for entry in ArtifactCache(cache_dir).entries()]
+    assert sorted(made_from) == sorted(map(str, paths))
 
 
 def rewritten(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
@@ -191,8 +195,13 @@ DATA = "model.onnx.data"
         rewritten(DATA, lambda content: b""),
         lambda folder: (folder / DATA).unlink(),
         *(
-            rewritten("manifest.json", lambda _, text=text: text)
-            for text in (b"", b"{", b"[]", b'{"files": {"../x": 1}}', b'{"files": 3}')
+            rewritten("artifact", change)
+            for change in (
+                lambda _: b"",
+                lambda content: content[:-5],
+                lambda content: content.replace(b"model.onnx", b"../../onnx"),
+                lambda _: b"%08x\n3\0x\x000" % zlib.crc32(b"3\0x\x000"),
+            )
         ),
     ],
 )
@@ -200,7 +209,9 @@ def test_a_damaged_entry_is_built_anew(model_path, cache_dir, damage):
     start(model_path)
     (folder,) = cache_dir.glob("entries/*")
     damage(folder)
-    session = start(model_path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*changed on disk")
+        session = start(model_path)
     assert session.ortplugins_report.source == "built"
     check(session, CASE)
     assert source(model_path) == "cache"
@@ -248,18 +259,6 @@ def test_a_pass_that_fails_is_left_out_with_one_warning(model_path, others):
 
 
 @pytest.mark.usefixtures("failing")
-def test_a_failed_pass_is_tried_again_on_demand(model_path, monkeypatch):
-    so = options(Failing())
-    with pytest.warns(OrtpluginsWarning, match="surprise"):
-        start(model_path, so)
-    monkeypatch.setattr(Failing, "rewrite", lambda *_: False)
-    assert FAILED in str(start(model_path, so).ortplugins_report)
-    so.add_session_config_entry("ortplugins.retry_failed", "1")
-    for _ in range(2):
-        assert FAILED not in str(start(model_path, so).ortplugins_report)
-
-
-@pytest.mark.usefixtures("failing")
 def test_strict_raises_chained(model_path):
     with pytest.raises(
         ortplugins.PassError, match="'failing' failed at node 'the_node'"
@@ -268,23 +267,20 @@ def test_strict_raises_chained(model_path):
     assert isinstance(info.value.__cause__.__cause__, KeyError)
 
 
-def test_an_entry_removed_while_a_session_opens(model_path, cache_dir, monkeypatch):
-    """The next start builds it again."""
-    real = getting.get_or_build
+def test_an_entry_removed_while_a_session_opens_is_built_again(model_path, monkeypatch):
+    real = opening.find_artifact
 
-    def get_or_build(*args: object) -> object:
+    def find_artifact(*args: Any) -> Artifact | None:
         artifact = real(*args)
-        shutil.rmtree(Path(artifact.model).parent)
+        if artifact is not None:
+            shutil.rmtree(artifact.folder)
         return artifact
 
-    for _ in range(2):
-        with monkeypatch.context() as patch:
-            patch.setattr(getting, "get_or_build", get_or_build)
-            warning = "cannot be opened.*the untouched model runs"
-            with pytest.warns(OrtpluginsWarning, match=warning):
-                session = start(model_path)
-        check(session, CASE)
-        assert [source(model_path) for _ in range(2)] == ["built", "cache"]
+    assert source(model_path) == "built"
+    monkeypatch.setattr(opening, "find_artifact", find_artifact)
+    session = start(model_path)
+    assert session.ortplugins_report.source == "built"
+    check(session, CASE)
 
 
 def modules_after(script: str, *args: str) -> set[str]:
@@ -321,24 +317,22 @@ def test_hits_and_starts_with_nothing_to_do_import_none_of_onnx(model_path):
     opened = START.rpartition("assert")[0]
     path = model_path.with_name("float.onnx")
     onnx.save(proto_of("float (float[n] x) => (float[n] y) { y = Relu(x) }"), path)
+    modules_after(opened, str(path), "on")
     assert not HEAVY & modules_after(opened, str(path), "on")
 
 
-PACKED = """
-import onnxruntime as ort, ortplugins
-from ortplugins import known_starts
-known_starts.SETTLED_SECONDS = -1
-so = ort.SessionOptions()
-so.add_session_config_entry("ortplugins.enable_prepacked_weights", "1")
-so.add_session_config_entry("ortplugins.enable_dq_matmulnbits_fusion", "1")
-ortplugins.InferenceSession(sys.argv[1], so, providers=["CPUExecutionProvider"])
-"""
-
-
-def test_a_known_start_imports_no_pass(model_path):
-    """Not even for what is left to do once packed weights are mapped."""
-    imported = [modules_after(PACKED, str(model_path)) for _ in range(2)]
-    assert ["session_options" in names for names in imported] == [True, False]
+def test_a_hit_imports_neither_passes_nor_json(model_path):
+    code = "import onnxruntime\nbefore = {*sys.modules}\n" + START.rpartition("assert")[0]
+    code += "print(*sorted({*sys.modules} - before), sep='\\n')"
+    imported = [
+        python("-c", f"import sys\n{code}", str(model_path), "on").stdout.split("\n")
+        for _ in range(2)
+    ]
+    assert {"json", "session_options.registry", "ortplugins.cache.build"} <= {*imported[0]}
+    assert {name for name in imported[1] if name.startswith(("session_options.", "json"))} == {
+        "session_options.entries", "session_options.lazy_names",
+    }  # fmt: skip
+    assert "ortplugins.cache.build" not in imported[1]
 
 
 def test_the_stock_file_says_the_same_without_us(model_path):
@@ -379,22 +373,7 @@ def test_the_options_of_a_session_can_open_another(model_path):
         opened.get_session_options().add_initializer(name, value)
 
 
-def test_what_was_set_is_noted_as_onnxruntime_keeps_it():
-    so = ort.SessionOptions()
-    for key, value in (("a.b", "1"), (b"c.d", b"2"), ("e.f", "3\0rest"), ("a.b", "4")):
-        so.add_session_config_entry(key, value)
-    record = record_of(so)
-    assert record is not None and record.others == []
-    assert record.entries == {"a.b": "4", "c.d": "2", "e.f": "3"}
-    for key, value in record.entries.items():
-        assert so.get_session_config_entry(key) == value
-    with pytest.raises(TypeError):
-        so.add_session_config_entry(key="g.h", value="5")
-    so.add_free_dimension_override_by_name("rows", 3)
-    assert record.others == ["add_free_dimension_override_by_name"]
-
-
-def test_options_made_before_their_methods_note_are_asked(model_path):
+def test_options_made_before_the_import_count(model_path):
     code = START.replace("import onnxruntime as ort, ortplugins", "import onnxruntime as ort")
     code = code.replace("session = ", "import ortplugins\nsession = ")
     for expected in ("built", "cache", "cache"):

@@ -135,8 +135,8 @@ import numpy as np
 import onnxruntime as ort
 held = ort.SessionOptions.{name}
 import ortplugins
-from ortplugins import known_starts
-known_starts.SETTLED_SECONDS = -1
+from ortplugins.cache import folder
+folder.SETTLED_SECONDS = -1
 value = ort.OrtValue.ortvalue_from_numpy(np.zeros({shape}, np.float32))
 def run(cls, *given):
     so = ort.SessionOptions()

@@ -22,7 +22,7 @@ import filelock
 import numpy as np
 import onnxruntime
 
-from ortplugins import __version__
+from ortplugins._version import __version__
 from ortplugins.errors import UsageError
 from ortplugins.model_io.loading import digest_of_files
 from ortplugins.quantization.statistics.accumulator import ActivationStatistics

@@ -3,7 +3,6 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 import re
 import shutil
@@ -21,7 +20,7 @@ import onnxruntime as ort
 import pytest
 from builders.dequantized_models import DequantizedMatMul
 from builders.processes import FEED, digest_of, disk, result_of, spawn
-from builders.sessions import CPU, files, options, save, start
+from builders.sessions import CPU, backdate, files, options, save, start
 from builders.text_models import proto_of
 
 import ortplugins
@@ -135,13 +134,13 @@ sys.meta_path.insert(0, Finder())
 """
 PACKING, BUILDING = (
     "rewrite_rules.prepacked_weights.child",
-    "ortplugins.cache.get_or_build",
+    "ortplugins.cache.build",
 )
 
 
 _TIDY = re.compile(
-    r"entries/[0-9a-f]{40}/(manifest\.json|model\.onnx|[\w.]+\.data)"
-    r"|known/[0-9a-f]+\.memo|locks/[0-9a-f]{16}\.lock"
+    r"entries/[0-9a-f]{40}/(artifact|report\.json|model\.onnx|[\w.]+\.data)"
+    r"|index/[0-9a-f]+(\.data)?|locks/[0-9a-f]{16}\.lock"
 )
 
 
@@ -325,9 +324,8 @@ def test_what_failed_once_is_tried_again(faults: Faults):
     assert "ended with -9" in reported
     faults.check(session)
     (faults.folder / "site" / "sitecustomize.py").unlink()
-    (path,) = faults.cache.glob("entries/*/manifest.json")
-    manifest = json.loads(path.read_text())
-    path.write_text(json.dumps({**manifest, "created": manifest["created"] - 100}))
+    (folder,) = faults.cache.glob("entries/*")
+    backdate(folder, 100)
     session, reported = faults.start()
     faults.check(session)
     assert blobs_in_use(reported) == 1

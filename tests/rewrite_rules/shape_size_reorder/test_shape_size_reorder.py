@@ -21,12 +21,9 @@ from hypothesis import strategies as st
 
 import ortplugins
 from benchmarks.models.branching_graphs import GRAPHS
-from ortplugins.cache.get_or_build import get_or_build
+from ortplugins.cache.artifact import Artifact
 from ortplugins.html_report.live_memory import curve, memory_bars, order_of
-from ortplugins.optimization.request import read_request
-from ortplugins.report import Report
 from ortplugins.runtime.copied_options import running_options
-from ortplugins.session.opening import build_files
 from rewrite_rules.graph.nodes import is_constant
 from rewrite_rules.remarks import PassContext, Remarks
 from rewrite_rules.shape_size_reorder.memory_plan import MemoryModel, touched_bytes
@@ -221,11 +218,10 @@ def test_buffers_are_not_reused_where_that_holds_them(tmp_path):
 
     def settings_and_peak(arena: bool) -> tuple[dict[str, str], str]:
         so.enable_cpu_mem_arena = arena
-        request = read_request(path, ortplugins.read(so), so, CPU, None)
-        artifact = get_or_build(request, build_files)
-        (graph,) = (
-            r.reason for r in Report.from_dict(artifact.report).remarks if r.node == "graph"
-        )
+        session = ortplugins.InferenceSession(path, so, providers=CPU)
+        (graph,) = (r.reason for r in session.ortplugins_report.remarks if r.node == "graph")
+        artifact = Artifact.read(Path(session.ortplugins_report.artifact).parent)
+        assert artifact is not None
         return dict(artifact.settings), re.search(r"computed ([0-9.]+ MB)", graph)[1]
 
     in_file_order = {"execution_order": "PRIORITY_BASED"}

@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: MIT
+"""What a session wants, the key of its entry, and what it opens of the entry."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import onnxruntime
+
+from ortplugins._version import __version__
+from ortplugins.cache.folder import (
+    DIGEST_CHARACTERS,
+    cache_folder,
+    data_locations,
+    digest_of,
+    file_digest,
+    is_private,
+    processor,
+    read_digest,
+    read_fields,
+    write_fields,
+)
+from session_options.entries import (
+    CACHE_DIR_KEY,
+    DATA_FOLDER_KEY,
+    OPTIONS,
+    PREFIX,
+    STRICT_KEY,
+    VERIFY_KEY,
+    WITHOUT_EFFECT,
+    is_default,
+)
+
+# Layout of the cache; another number is another cache.
+_FORMAT = 6
+MODEL = "model.onnx"
+ARTIFACT = "artifact"
+REPORT = "report.json"
+# The end of a key: the beginning of the model's digest. It names the model's lock, too.
+MODEL_CHARACTERS = 16
+# A use is written down if the last one is longer ago than this.
+USE_SECONDS = 60.0
+# What broke in an earlier start, and may work another time, is tried again after this time.
+_RETRY_SECONDS = 60.0
+
+
+class Wanted:
+    """A model, and everything else that its entry depends on."""
+
+    __slots__ = ("cpu_arena", "disabled", "entries", "level", "model", "providers", "root")
+
+    def __init__(
+        self,
+        model: str | bytes,
+        entries: Mapping[str, str],
+        providers: Sequence[str] = ("CPUExecutionProvider",),
+        level: str = "ORT_ENABLE_ALL",
+        disabled: Iterable[str] = (),
+        cpu_arena: bool = True,
+    ) -> None:
+        """Describe what a session wants.
+
+        Args:
+            model: Its absolute path, or its content.
+            entries: The session's, ours and those that onnxruntime's optimisers look at.
+            providers: In order of precedence.
+            level: Of onnxruntime's optimisers.
+            disabled: Names of optimisers that are left out.
+            cpu_arena: Whether the session's memory on the CPU comes from an arena.
+
+        Raises:
+            OSError: If the cache is in a working directory that is gone.
+        """
+        self.model, self.entries, self.level = model, dict(entries), level
+        # onnxruntime leaves the second of a name out.
+        self.providers = tuple(dict.fromkeys(providers))
+        self.disabled, self.cpu_arena = tuple(sorted({*disabled})), cpu_arena
+        self.root = cache_folder(self.entries.get(CACHE_DIR_KEY, ""))  # of its cache
+
+    @property
+    def name(self) -> str:
+        """The model's path; "bytes" for its content."""
+        return "bytes" if isinstance(self.model, bytes) else self.model
+
+    @property
+    def data_folder(self) -> str | None:
+        """Where external data is; None for beside the model."""
+        chosen = self.entries.get(DATA_FOLDER_KEY)
+        return os.path.abspath(chosen) if chosen else None
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether an error in a pass is the session's."""
+        return self.entries.get(STRICT_KEY) == "1"
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether a start reads the entry's files whole, to compare their digests."""
+        return self.entries.get(VERIFY_KEY) == "digest"
+
+    @property
+    def text(self) -> str:
+        """What the key is made from, but for the model's files."""
+        entries = sorted(
+            (key, text)
+            for key, text in self.entries.items()
+            if not (key in WITHOUT_EFFECT or key == DATA_FOLDER_KEY or is_default(key, text))
+        )
+        return repr((
+            (_FORMAT, __version__, onnxruntime.__version__, processor()),
+            entries,
+            [digest_of(_content(text[1:])) for _, text in entries if text.startswith("@")],
+            [_origin(key) for key, _ in entries if _names_another_pass(key)],
+            (self.providers, self.level, self.disabled, self.cpu_arena),
+        ))  # fmt: skip
+
+    def model_digest(self) -> str:
+        """Return the digest of the .onnx file.
+
+        Raises:
+            OSError: If it can't be read.
+        """
+        if isinstance(self.model, bytes):
+            return digest_of(self.model)
+        return file_digest(self.model, self.root)
+
+    def key(self, model_digest: str, locations: Sequence[str]) -> str:
+        """Return the key of its entry: a digest, and at its end the beginning of the model's.
+
+        Args:
+            model_digest: As :meth:`model_digest` returns it.
+            locations: Where the model has external data.
+
+        Raises:
+            OSError: If data can't be read.
+        """
+        data: list[tuple[str, str]] = []
+        places: list[str] = []
+        if locations:
+            from ortplugins.model_io.data_in_place import data_file, data_folders
+
+            folders = data_folders(self.name, self.data_folder)
+            files = sorted((location, data_file(location, folders)) for location in locations)
+            data = [(location, file_digest(path, self.root)) for location, path in files]
+            # An entry may read the data where it lies, by its names.
+            places = [os.path.relpath(path, os.path.dirname(files[0][1])) for _, path in files]
+        text = repr((self.text, model_digest, data, places))
+        end = model_digest[:MODEL_CHARACTERS]
+        return digest_of(text.encode("utf-8", "surrogateescape"))[: -len(end)] + end
+
+    def known_key(self) -> str | None:
+        """Return the key; None where no start has seen the model, or its data is not there.
+
+        Raises:
+            OSError: If the model can't be read.
+        """
+        digest = self.model_digest()
+        if (locations := data_locations(digest, self.root)) is None:
+            return None
+        try:
+            return self.key(digest, locations)
+        except OSError:
+            return None
+
+
+def _content(name: str) -> bytes:
+    try:
+        with open(os.path.expanduser(name), "rb") as file:
+            return file.read()
+    except (OSError, ValueError):  # who reads the option says what is wrong
+        return b""
+
+
+def _names_another_pass(key: str) -> bool:
+    name = key.removeprefix(f"{PREFIX}.enable_")
+    return name != key and name not in OPTIONS
+
+
+def _origin(key: str) -> tuple[str, str]:
+    """Return the class of a pass that is not ours, and the version of its package."""
+    from session_options.registry import find, version_of
+
+    name = key.removeprefix(f"{PREFIX}.enable_")
+    cls = find(name)
+    return f"{cls and cls.__module__}.{cls and cls.__qualname__}", version_of(name)
+
+
+class Artifact:
+    """What a session opens, and how; ``model`` is None where the original runs."""
+
+    __slots__ = (
+        "baked", "data", "digests", "failed", "files", "folder", "free",
+        "has_custom_operators", "initializers",
+        "made", "of_model", "provisional", "settings",
+    )  # fmt: skip
+
+    def __init__(self, folder: str | os.PathLike[str], **fields: Any) -> None:
+        """Describe one; ``fields`` are the others of this class."""
+        self.folder = os.fspath(folder)
+        # Sizes and times in ns of its files, and their digests, by name.
+        self.files: dict[str, tuple[int, int]] = fields["files"]
+        self.digests: dict[str, str] = fields["digests"]
+        # As Pass.session_settings has them.
+        self.settings: dict[str, str] = fields["settings"]
+        # The model's own data that it reads: names of files by location.
+        self.data: dict[str, str] = fields["data"]
+        self.baked: bool = fields["baked"]  # whether onnxruntime's optimisers ran
+
+        # Of each input of the user's model, "1" where a dimension is free, else "0".
+        self.free: dict[str, str] = fields["free"]
+        # Whether it has operators of a library, which copies of SessionOptions lack.
+        self.has_custom_operators: bool = fields["has_custom_operators"]
+        self.initializers: list[str] = fields["initializers"]  # of the user's model
+        self.failed: list[str] = fields["failed"]  # passes that were left out, and why
+        self.provisional: list[str] = fields["provisional"]  # what may work another time
+        self.made: float = fields["made"]  # seconds since the epoch
+        self.of_model: str = fields["of_model"]  # what it was made from: a path, or "bytes"
+
+    @property
+    def key(self) -> str:
+        """The key that it is found by."""
+        return os.path.basename(self.folder)
+
+    @property
+    def model(self) -> str | None:
+        """The path of its model."""
+        return os.path.join(self.folder, MODEL) if MODEL in self.files else None
+
+    @property
+    def may_be_retried(self) -> bool:
+        """Whether something broke in it that may work now.
+
+        Not at once: workers that start together don't all try again what has just failed.
+        """
+        return bool(self.provisional) and abs(time.time() - self.made) > _RETRY_SECONDS
+
+    def write(self) -> None:
+        """Write it into its folder, where it is not yet."""
+        write_fields(os.path.join(self.folder, ARTIFACT), [
+            str(self.made), self.of_model,
+            *_group(x for name, pair in self.files.items()
+                    for x in (name, *map(str, pair), self.digests[name])),
+            *_group(x for pair in self.settings.items() for x in pair),
+            *_group(x for pair in self.data.items() for x in pair),
+            *_group(x for pair in self.free.items() for x in pair),
+            *_group(["baked"] * self.baked + ["custom"] * self.has_custom_operators),
+            *_group(self.initializers),
+            *_group(self.failed), *_group(self.provisional),
+        ])  # fmt: skip
+
+    @classmethod
+    def read(cls, folder: str | os.PathLike[str]) -> Artifact | None:
+        """Return what a folder says of itself; None where it is no entry, or damaged."""
+        if (fields := read_fields(os.path.join(folder, ARTIFACT))) is None:
+            return None
+        groups, place = [], 2
+        try:
+            while place < len(fields):
+                end = place + 1 + int(fields[place])
+                groups.append(fields[place + 1 : end])
+                place = end
+            files, settings, data, free, flags, initializers, failed, provisional = groups
+            return cls(
+                folder,
+                files={
+                    name: (int(size), int(moment))
+                    for name, size, moment in zip(
+                        files[::4], files[1::4], files[2::4], strict=True
+                    )
+                },
+                digests=dict(zip(files[::4], files[3::4], strict=True)),
+                settings=_pairs(settings), data=_pairs(data), free=_pairs(free),
+                baked="baked" in flags, has_custom_operators="custom" in flags,
+                initializers=initializers, failed=failed,
+                provisional=provisional, made=float(fields[0]), of_model=fields[1],
+            )  # fmt: skip
+        except (ValueError, IndexError):
+            return None
+
+
+def _group(fields: Iterable[str]) -> list[str]:
+    found = list(fields)
+    return [str(len(found)), *found]
+
+
+def _pairs(fields: Sequence[str]) -> dict[str, str]:
+    return dict(zip(fields[::2], fields[1::2], strict=True))
+
+
+def find_artifact(wanted: Wanted, key: str) -> Artifact | None:
+    """Return the entry of a key, as used now; None without one that can be believed."""
+    root = wanted.root
+    folder = os.path.join(root, "entries", key)
+    artifact = Artifact.read(folder)
+    if artifact is None or not is_private(root, os.path.dirname(folder), folder):
+        return None
+    try:
+        if changed_files(artifact, wanted) or not note_use(folder):
+            return None
+    except OSError:  # it was removed meanwhile
+        return None
+    return artifact
+
+
+def changed_files(artifact: Artifact, wanted: Wanted) -> list[str]:
+    """Return which of an entry's files are not as published.
+
+    By their content where only times differ, as those of copies do; and where a start has to
+    read them.
+
+    Raises:
+        OSError: If one is not there.
+    """
+    changed = []
+    for name, (size, published) in artifact.files.items():
+        path = os.path.join(artifact.folder, name)
+        status = os.stat(path)
+        if status.st_size != size:
+            changed.append(name)
+        elif wanted.reads_files:
+            changed += [name] * (read_digest(path) != artifact.digests[name])
+        elif not _is_same_time(status.st_mtime_ns, published):
+            changed += [name] * (file_digest(path, wanted.root) != artifact.digests[name])
+    return changed
+
+
+def _is_same_time(now: int, before: int) -> bool:
+    """Whether times of change, in ns, agree; layers of images have whole seconds."""
+    return now in (before, before - before % 10**9)
+
+
+def note_use(folder: str | os.PathLike[str]) -> bool:
+    """Write down that an entry is used now; return False if it was removed meanwhile.
+
+    The modification time of a small file does for that, which matters where an overlay copies
+    a whole file first. Nothing is written twice in a minute, nor while the clock is behind an
+    earlier use.
+    """
+    path = os.path.join(folder, ARTIFACT)
+    try:
+        if time.time() - os.stat(path).st_mtime >= USE_SECONDS:
+            os.utime(path)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        pass  # a read-only cache
+    return True
+
+
+def is_key(name: str) -> bool:
+    """Whether a name is that of an entry's folder."""
+    return len(name) == DIGEST_CHARACTERS and all(x in "0123456789abcdef" for x in name)

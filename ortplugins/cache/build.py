@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: MIT
+"""Builds the entry of what a session wants, in a child process, and publishes it.
+
+A child is a process of its own, so that a server never sees the peak. It gets a job on its
+standard input: a line of JSON, then the model's bytes where it was given as bytes. It prints,
+as one line of JSON, the manifest of the files that it made, or what went wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ortplugins.cache.artifact import Artifact, Wanted, changed_files, find_artifact
+from ortplugins.cache.folder import keep_data_locations
+from ortplugins.cache.store import ArtifactCache, cache_of
+from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning, PassError
+from ortplugins.runtime.child_process import child_environment, child_python, end_with_parent
+from ortplugins.runtime.machine import missing_packages
+from session_options import OptionError
+from session_options.caller_warnings import warn_caller
+
+if TYPE_CHECKING:
+    from ortplugins.optimization.request import BuildRequest
+
+# What a child raises goes on here.
+_ERRORS = {cls.__name__: cls for cls in (MissingFileError, ModelFileError, PassError, OSError)}
+_ERROR_CHARACTERS = 500
+_SECONDS = 3600  # for a child, where no pass sets a limit
+_IN_PROCESS = "ORTPLUGINS_BUILD_IN_PROCESS"
+
+
+class Built:
+    """An artifact, and where it is from."""
+
+    __slots__ = ("artifact", "source", "temporary")
+
+    def __init__(self, artifact: Artifact, source: str, temporary: Any = None) -> None:
+        """Take an artifact that was ``"built"``, or comes from the ``"cache"``."""
+        self.artifact, self.source = artifact, source
+        # The folder that it is in, where the cache cannot be written; None where it can.
+        self.temporary: tempfile.TemporaryDirectory[str] | None = temporary
+
+
+def get_or_build(wanted: Wanted) -> Built:
+    """Return the entry of what a session wants, found or built.
+
+    Raises:
+        MissingFileError, ModelFileError: If the model cannot be used.
+        PassError: If nothing can be built, or the session is strict and a pass has failed.
+        OptionError: If an option has a value that it can't have.
+    """
+    key = known_key(wanted)
+    found = None if key is None else find_artifact(wanted, key)
+    if found is None or (found.may_be_retried and not missing_packages()):
+        if found is None and key is not None:
+            _warn_of_changes(os.path.join(wanted.root, "entries", key), wanted)
+        built = build_entry(wanted)
+    else:
+        built = Built(found, "cache")
+    if wanted.is_strict and built.artifact.failed:
+        raise PassError(built.artifact.failed[0])
+    return built
+
+
+def known_key(wanted: Wanted) -> str | None:
+    """Return the key of a model that starts have seen, see :meth:`.Wanted.known_key`.
+
+    Raises:
+        MissingFileError, ModelFileError: If the model cannot be read.
+    """
+    with _read_errors(wanted.name):
+        return wanted.known_key()
+
+
+@contextlib.contextmanager
+def _read_errors(name: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise MissingFileError(f"{name}: no such model file") from None
+    except OSError as error:
+        raise ModelFileError(f"{name}: cannot be read: {error}") from error
+
+
+def _warn_of_changes(folder: str, wanted: Wanted) -> None:
+    with contextlib.suppress(OSError):
+        artifact = Artifact.read(folder)
+        if artifact is not None and (changed := changed_files(artifact, wanted)):
+            warn_rebuilt(folder, changed)
+
+
+def warn_rebuilt(folder: str, damaged: list[str]) -> None:
+    """Warn that an entry is built again because files of it changed on disk."""
+    text = f"{folder}: {', '.join(damaged)} changed on disk, and is built again"
+    warn_caller(text, OrtpluginsWarning)
+
+
+def discard_if_damaged(built: Built, wanted: Wanted) -> bool:
+    """Take an entry that changed on disk out of the cache; return whether that was so."""
+    if built.artifact.model is None or built.temporary is not None:
+        return False
+    try:
+        damaged = cache_of(wanted.entries).discard_damaged(built.artifact)
+    except (OSError, ImportError):  # it is read-only, or filelock is not installed
+        return False
+    if damaged:
+        warn_rebuilt(built.artifact.folder, list(damaged))
+    return bool(damaged)
+
+
+def build_entry(wanted: Wanted) -> Built:
+    """Build an entry; in a temporary folder, for one session, if the cache can't be written.
+
+    Raises:
+        As :func:`get_or_build`.
+    """
+    if missing := missing_packages():
+        raise PassError(
+            f"{wanted.name}: not in the cache {wanted.root!r}, and nothing can be built "
+            f"without {', '.join(missing)}: pip install {' '.join(missing)}, or warm the cache"
+        )
+    cache = cache_of(wanted.entries)
+    try:
+        return _built_in(wanted, cache)
+    except MissingFileError:
+        raise
+    except OSError as error:
+        warn_caller(
+            f"cannot write the cache {str(cache.root)!r}: {error}; continuing without it",
+            OrtpluginsWarning,
+        )
+    with contextlib.ExitStack() as unused:
+        try:
+            temporary = tempfile.TemporaryDirectory(prefix="ortplugins-")
+            unused.callback(temporary.cleanup)
+            built = _built_in(wanted, ArtifactCache(Path(temporary.name)))
+        except MissingFileError:
+            raise
+        except OSError as refused:
+            text = f"nothing can be built in a temporary folder: {refused}"
+            raise PassError(text) from refused
+        unused.pop_all()
+        return Built(built.artifact, built.source, temporary)
+
+
+def _built_in(wanted: Wanted, cache: ArtifactCache) -> Built:
+    """Build an entry and publish it, one process at a time for each model."""
+    root = os.fspath(cache.root)
+    with _read_errors(wanted.name):
+        digest = wanted.model_digest()
+    with cache.build(digest) as folder:
+        # Another process may have been quicker.
+        key = known_key(wanted)
+        found = None if key is None else find_artifact(wanted, key)
+        if found is not None and not found.may_be_retried:
+            return Built(found, "cache")
+        manifest = _made_by_child(wanted, folder)
+        if manifest is None:
+            manifest = make_entry(wanted, folder)
+        locations = manifest["locations"]
+        # A model replaced meanwhile must not be published under the old one's key.
+        if wanted.model_digest() != digest or wanted.key(digest, locations) != manifest["key"]:
+            raise FileNotFoundError("the model changed while it was read")
+        keep_data_locations(digest, locations, root)
+        return Built(cache.publish(manifest["key"], folder, manifest), "built")
+
+
+def make_entry(wanted: Wanted, folder: Path) -> dict[str, Any]:
+    """Make the files of an entry; return its manifest."""
+    from ortplugins.optimization.build import build_artifact
+
+    digest = wanted.model_digest()
+    request = read_request(wanted)
+    loaded = request.load()
+    locations = sorted(loaded.data_files)
+    key = wanted.key(digest, locations)
+    made = build_artifact(request, loaded, folder)
+    return {**made, "of_model": wanted.name, "locations": locations, "key": key}
+
+
+def read_request(wanted: Wanted) -> BuildRequest:
+    """Return how to make what a session wants.
+
+    Raises:
+        OptionError: If an option has a value that it can't have.
+    """
+    from ortplugins.optimization.request import BuildRequest
+    from ortplugins.runtime.session_settings import OptimizerSettings
+    from rewrite_rules.onnxruntime_version import are_cpu_only
+    from session_options.entries import OF_ONNXRUNTIME
+    from session_options.plan import read_plan
+
+    plan = read_plan(wanted.entries.get)
+    entries = tuple(x for x in wanted.entries.items() if x[0] in OF_ONNXRUNTIME)
+    runs_any = wanted.level != "ORT_DISABLE_ALL"
+    return BuildRequest(
+        source=wanted.model,
+        plan=plan,
+        providers=wanted.providers,
+        data_folder=wanted.data_folder,
+        optimizers=OptimizerSettings(wanted.level, wanted.disabled, entries),
+        bakes=plan.bake and runs_any and are_cpu_only(wanted.providers),
+        cpu_arena=wanted.cpu_arena,
+    )
+
+
+def _made_by_child(wanted: Wanted, folder: Path) -> dict[str, Any] | None:
+    """Have a child do what :func:`make_entry` does; None where this process has to."""
+    import subprocess
+
+    from session_options.plan import read_plan
+
+    plan = read_plan(wanted.entries.get)  # errors are raised here
+    python = child_python("build")
+    if python is None or os.environ.get(_IN_PROCESS) == "1":
+        return None
+    limits = (item.child_seconds() for item in plan.passes)
+    seconds = max((limit for limit in limits if limit is not None), default=_SECONDS)
+    content = wanted.model if isinstance(wanted.model, bytes) else b""
+    job = {
+        "model": None if content else wanted.model,
+        "entries": wanted.entries,
+        "providers": wanted.providers,
+        "level": wanted.level,
+        "disabled": wanted.disabled,
+        "cpu_arena": wanted.cpu_arena,
+        "text": wanted.text,
+        "folder": os.fspath(folder),
+    }
+    code = "from ortplugins.cache.build import make_for_parent; make_for_parent()"
+    try:
+        done = subprocess.run(
+            # -P: not what lies in the working directory under the name of a module.
+            [python, "-P", "-c", code],
+            input=json.dumps(job).encode() + b"\n" + content,
+            capture_output=True,
+            env=child_environment("build", scratch=folder.parent),
+            timeout=seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise PassError(
+            f"the process that optimises the model took more than {seconds} s and was stopped"
+        ) from None
+    except OSError:
+        return None
+    lines = done.stdout.decode(errors="replace").splitlines()
+    try:
+        answer = json.loads(lines[-1])
+    except (IndexError, ValueError):
+        tail = done.stderr.decode(errors="replace").strip()[-_ERROR_CHARACTERS:]
+        raise PassError(
+            f"the process that optimises the model ended with {done.returncode}: {tail}"
+        ) from None
+    for text in answer["warnings"]:
+        warn_caller(text, OrtpluginsWarning)
+    if answer["error"] is not None:
+        name, text = answer["error"]
+        raise _ERRORS[name](text)
+    manifest: dict[str, Any] | None = answer["manifest"]
+    return manifest
+
+
+def make_for_parent() -> None:
+    """Do the job on standard input, and end the process."""
+    # A graph is many objects and no garbage: looking for some takes a tenth of a build.
+    gc.set_threshold(100_000)
+    header, _, content = sys.stdin.buffer.read().partition(b"\n")
+    job = json.loads(header)
+    end_with_parent()
+    answer: dict[str, Any] = {"manifest": None, "error": None}
+    model = content if job["model"] is None else job["model"]
+    named = ("entries", "providers", "level", "disabled", "cpu_arena")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", OrtpluginsWarning)
+        try:
+            wanted = Wanted(model, **{name: job[name] for name in named})
+            # Else a pass has another version here, or only the parent knows it.
+            if wanted.text == job["text"]:
+                answer["manifest"] = make_entry(wanted, Path(job["folder"]))
+        except OptionError:  # another version of a pass has other options
+            pass
+        except tuple(_ERRORS.values()) as error:
+            kind = next(name for name, cls in _ERRORS.items() if isinstance(error, cls))
+            answer["error"] = kind, str(error)
+    answer["warnings"] = [
+        str(item.message) for item in caught if issubclass(item.category, OrtpluginsWarning)
+    ]
+    # Whatever else prints comes before it: the answer is the last line.
+    print(json.dumps(answer), flush=True)
+    sys.stderr.flush()
+    os._exit(0)  # somebody waits, and taking hundreds of modules down takes its time
