@@ -36,8 +36,6 @@ COMMANDS = {
     "compare": "Run two models on the same inputs: errors, speed and memory.",
     "evaluate": "Measure a model's quality on a text: perplexity or retrieval; and its size.",
     "check": "Check an optimised model against bounds; exit with 1 if it exceeds one.",
-    "report": "Write an HTML page: what passes do to a model, and what sessions gain.",
-    "memory": "Show the live memory of a run, step by step, in each execution order.",
     "quantize": "Quantise a model's weights to 4, 8 or 2 bits.",
     "quantize-static": "Quantise weights and activations to 8 bits, chosen activations to 16.",
     "plan-precision": "Find the few activations of an 8-bit model that deserve 16 bits.",
@@ -54,7 +52,6 @@ _MODULES = {
     "check": "compare",
     "inspect": "optimize",
     "pack": "optimize",
-    "memory": "report",
     "explain": "passes",
     "quantize-static": "quantize",
 }

@@ -3,7 +3,6 @@
 
 import ast
 import collections
-import html
 import os
 import sys
 import warnings
@@ -26,7 +25,6 @@ from builders.text_models import proto_of
 
 import ortplugins
 from ortplugins import cli, tuning
-from ortplugins.html_report import facts
 from ortplugins.measurement import compare as comparison
 from ortplugins.measurement import measure as harness
 from ortplugins.quantization import quantize
@@ -38,7 +36,7 @@ DOCS = ROOT / "docs"
 # Pages whose model.onnx is an int4 QDQ model; the others' is in float.
 INT4_PAGES = (
     *("README.md", "cache.md", "dq-matmulnbits-fusion.md", "index.md", "serving.md"),
-    *("troubleshooting.md", "adopt-anywhere.md", "testing.md", "report.md", "compare.md"),
+    *("troubleshooting.md", "adopt-anywhere.md", "testing.md", "compare.md"),
 )
 # Pages that need an int8.onnx which they do not make themselves.
 INT8_PAGES = ("precision-planning.md",)
@@ -117,7 +115,7 @@ def quick_measures(monkeypatch: pytest.MonkeyPatch) -> None:
         settings |= {"seconds": 0.05, "warmed": True}
         return harness.measure(*arguments, rounds=1, **settings)
 
-    for module in (comparison, facts, tuning):
+    for module in (comparison, tuning):
         monkeypatch.setattr(module, "measure", measure)
 
 
@@ -316,8 +314,3 @@ def test_reports_name_the_codes(tmp_path: Path):
     arguments = (tmp_path / "model.onnx", "--set", "dq_matmulnbits_fusion.slow_kernels=keep")
     for form, shown in {"text": f"[{code}]", "json": f'"{code}"'}.items():
         assert shown in ortplugins_command("inspect", *arguments, "--format", form).stdout
-    pytest.importorskip("jinja2")
-    page = tmp_path / "report.html"
-    ortplugins_command("report", *arguments, "-o", page, "--no-measure")
-    advice = html.escape(BY_CODE[code].advice)
-    assert f"<code>{code}</code> {advice}" in page.read_text("utf-8")

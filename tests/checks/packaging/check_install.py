@@ -145,7 +145,7 @@ def test_a_python_runs_the_wheel(version: str, tools: Path, wheel: Path, tmp_pat
         pytest.skip(made.stderr.strip().splitlines()[-1])
     python = python_of(tmp_path / "venv")
     install = *uv, "pip", "install", "--quiet", "--python", python
-    run(*install, f"{wheel}[cpu,cli,report,text]", "pytest", "hypothesis", cwd=tmp_path)
+    run(*install, f"{wheel}[cpu,cli,text]", "pytest", "hypothesis", cwd=tmp_path)
     tests = (
         "session",
         "session_options",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The documentation and the report in a browser, as phones and readers of screens have them.
+"""The documentation in a browser, as phones and readers of screens have them.
 
 ``make test-pages``: at two widths, light and dark, no page must be wider than its window, and
 axe must find nothing. It needs chromium, and npm for axe.
@@ -15,15 +15,10 @@ import threading
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-import onnx
 import pytest
-from builders.text_models import proto_of
 from checks.environments import CACHE
 
 ROOT = Path(__file__).resolve().parents[3]
-# What the page shows of a refusal.
-REFUSED = "--set", "dq_matmulnbits_fusion.slow_kernels=keep"
 AXE = "axe-core@4.14.1"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
 # A frame for each page and width, since a browser's own window has a least width.
@@ -38,8 +33,6 @@ RUNNER = """<!doctype html><meta name="color-scheme" content="light dark"><body>
     await new Promise(loaded => frame.onload = loaded);
     const inside = frame.contentWindow, root = inside.document.documentElement;
     if (root.scrollWidth > width) found.push(`${page}, ${width}: ${root.scrollWidth} wide`);
-    if (page == "/report.html" && !root.querySelector("form.filters"))
-      found.push("the report has no filters");
     inside.eval(axe);
     const {violations} = await inside.axe.run({resultTypes: ["violations"]});
     for (const {id, nodes} of violations) for (const node of nodes)
@@ -52,7 +45,7 @@ RUNNER = """<!doctype html><meta name="color-scheme" content="light dark"><body>
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, the report of a model, and axe, in one folder."""
+    """The site, and axe, in one folder."""
     if CHROMIUM is None or shutil.which("npm") is None:
         pytest.skip("needs chromium and npm")
     CACHE.mkdir(exist_ok=True)
@@ -64,30 +57,12 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([sys.executable, "-m", *build], cwd=ROOT, check=True)
     shutil.unpack_archive(packed, folder)
     shutil.move(folder / "package" / "axe.min.js", folder / "axe.js")
-    weight = np.random.default_rng(0).normal(size=(64, 48)).astype(np.float32)
-    model = proto_of(
-        "g (float[b, 64] x) => (float[b, 48] y) { y = MatMul(x, W) }", {"W": weight}
-    )
-    onnx.save(model, folder / "float.onnx")
-    for arguments in (
-        ("quantize", "float.onnx", "-o", "int8.onnx", "--bits", "8"),
-        ("report", "int8.onnx", "-o", "report.html", "--rounds", "1", *REFUSED),
-    ):
-        subprocess.run(
-            [sys.executable, "-m", "ortplugins", *arguments], cwd=folder, check=True
-        )
-    # So that the runner's script may read the page.
-    text = (folder / "report.html").read_text("utf-8")
-    assert "Content-Security-Policy" in text
-    text = text.replace('http-equiv="Content-Security-Policy"', "")
-    (folder / "report.html").write_text(text, "utf-8")
     return folder
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_pages_fit_and_are_accessible(pages: Path, scheme: str, tmp_path: Path):
-    names = ["/report.html"]
-    names += [f"/{path.relative_to(pages)}" for path in sorted(pages.rglob("index.html"))]
+    names = [f"/{path.relative_to(pages)}" for path in sorted(pages.rglob("index.html"))]
     (pages / "runner.html").write_text(RUNNER % json.dumps(names))
     answers: queue.Queue[list[str]] = queue.Queue()
 

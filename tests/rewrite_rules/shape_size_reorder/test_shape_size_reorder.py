@@ -13,7 +13,6 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 from builders import order_graphs
-from builders.command_line import printed
 from builders.sessions import CPU
 from builders.text_models import proto_of
 from hypothesis import assume, given, settings
@@ -22,7 +21,6 @@ from hypothesis import strategies as st
 import ortplugins
 from benchmarks.models.branching_graphs import GRAPHS
 from ortplugins.cache.artifact import Artifact
-from ortplugins.html_report.live_memory import curve, memory_bars, order_of
 from ortplugins.runtime.copied_options import running_options
 from rewrite_rules.graph.nodes import is_constant
 from rewrite_rules.remarks import PassContext, Remarks
@@ -131,7 +129,7 @@ def test_a_cycle_is_refused_by_name(tmp_path):
     text = "[a] u = Add(x, v)  [b] v = Relu(u)  y = Neg(v)"
     path = saved(tmp_path, f"g (float[n] x) => (float[n] y) {{ {text} }}")
     with pytest.raises(ortplugins.ModelFileError, match="can't be put in order"):
-        order_of(path, {})
+        ortplugins.optimize(path, passes=["shape_size_reorder"])
 
 
 def test_outputs_that_are_left_out_have_no_place_in_the_order(tmp_path):
@@ -144,23 +142,6 @@ def test_outputs_that_are_left_out_have_no_place_in_the_order(tmp_path):
     )
     result = ortplugins.optimize(model, tmp_path / "o.onnx", passes=["shape_size_reorder"])
     assert any("peak of live bytes" in remark.reason for remark in result.report.remarks)
-
-
-def test_memory_shows_the_orders(path):
-    lines = printed("memory", path, "--dims", "rows=64").splitlines()
-    assert [line.split("  ")[0].split(" (")[0] for line in lines[:3]] == [
-        "computed",
-        "onnxruntime's default",
-        "PRIORITY_BASED",
-    ]
-    peaks = [item["peak"] for item in order_of(path, {"rows": 64})[0]]
-    assert peaks[0] <= min(peaks)
-
-
-def test_bars_keep_the_greatest_of_each_stretch():
-    (line,) = memory_bars([curve("one", [0, 0, 8, 0, 4, 4])], width=3)
-    assert line.endswith(" █▄")
-    assert memory_bars([]) == [] and memory_bars([curve("", [0]), curve("", [])])
 
 
 def arena_held(session: onnxruntime.InferenceSession, feed: dict, runs: int) -> list[int]:
