@@ -19,40 +19,19 @@ from __future__ import annotations
 __all__ = [
     "assert_fused",
     "assert_no_unfused_weights",
-    "assert_runs_in_order",
     "assert_same_outputs",
 ]
 
-import collections
-import itertools
-import json
-import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
-import onnxruntime
-
-from ortplugins.errors import ModelFileError, PassError, UsageError
+from ortplugins.errors import ModelFileError, PassError
 from ortplugins.measurement import models
 from ortplugins.measurement.difference import find_violation
 from ortplugins.measurement.models import GivenModel, Inputs, ModelSource
-from ortplugins.runtime.copied_options import DATA_FOLDER_KEY, CopiedOptions, running_options
-from ortplugins.runtime.stock_session import (
-    NUMPY_TYPES,
-    open_model,
-    opened,
-    stock_options,
-    type_of,
-)
-from ortplugins.samples.sources import Feed
-from rewrite_rules.closest_name import did_you_mean
-from session_options.keys import stored
 
 # Lines of a message about nodes; a model has thousands.
 _SHOWN = 30
-_KERNEL = "_kernel_time"  # behind the names of nodes that ran, in a profile
 
 
 def assert_fused(model: ModelSource, counts: Mapping[str, int]) -> None:
@@ -168,116 +147,6 @@ def assert_same_outputs(
         tolerance = f"rtol {rtol:g}, atol {'rtol * max |a|' if atol is None else f'{atol:g}'}"
         head = f"{second.name} computes something else than {first.name} ({tolerance}):"
         _fail(head, failures)
-
-
-def assert_runs_in_order(
-    model: ModelSource,
-    names: Sequence[str] | None = None,
-    inputs: Inputs = None,
-    *,
-    dims: Mapping[str, int] | None = None,
-    seed: int = 0,
-    sess_options: onnxruntime.SessionOptions | None = None,
-    providers: Sequence[Any] = ("CPUExecutionProvider",),
-) -> None:
-    """Assert the order in which nodes really run, as onnxruntime's profile has it.
-
-    Args:
-        model: The model. Of a session, a second one is opened with its options.
-        names: Nodes that have to run in this order, whatever runs between them; None for all
-            nodes of the main graph in the order of the file. A node that runs more than once
-            counts where it starts first.
-        inputs: As for :func:`assert_same_outputs`; one sample is run.
-        dims: As there.
-        seed: As there.
-        sess_options: Of the session; None for a session without onnxruntime's optimisers,
-            which take nodes out and put others in. They are not changed.
-        providers: Execution providers; a session's own where one is given.
-
-    Raises:
-        AssertionError: If a node does not run, or before one that it has to follow.
-        UsageError: If a name comes twice, or nodes of the file share one.
-        CalibrationError, MissingFileError, ModelFileError: As :func:`assert_same_outputs`.
-    """
-    __tracebackhide__ = True
-    given = GivenModel(model)
-    with models.scratch_folder() as scratch:
-        path = given.file(scratch)
-        session = given.session or open_model(path, "disable", providers)
-        options = sess_options or stock_options()
-        if given.session is not None:
-            options = sess_options or running_options(session)
-            providers = session.get_providers()
-        feeds = models.comparison_feeds(session, scratch, inputs=inputs, dims=dims, seed=seed)
-        # The file may be a copy, beside data of its own.
-        if stored(options, DATA_FOLDER_KEY):
-            options = CopiedOptions(options).copy({DATA_FOLDER_KEY: str(path.parent)})
-        ran = _profiled_run(path, options, feeds.largest(), providers, given.name)
-        expected = _names_of_nodes(given) if names is None else list(names)
-    if len(set(expected)) < len(expected):
-        (twice, _), *_ = collections.Counter(expected).most_common(1)
-        raise UsageError(f"{twice!r} names more than one node: give each a name of its own")
-    _check_order(expected, ran, given.name)
-
-
-def _profiled_run(
-    path: Path,
-    options: onnxruntime.SessionOptions,
-    feed: Feed,
-    providers: Sequence[Any],
-    name: str,
-) -> list[str]:
-    """Run a model once; return its nodes in the order in which they started, by its profile.
-
-    The order of a file is not that of a run: onnxruntime sorts the nodes itself.
-    """
-    before = options.enable_profiling, options.profile_file_prefix
-    with tempfile.TemporaryDirectory(prefix="ortplugins-") as folder:
-        options.enable_profiling = True
-        options.profile_file_prefix = os.path.join(folder, "profile")
-        try:
-            session = opened(str(path), options, providers, name)
-        finally:
-            options.enable_profiling, options.profile_file_prefix = before
-        outputs = session.get_outputs()
-        names = [item.name for item in outputs if type_of(item) in NUMPY_TYPES]
-        try:
-            models.fetch(session, names, feed, name)
-        finally:
-            profile = Path(session.end_profiling())
-        events = json.loads(profile.read_text(encoding="utf-8"))
-        del session  # Windows removes no file that is open
-    nodes = [event for event in events if event.get("cat") == "Node"]
-    ran = [event for event in nodes if str(event["name"]).endswith(_KERNEL)]
-    ran.sort(key=lambda event: int(event["ts"]))
-    return [str(event["name"]).removesuffix(_KERNEL) for event in ran]
-
-
-def _check_order(expected: Sequence[str], ran: Sequence[str], called: str) -> None:
-    __tracebackhide__ = True
-    places: dict[str, int] = {}
-    for place, name in enumerate(ran):
-        places.setdefault(name, place)
-    if missing := [name for name in expected if name not in places]:
-        lines = (f"  {name}{did_you_mean(name, places)}" for name in missing)
-        _fail(f"{len(missing)} nodes of {called} did not run:", lines)
-    for before, after in itertools.pairwise(expected):
-        if places[before] > places[after]:
-            wanted = set(expected)
-            order = [n for n in sorted(places, key=places.__getitem__) if n in wanted]
-            middle = order.index(after)
-            around = order[max(0, middle - 5) : middle + 6]
-            raise AssertionError(
-                f"{called}: {after!r} ran as number {places[after]}, before {before!r}, which "
-                f"ran as number {places[before]}\naround there ran: {', '.join(around)}"
-            )
-
-
-def _names_of_nodes(model: GivenModel) -> list[str]:
-    """Names of the nodes that can run, as onnxruntime has them: it makes constants tensors."""
-    graph = model.graph_as_written().graph
-    nodes = (node for node in graph if node.op_type != "Constant")
-    return [node.name or f"{node.op_type}_{index}" for index, node in enumerate(nodes)]
 
 
 def _is_meant(name: str, key: tuple[str, str]) -> bool:

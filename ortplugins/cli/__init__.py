@@ -35,7 +35,6 @@ COMMANDS = {
     "pack": "Write a folder for a server: the optimised model and all that it needs.",
     "compare": "Run two models on the same inputs: errors, speed and memory.",
     "evaluate": "Measure a model's quality on a text: perplexity or retrieval; and its size.",
-    "check": "Check an optimised model against bounds; exit with 1 if it exceeds one.",
     "quantize": "Quantise a model's weights to 4, 8 or 2 bits.",
     "quantize-static": "Quantise weights and activations to 8 bits, chosen activations to 16.",
     "plan-precision": "Find the few activations of an 8-bit model that deserve 16 bits.",
@@ -49,7 +48,6 @@ COMMANDS = {
 """Each command and its line in the help."""
 # Commands stand in modules of their names, but for these.
 _MODULES = {
-    "check": "compare",
     "inspect": "optimize",
     "pack": "optimize",
     "explain": "passes",

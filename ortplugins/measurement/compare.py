@@ -10,7 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ortplugins.errors import ModelFileError, UsageError
-from ortplugins.measurement.difference import Difference, differences_of
+from ortplugins.measurement.difference import (
+    Difference,
+    DifferenceSum,
+    Violation,
+    find_violation,
+)
 from ortplugins.measurement.measure import Candidate, Cost, Measurement, measure, side_by_side
 from ortplugins.measurement.models import (
     GivenModel,
@@ -18,6 +23,7 @@ from ortplugins.measurement.models import (
     ModelPair,
     ModelSource,
     scratch_folder,
+    unfused_in,
 )
 from ortplugins.report import Report
 from session_options import Pass
@@ -35,6 +41,7 @@ class Comparison:
         not_compared: Outputs that are not, and why not.
         timings: Of a and b, where runs were asked for.
         report: What the passes did, where b is a after them.
+        failures: The bounds that b exceeds, a text each.
     """
 
     a: str
@@ -44,6 +51,7 @@ class Comparison:
     not_compared: Mapping[str, str]
     timings: tuple[Measurement, Measurement] | None = None
     report: Report | None = None
+    failures: tuple[str, ...] = ()
 
     @property
     def costs(self) -> list[Cost]:
@@ -55,6 +63,7 @@ class Comparison:
         lines = [f"a: {self.a}, b: {self.b}, {self.samples} samples"]
         lines += [f"output {d.name!r}: {d}" for d in self.outputs]
         lines += [f"output {k!r} not compared: {why}" for k, why in self.not_compared.items()]
+        lines += [f"failed: {failure}" for failure in self.failures]
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -88,6 +97,9 @@ def compare(
     runs: int = 0,
     rounds: int = 5,
     providers: Sequence[Any] = ("CPUExecutionProvider",),
+    rtol: float | None = None,
+    atol: float | None = None,
+    max_unfused: int | None = None,
 ) -> Comparison:
     """Run two models on the same inputs and return how far they are apart.
 
@@ -109,9 +121,13 @@ def compare(
         runs: Timed runs of each process; 0 to time nothing.
         rounds: Processes of each model, one of each at a time, which run in turn.
         providers: Execution providers.
+        rtol: Bound of outputs: ``|b - a| <= atol + rtol * |a|``; None for none, and with
+            ``atol`` for 0.
+        atol: The same; None for ``rtol`` times the output's greatest magnitude.
+        max_unfused: How many nodes of b may keep a dequantised weight; None for any number.
 
     Returns:
-        The comparison.
+        The comparison; its ``failures`` are the bounds that b exceeds.
 
     Raises:
         MissingFileError, ModelFileError: If a model cannot be used, or one fails to run.
@@ -136,7 +152,16 @@ def compare(
         second = GivenModel(b)
         chosen = {"inputs": inputs, "dims": dims, "samples": samples, "seed": seed}
         pair = ModelPair(first, second, scratch, providers, **chosen)
-        outputs = tuple(differences_of(pair.run()).values())
+        bounds = None if rtol is None and atol is None else (rtol or 0.0, atol)
+        outputs, failures = _differences(pair, bounds)
+        if max_unfused is not None:
+            unfused = unfused_in(second, final=second.is_final)
+            if len(unfused) > max_unfused:
+                named = "".join(f"\n  {node}: {why}" for node, why in unfused.items())
+                text = (
+                    f"nodes with a dequantised weight: {len(unfused)}, allowed {max_unfused}"
+                )
+                failures.append(text + named)
         feeds = pair.feeds
         not_compared = pair.not_compared
         del pair  # its sessions hold what the next ones need
@@ -161,7 +186,25 @@ def compare(
             not_compared,
             timings,
             report,
+            tuple(failures),
         )
+
+
+def _differences(
+    pair: ModelPair, bounds: tuple[float, float | None] | None
+) -> tuple[tuple[Difference, ...], list[str]]:
+    """Return how far outputs are apart, and the worst sample of each that is out of bounds."""
+    sums: dict[str, DifferenceSum] = {}
+    worst: dict[str, Violation] = {}
+    for sample, name, a, b in pair.run():
+        sums.setdefault(name, DifferenceSum(name)).add(a, b)
+        found = None if bounds is None else find_violation(name, sample, a, b, *bounds)
+        if found is not None and (name not in worst or found.count > worst[name].count):
+            worst[name] = found
+    failures = [*map(str, worst.values())]
+    if bounds is not None:
+        failures += [f"output {k!r} not compared: {v}" for k, v in pair.not_compared.items()]
+    return tuple(item.result() for item in sums.values()), failures
 
 
 def plain(content: Any) -> Any:

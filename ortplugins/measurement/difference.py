@@ -144,9 +144,8 @@ def find_violation(
     b: npt.NDArray[Any],
     rtol: float,
     atol: float | None,
-    allowed: float = 0.0,
 ) -> Violation | None:
-    """Return where ``|b - a| > atol + rtol * |a| + allowed``; None where it does nowhere.
+    """Return where ``|b - a| > atol + rtol * |a|``; None where it does nowhere.
 
     Without atol that is ``rtol`` times the greatest finite magnitude of a: elements near 0 are
     sums of greater ones, and have their errors.
@@ -158,13 +157,13 @@ def find_violation(
     if difference.mismatch:
         return Violation(sample, a.size, a.size, (), "", "", 0.0, difference)
     if _is_exact(a) and _is_exact(b):
-        rtol = allowed = 0.0
+        rtol = 0.0
     if atol is None:
         finite = (x[np.isfinite(x)] for x, _, _ in _slices(a, b))
         atol = rtol * max((float(np.abs(x).max(initial=0.0)) for x in finite), default=0.0)
     count, worst, excess, bound_there, offset = 0, 0, 0.0, 0.0, 0
     for x, _, d in _slices(a, b):
-        bound = atol + allowed + rtol * np.where(np.isfinite(x), np.abs(x), 0.0)
+        bound = atol + rtol * np.where(np.isfinite(x), np.abs(x), 0.0)
         over = d - bound
         count += int((over > 0).sum())
         place = int(over.argmax())
