@@ -12,7 +12,7 @@ from pathlib import Path
 import typer
 from rich.filesize import decimal
 
-from ortplugins.cli.advice import defects, memory_kept, threads
+from ortplugins.cli.advice import memory_kept, threads
 from ortplugins.cli.options import Format
 from ortplugins.cli.terminal import print_table
 from rewrite_rules.onnxruntime_version import OLDEST
@@ -48,8 +48,6 @@ def _runtime() -> _Rows:
         oldest = ".".join(map(str, OLDEST))
         advice = f"ortplugins needs {oldest} or later: pip install -U onnxruntime"
         yield name, found, advice if old else ""
-    for what, advice in defects(onnxruntime.__version__):
-        yield "known defect", what, advice
     yield "execution providers", ", ".join(onnxruntime.get_available_providers()), ""
 
 
