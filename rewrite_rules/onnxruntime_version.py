@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-__all__ = ["OLDEST", "Version", "are_cpu_only", "newest_format", "parse_version"]
+__all__ = ["OLDEST", "Version", "are_cpu_only", "parse_version"]
 
 import re
 from collections.abc import Iterable
@@ -11,19 +11,6 @@ from collections.abc import Iterable
 # Major and minor version of onnxruntime.
 Version = tuple[int, int]
 OLDEST: Version = (1, 22)  # that results run on
-# The newest opset and IR version of a file that each opens, measured.
-_FORMATS = {
-    (1, 22): (22, 10),
-    (1, 23): (23, 11),
-    (1, 24): (25, 13),
-    (1, 27): (26, 13),
-    (1, 32): (28, 14),
-}
-
-
-def newest_format(version: Version) -> tuple[int, int]:
-    """Return the newest opset and IR version that a version opens, 1.22 being the oldest."""
-    return _FORMATS[max(known for known in _FORMATS if known <= version)]
 
 
 def parse_version(text: str) -> Version:

@@ -32,7 +32,6 @@ except ModuleNotFoundError as missing:
 COMMANDS = {
     "inspect": "Print what passes would do to a model, and why not; write nothing.",
     "optimize": "Apply passes to a model and write the result.",
-    "pack": "Write a folder for a server: the optimised model and all that it needs.",
     "compare": "Run two models on the same inputs: errors, speed and memory.",
     "evaluate": "Measure a model's quality on a text: perplexity or retrieval; and its size.",
     "quantize": "Quantise a model's weights to 4, 8 or 2 bits.",
@@ -49,7 +48,6 @@ COMMANDS = {
 # Commands stand in modules of their names, but for these.
 _MODULES = {
     "inspect": "optimize",
-    "pack": "optimize",
     "explain": "passes",
     "quantize-static": "quantize",
 }

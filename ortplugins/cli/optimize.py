@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``ortplugins inspect``, ``optimize`` and ``pack``: passes over a model."""
+"""``ortplugins inspect`` and ``optimize``: passes over a model."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import dataclasses
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
 
 import typer
-from rich.filesize import decimal
 
 from ortplugins.cli import options as opt
 from ortplugins.cli.terminal import print_report, progress_bar
@@ -108,37 +106,3 @@ def _firing_passes(model: Path, onnxruntime: str | None) -> Iterator[str]:
             report = optimize(model, passes=[name], onnxruntime_version=onnxruntime).report
             if count := len(report.fired):
                 yield f"pass {name} would fire (rewrites: {count})"
-
-
-def pack(
-    model: opt.ModelOrFolder,
-    output: Annotated[Path, typer.Option("--output", "-o")],
-    chosen: opt.ChosenPasses,
-    printing: opt.ReportPrinting,
-    server: Annotated[Literal["genai", "plain"], typer.Option("--for")] = "plain",
-    onnxruntime: str | None = None,
-    force: bool = False,
-) -> None:
-    """Write a folder for a server: the optimised model and all that it needs.
-
-    Args:
-        output: Folder to write.
-        server: Who reads the folder; plain keeps it as it is.
-    """
-    from ortplugins.optimization.pack import pack
-
-    with progress_bar() as bar:
-        result = pack(
-            model,
-            output,
-            server=server,
-            onnxruntime_version=onnxruntime,
-            overwrite=force,
-            progress=bar,
-            **chosen,
-        )
-    print_report(result.report, printing)
-    if printing.format == "text":
-        for name, size in result.files.items():
-            typer.echo(f"  {name}  {decimal(size)}")
-        typer.echo(f"wrote {result.path}; onnxruntime loads it")

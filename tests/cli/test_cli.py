@@ -129,8 +129,7 @@ optimize m.onnx -o o.onnx -v --format json => --verbose | has no effect
 compare m.onnx m.onnx --samples x.npz --seed 1 => --seed | has no effect
 compare m.onnx m.onnx --samples x.npz --dims n=1 => --dims | has no effect
 compare m.onnx m.onnx --set a.b=1 => --set | has no effect
-check m.onnx --samples x.npz --count 3 => --count | has no effect
-report m.onnx -o p.html --no-measure --rounds 2 => --rounds | has no effect
+compare m.onnx m.onnx --samples x.npz --count 3 => --count | has no effect
 quantize m.onnx --dry-run -o o.onnx => --output | has no effect
 quantize m.onnx -o o.onnx --provider CPUExecutionProvider => --provider | has no effect
 optimize m.onnx => --output
@@ -140,9 +139,9 @@ inspect m.onnx --set accuracy_level => accuracy_level
 compare a.onnx => --pass
 compare a.onnx b.onnx --pass dq_matmulnbits_fusion => --pass
 quantise => Did you mean 'quantize'
-check none.onnx => error: none.onnx: no such model file
-check m.onnx --dims row=3 => dimension 'row' | did you mean 'rows'
-check m.onnx --dims rows => 'rows' is not NAME=SIZE
+inspect none.onnx => error: none.onnx: no such model file
+compare m.onnx m.onnx --dims row=3 => dimension 'row' | did you mean 'rows'
+compare m.onnx m.onnx --dims rows => 'rows' is not NAME=SIZE
 optimize m.onnx -o o.onnx --pass dq_matmulnbit_fusion => did you mean 'dq_matmulnbits_fusion'?
 optimize m.onnx -o o.onnx --set dq_matmulnbits_fusion.acuracy_level=4 => did you mean 'accuracy_level'?
 optimize m.onnx -o o.onnx --set dq_matmulnbits_fusion.accuracy_level=5 => accuracy_level | '5' | 0, 1, 2, 3, 4
@@ -197,8 +196,6 @@ def test_without_a_command_there_is_help(main, arguments):
     [
         "optimize m.onnx -o there",
         "quantize f.onnx -o there",
-        "report m.onnx -o there --no-measure",
-        "report m.onnx -o page.html --json there --no-measure",
     ],
 )
 def test_nothing_is_overwritten_without_force(main, tmp_path, arguments):

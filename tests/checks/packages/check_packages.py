@@ -21,6 +21,7 @@ from builders.exports import exported
 from builders.processes import call
 from checks.environments import CACHE, python_with
 
+from examples.genai.fuse_folder import fuse_folder
 from ortplugins.quantization import quantize
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -190,6 +191,13 @@ def test_a_quantised_folder_runs_as_it_is_written(
     program: str, decoder_folder: Path, tmp_path: Path
 ):
     found, _ = results(program, "with-torch", [], str(decoder_folder), folder=tmp_path)
+    assert found["tokens"].tolist() == greedy(decoder_folder / "model.onnx")
+
+
+def test_a_folder_of_genai_is_fused(decoder_folder: Path, tmp_path: Path):
+    assert len(fuse_folder(decoder_folder, tmp_path / "fused").fired) == 15
+    folder = str(tmp_path / "fused")
+    found, _ = results("generate_with_genai", "with-torch", [], folder, folder=tmp_path)
     assert found["tokens"].tolist() == greedy(decoder_folder / "model.onnx")
 
 
