@@ -34,6 +34,8 @@ _RESHAPES = frozenset({"Flatten", "Reshape", "Squeeze", "Unsqueeze"})
 # Nodes through which a mask is followed back from the Softmax that it is made for.
 _MASKS = frozenset({"Add", "Cast", "Div", "Identity", "Max", "Mul", "Sub", "Where"})
 _MAX_FOLLOWED = 16
+# float32 has all whole numbers up to here.
+_COUNTED_BY_FLOATS = 1 << 24
 _Pair = tuple[Dim, Dim]
 
 
@@ -108,6 +110,12 @@ class AxisRoles:
                 return "Max", tuple(parts)
             case ("quotient", total, part):
                 return "Div", (total, part)
+            case ("floats", count):
+                return "Min", (count, known(_COUNTED_BY_FLOATS))
+            case ("Slice", (1, (whole,)), (0, ()), count, 1) if self.shapes.unknowns.key(
+                whole
+            ) == ("floats", count):
+                return self.recipe(whole)
             # Some of the first places: 1 only where one is asked for.
             case ("Slice", whole, (0, ()), end, 1) if bool(whole[1]) != bool(end[1]):
                 count = whole[0] if end[1] else end[0]

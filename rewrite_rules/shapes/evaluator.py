@@ -205,11 +205,11 @@ def _check_size(site: Site, given: Mapping[ir.Value, Array]) -> None:
 # Operators that are evaluated.
 _OPERATORS = frozenset({
     "Abs", "Add", "And", "ArgMax", "ArgMin", "Cast", "CastLike", "Ceil", "Clip", "Concat",
-    "ConstantOfShape", "Cos", "CumSum", "Div", "Equal", "Exp", "Expand", "Flatten", "Floor",
-    "Gather", "GatherElements", "GatherND", "Greater", "GreaterOrEqual", "Identity", "IsInf",
-    "IsNaN", "Less", "LessOrEqual", "Log", "MatMul", "Max", "Min", "Mod", "Mul", "Neg",
-    "NonZero", "Not", "OneHot", "Or", "Pow", "Range", "Reciprocal", "ReduceMax", "ReduceMean",
-    "ReduceMin", "ReduceProd", "ReduceSum", "Relu", "Reshape", "Round", "ScatterElements",
-    "ScatterND", "Shape", "Sign", "Sin", "Size", "Slice", "Split", "Sqrt", "Squeeze", "Sub",
-    "Sum", "Tile", "Transpose", "Trilu", "Unsqueeze", "Where", "Xor",
+    "ConstantOfShape", "Cos", "CumSum", "Div", "Einsum", "Equal", "Exp", "Expand", "Flatten",
+    "Floor", "Gather", "GatherElements", "GatherND", "Greater", "GreaterOrEqual", "Identity",
+    "IsInf", "IsNaN", "Less", "LessOrEqual", "Log", "MatMul", "Max", "Min", "Mod", "Mul",
+    "Neg", "NonZero", "Not", "OneHot", "Or", "Pow", "Range", "Reciprocal", "ReduceMax",
+    "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum", "Relu", "Reshape", "Round",
+    "ScatterElements", "ScatterND", "Shape", "Sign", "Sin", "Size", "Slice", "Split", "Sqrt",
+    "Squeeze", "Sub", "Sum", "Tile", "Transpose", "Trilu", "Unsqueeze", "Where", "Xor",
 })  # fmt: skip

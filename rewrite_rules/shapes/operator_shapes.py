@@ -175,7 +175,9 @@ def _concat(site: Site) -> Sequence[Shape]:
             result.append(sizes[0])
         else:  # the size of the first that is not empty
             site.unknowns.meet(*sizes)
-            result.append(site.unknowns.remembered("Concat", i, *inputs))
+            full = [size for size, d in zip(sizes, inputs, strict=True) if known(0) not in d]
+            first = full[0] if full and site.facts.nonempty else None
+            result.append(first or site.unknowns.remembered("Concat", i, *inputs))
     return [tuple(result)]
 
 
@@ -292,7 +294,8 @@ def _range(site: Site) -> Sequence[Shape]:
     numbers = [i.numbers[0] if i is not None and i.numbers else None for i in integers]
     start, end, step = numbers
     if start is None or end is None or step is None:
-        return [site.unknowns.fresh_dims(1)]
+        count = _float_count(site)
+        return [site.unknowns.fresh_dims(1) if count is None else (count,)]
     if step == (1, ()) and (count := site.unknowns.difference(end, start)) is not None:
         return [(site.unknowns.inferred(count),)]
     # The kernel counts in float64.
@@ -300,6 +303,19 @@ def _range(site: Site) -> Sequence[Shape]:
     if exact and step[0]:
         return [(known(len(range(start[0], end[0], step[0]))),)]
     return [(site.unknowns.remembered("Range", start, end, step),)]
+
+
+def _float_count(site: Site) -> Dim | None:
+    """Return how many numbers ``Range(0.0, Cast(size), 1.0)`` has: it is off beyond 2**24."""
+    start, step = (constant(site.input(i)) for i in (0, 2))
+    cast, size = site.input(1).producer(), None
+    if cast is not None and cast.op_type == "Cast" and cast.inputs[0] is not None:
+        size = site.facts.integers(cast.inputs[0])
+    if start is None or step is None or size is None or not size.known or len(size.known) != 1:
+        return None
+    if start.numpy().tolist() != 0 or step.numpy().tolist() != 1:
+        return None
+    return site.unknowns.remembered("floats", size.known[0])
 
 
 def _reduce(site: Site) -> Sequence[Shape]:
@@ -370,6 +386,8 @@ def _einsum(site: Site) -> Sequence[Shape]:
             sizes.setdefault(axis, []).append((dim,))
     if not sizes.keys() >= {*result}:
         return []
+    for axis in sizes.keys() - {*result}:
+        site.unknowns.meet(*(dim for (dim,) in sizes[axis]))
     made = [site.unknowns.broadcast(sizes[axis]) for axis in result]
     return [tuple(dim for shape in made if isinstance(shape, tuple) for dim in shape)]
 

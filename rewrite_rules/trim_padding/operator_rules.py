@@ -246,6 +246,35 @@ def _gemm(site: Site) -> Axes:
     return _broadcast([result, site.tokens(2)]) if site.has(2) else result
 
 
+def _einsum(site: Site) -> Axes:
+    """Multiply, and add up along letters that the result lacks; a zero factor makes zeros."""
+    sides, arrow, result = site.text("equation", "").replace(" ", "").partition("->")
+    terms, operands, letters = sides.split(","), site.operands(), set(sides) - {","}
+    sizes = [[len(each), len({*each})] for each in (*terms, result)]
+    if sizes != [[len(axes)] * 2 for axes in (*operands, result)] or not letters >= {*result}:
+        raise Refusal(UNFIT)  # an ellipsis, or a diagonal
+    if not arrow:
+        raise Refusal("is not known to work token by token")
+    found = {
+        letter: [
+            a[t.index(letter)] for t, a in zip(terms, operands, strict=True) if letter in t
+        ]
+        for letter in sorted(letters)
+    }
+    axes = {
+        letter: _merged(parts, [Sequence()] * len(parts), _EITHER_ZERO)
+        for letter, parts in found.items()
+    }
+    made = tuple(axes[letter] for letter in result)
+    gone = [axes[letter] for letter in sorted(letters - {*result})]
+    mixes = site.mixes(gone, "zero", made)
+    check_rows((*made, *gone))
+    new, zero = _beside(made, mixes), iter(sequences_of(*made))
+    if mixes:
+        return new
+    return changed(new, lambda factor: dataclasses.replace(factor, zero=next(zero).zero))
+
+
 def _attention(site: Site) -> list[Axes | Side]:
     """Softmax over keys that a mask hides, and a sum over their values, in one node."""
     table = ATTENTIONS[site.node.domain, site.node.op_type]
@@ -299,8 +328,7 @@ def _by_matrix(site: Site) -> Axes:
     return (*changed(rows, Sequence.reworked), site.sizes.axis(after[-1]))
 
 
-def _reduced(site: Site, gone: set[int], flag: str) -> Axes:
-    axes = site.tokens()
+def _reduced(site: Site, axes: Axes, gone: set[int], flag: str) -> Axes:
     others = [axis for i, axis in enumerate(axes) if i not in gone]
     mixes = site.mixes([axes[i] for i in gone], flag, others)
     keep = site.integer("keepdims", 1)
@@ -330,11 +358,13 @@ def _reduce(site: Site) -> Axes:
     if not given and site.integer("noop_with_empty_axes", 0):
         return changed(axes, Sequence.reduced)
     gone, flag = axes_of(given or range(len(axes)), len(axes)), _LEFT_OUT.get(op_type, "")
+    if flag == "zero":
+        axes = site.asked_zero()
     mixed = sequences_of(*(axes[i] for i in gone))
     if op_type in ("ReduceMax", "ReduceMin") and any(f.zero and not f.low for f in mixed):
         site.flow.keeps_one = True
         flag = "zero"
-    return _reduced(site, gone, flag)
+    return _reduced(site, axes, gone, flag)
 
 
 def _arg_reduce(site: Site) -> Axes | Side:
@@ -342,7 +372,7 @@ def _arg_reduce(site: Site) -> Axes | Side:
     axes, value = site.tokens(), site.input(0)
     of_rows = len(axes) == 2 and axes[0] in ((), (BATCH,)) and plain(axes)[1] == (Sequence(),)
     if not of_rows or site.axis(0) != 1 or not site.flow.is_made_of_inputs(value):
-        return _reduced(site, {site.axis(0)}, "")
+        return _reduced(site, axes, {site.axis(0)}, "")
     places = site.flow.samples.real_positions()
     if site.integer("keepdims", 1):
         places = (each[:, None] for each in places)
@@ -568,6 +598,7 @@ _STANDARD: dict[str, Rule] = {
     **dict.fromkeys(REDUCTIONS, _reduce),
     **_rows(_arg_reduce, "ArgMax ArgMin"),
     "CumSum": _cumulative_sum,
+    "Einsum": _einsum,
     "Gemm": _gemm,
     "MatMul": _matmul,
     # Moving tokens.

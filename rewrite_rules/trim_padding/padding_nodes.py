@@ -14,6 +14,7 @@ numbers. What is asked of each batch; where one does not hold, nothing is cut:
     inputs are as large as the mask          Shape -> Concat -> Equal
     what side values show at padding         Less, Xor -> ReduceMin
     what is added to scores beside the mask  Less, Greater -> ReduceMin
+    what is added up of inputs is 0          Cast, Or -> ReduceMin
     floats that are fed are of ordinary size ReduceL1 -> Less
     positions that are picked are real       Gather -> ReduceMin
 """
@@ -250,6 +251,9 @@ class PaddingNodes:
                     yield asked.same(whole, axes, place)
         for _, _, value, (axes, how) in _inputs(self._flow.opened):
             yield asked.opens(self._seen(value, how), axes)
+        for _, _, value, (axes, how) in _inputs(self._flow.zeroed):
+            for place in places_of(axes):
+                yield asked.zero(self._seen(value, how), axes, place)
 
     def _seen(self, value: ir.Value, how: How) -> Any:
         """Return a value, computed from whole inputs, as a node reads it."""

@@ -105,6 +105,7 @@ class TokenFlow:
         picked: Side values that pick positions, which have to be real, by node and input.
         opened: What is added to scores or hides some, by node and input, as in ``read``. It
             has to leave each position to see itself, and may not show what is hidden.
+        zeroed: What is made of inputs and added up, in the same way: 0 at padding.
         keeps_one: Whether one position of the padding stays, to be among what is reduced.
         asks_finite: Whether what is finite under the sample masks is taken to be, and asked to
             be; else nothing rests on that.
@@ -135,6 +136,7 @@ class TokenFlow:
         self.counts = False
         self.read: dict[tuple[ir.Node, int], tuple[Axes, How]] = {}
         self.opened: dict[tuple[ir.Node, int], tuple[Axes, How]] = {}
+        self.zeroed: dict[tuple[ir.Node, int], tuple[Axes, How]] = {}
         self.keeps_one = False
         self.picked: dict[tuple[ir.Node, int], bool] = {}
         self.unpackable = "the model ends at some length" if self.roles.limits else ""
@@ -376,6 +378,17 @@ class Site(node_facts.Site):
         is_low = array.dtype.kind == "f" and bool((array < LOW).all())
         wild = is_low or not are_finite([array])
         return dataclasses.replace(value, zero=not array.any(), low=is_low, wild=wild)
+
+    def asked_zero(self) -> Axes:
+        """Return the axes of the first input; what is fed is asked to be 0 at padding.
+
+        A model that counts ids counts those of tokens: ``ReduceSum(Equal(input_ids, 32))``.
+        """
+        axes = self.tokens()
+        if not self.flow.is_fed(self.input(0)) or all(f.zero for f in sequences_of(*axes)):
+            return axes
+        self.flow.zeroed[self.node, 0] = axes, How.NUMBERS
+        return changed(axes, lambda _: Sequence(zero=True))
 
     def made(self, output: int = 0) -> Dims:
         """Return the sizes of an output; refused where they do not follow from inputs'."""

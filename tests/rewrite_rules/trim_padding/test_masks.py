@@ -21,6 +21,7 @@ KEPT = f"{WIDE} kept = Mul(x, m)"
 SUMMED = "y = ReduceSum<keepdims = 0>(kept, middle)"
 MEAN = f"""{KEPT} total = ReduceSum<keepdims = 0>(kept, middle)
     count = ReduceSum<keepdims = 0>(m, middle) some = Max(count, tiny) y = Div(total, some)"""
+LOG = f"{WIDE} l = Log(x) z = MatMul(l, weight)"
 MATRIX = "'mask' is only multiplied and added up, as any matrix"
 
 
@@ -52,7 +53,7 @@ def trimmed(model, **options: object):
         # What is multiplied by 0 may be infinite.
         (
             f"int64[b, k] ints, {TOKENS}",
-            f"mask = Cast<to = 1>(ints) {WIDE} l = Log(x) kept = Mul(l, m) {SUMMED}",
+            f"mask = Cast<to = 1>(ints) {LOG} kept = Mul(z, m) {SUMMED}",
             "mixes positions, and no mask leaves padding out",
         ),
     ],
