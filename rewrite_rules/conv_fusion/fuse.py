@@ -18,8 +18,9 @@ from rewrite_rules.conv_fusion.fold_rules import (
 from rewrite_rules.conv_fusion.hard_swish import hard_swish_rules
 from rewrite_rules.conv_fusion.integers import FloatConvolution, UnsignedWeight
 from rewrite_rules.conv_fusion.one_axis import DepthwiseLine, FourierFrames
+from rewrite_rules.facts.copies import drop_copies, drop_reshapes
 from rewrite_rules.graph.nodes import (
-    drop_copies,
+    graphs_of,
     label,
     made_by,
     remove_unused,
@@ -53,8 +54,10 @@ def fuse_convolutions(
         context.remarks.refused("model", reason)
         return
     sort_nodes(model.graph)
-    drop_copies(node for node in nodes if node.op_type in ("Cast", "Identity"))
-    folding, graphs = Folding(model, context.remarks), {node.graph for node in nodes}
+    drop_copies(model, nodes)
+    folding, graphs = Folding(model, context.remarks), {*graphs_of(model.graph)}
+    for graph in graphs:
+        drop_reshapes(graph, folding.shapes)
     rules = [*hard_swish_rules(folding), *folding_rules(folding)]
     rules.append(UnsignedWeight.rule(folding, slow_kernels))
     if slow_kernels == "float":
@@ -62,7 +65,6 @@ def fuse_convolutions(
     for _ in range(_MAX_ROUNDS):
         if not _apply(model, rules, graphs):
             break
-        drop_copies(node for node in walk(model.graph) if node.op_type == "Identity")
     if context.cpu_only:
         forms = [each.rule(folding) for each in (DepthwiseLine, FourierFrames)]
         _apply(model, [*normalizing_rules(folding), *forms], graphs)

@@ -161,24 +161,6 @@ def remove_node(node: ir.Node) -> None:
     drop_unused_initializers(inputs)
 
 
-def drop_copies(nodes: Iterable[ir.Node]) -> None:
-    """Remove Identity(x), Cast(x) to the type of x and Concat(x); outputs keep theirs.
-
-    Exporters put them around each Softmax, each convolution, behind each cache.
-    """
-    for node in nodes:
-        if len(node.inputs) != 1 or len(node.outputs) != 1 or node.domain:
-            continue
-        source, result = node.inputs[0], node.outputs[0]
-        target = node.attributes.get_int("to", 0)
-        if source is None or result.is_graph_output():
-            continue
-        if not target or source.dtype == target:
-            result.replace_all_uses_with(source)
-            assert node.graph is not None
-            node.graph.remove(node, safe=True)
-
-
 def is_custom(node: ir.Node, model: ir.Model) -> bool:
     """Whether a node's operator is neither onnxruntime's nor a function of the model."""
     own = not node.domain or node.domain.startswith(_OWN_DOMAINS)

@@ -96,20 +96,3 @@ def fold_scalars(model: ir.Model, graphs: Iterable[ir.Graph], facts: ProvedShape
                 continue
             tensor = ir.Tensor(array, name=names.take(f"{value.name}_folded"))
             node.replace_input_with(index, new_initializer(model.graph, tensor))
-
-
-def drop_reshapes(graph: ir.Graph, facts: ProvedShapes) -> None:
-    """Remove Reshapes that are proved to change no size.
-
-    onnxruntime's optimiser infers one of their sizes, which fails where nothing is reshaped.
-    """
-    dropped = list[ir.Node]()
-    for node in graph:
-        if node.op_type != "Reshape" or node.domain or node.inputs[0] is None:
-            continue
-        source, result = node.inputs[0], node.outputs[0]
-        dims = facts.dims(source)
-        if dims is not None and dims == facts.dims(result) and not result.is_graph_output():
-            result.replace_all_uses_with(source)
-            dropped.append(node)
-    graph.remove(dropped, safe=True)

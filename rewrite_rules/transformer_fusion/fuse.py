@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import onnx_ir as ir
 from onnxscript.rewriter import RewriteRule
 
+from rewrite_rules.facts.copies import drop_copies, drop_reshapes
 from rewrite_rules.graph.initializers import name_apart
 from rewrite_rules.graph.nodes import (
-    drop_copies,
     remove_unused,
     sort_nodes,
     subgraphs,
@@ -32,7 +32,6 @@ from rewrite_rules.transformer_fusion.attention import (
     refuse_the_rest,
 )
 from rewrite_rules.transformer_fusion.equal_values import (
-    drop_reshapes,
     fold_scalars,
     share_constants,
     share_nodes,
@@ -85,6 +84,7 @@ def fuse_transformer(
     given = model.graph, dict(model.functions)
     _raise_opset(model, options, context)
     derive_types(model)
+    drop_copies(model)
     # Looked at only as far as rules ask, and what they made as well.
     shapes, nodes = ProvedShapes(model, on_demand=True), _by_operator(model)
     opset = model.opset_imports.get("", 0)
@@ -93,7 +93,6 @@ def fuse_transformer(
     parts = [part for part in ("attention", "activations") if getattr(options, part)]
     use_kernels(model, nodes, shapes, parts, context)
     if (options.rotary or options.attention) and context.cpu_only and opset >= _SHAPE_OPSET:
-        drop_copies((*nodes["Cast"], *nodes["Concat"]))
         share_constants(model)
         _fuse_attention(model, shapes, options, context)
     elif options.kv_cache == _SHARED:

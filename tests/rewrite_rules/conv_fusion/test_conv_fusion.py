@@ -56,6 +56,8 @@ CONSTANTS = {
     "balanced": normal(8, 1, 1, 1) * np.float32([1, -1] * 4).reshape(1, 8, 1, 1),
     "faint": normal(8, 8, 1, 1) * np.float32(1e-4),
     "double": np.ones((8, 1, 1)),
+    "kept": np.array([0, 0, 0, -1]),
+    "true": np.array(True),
     "axis3": np.int64(3),
     "half1": np.float32(0.5),
     "x8": normal(8, seed=9),

@@ -93,6 +93,30 @@ def test_a_mean_may_count_its_axis_from_the_front():
     check(result, model, ADDENDS)
 
 
+COPIES = (
+    "Identity({0})", "Dropout({0})", "Dropout({0}, epsilon, off)", "Cast<to = 1>({0})",
+    "Concat<axis = 0>({0})", "Transpose<perm = [0, 1, 2]>({0})", "Reshape({0}, kept)",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("copy", COPIES)
+@pytest.mark.parametrize("value", ["x", "mean", "root", "inverse", "normal"])
+def test_copies_between_matched_nodes_are_gone_before(copy: str, value: str):
+    model = rms_norm("power", "reciprocal", "behind")
+    node = onnx.parser.parse_node(f"{value}_copy = {copy.format(value)}")
+    where = next(i for i, made in enumerate(model.graph.node) if value in made.output)
+    for reader in model.graph.node:
+        for index, name in enumerate(reader.input):
+            if name == value:
+                reader.input[index] = f"{value}_copy"
+    model.graph.node.insert(where + 1, node)
+    for name, array in {"kept": np.array([0, 0, -1]), "off": np.array(False)}.items():
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    result, *_ = fused(model)
+    assert op_types(result) == ["SkipSimplifiedLayerNormalization"]
+    check(result, model, ADDENDS)
+
+
 def test_norms_share_what_they_read():
     """One sum and one mean under two norms, and the sum read before them."""
     model = rms_norm("power", "division", "behind", ("mean =", "early = Relu(x)\nmean ="))
