@@ -10,9 +10,10 @@
 and behind it, on the way to the MatMul: Transpose, Mul and Div by a scalar. All of these
 commute with the repetition.
 
-Exporters take the sizes of Expand from whatever tensor was at hand, and no run checks that it
-is this one's. Where they cannot be proved to be K's own, K is reshaped to them: that costs
-nothing, and fails where Expand would have stretched another axis as well.
+What comes out decides, whatever sizes were asked for. Exporters take those of Expand from
+whatever tensor was at hand, and no run checks that it is this one's. Where they cannot be
+proved to be K's own, K is reshaped to them: that costs nothing, and fails where Expand would
+have stretched another axis as well.
 """
 
 from __future__ import annotations
@@ -150,8 +151,26 @@ def _merged(node: ir.Node, facts: ProvedShapes) -> RepeatedHeads | None:
     if maker is None:
         return None
     source = _unsqueezed(maker, facts)
-    repeated = None if source is None else _repeated_sizes(maker, facts.shape(source), facts)
-    if source is None or repeated is None:
+    once = facts.dims(source, _RANK)
+    if source is None or once is None:
+        return None
+    after, groups = facts.dims(maker.outputs[0], _RANK + 1), number(once[1])
+    repeats = None if after is None else number(after[2])
+    if groups is not None and repeats is not None and repeats > 1:
+        merged = (once[0], (groups * repeats, ()), *once[2:])
+        is_repeated = after == (*once[:2], (repeats, ()), *once[2:])
+        made = facts.dims(node.outputs[0]), facts.numbers(node.inputs[1])
+        if is_repeated and merged in made:
+            return RepeatedHeads(source, groups, repeats)
+    return _merged_as_asked(node, maker, source, facts)
+
+
+def _merged_as_asked(
+    node: ir.Node, maker: ir.Node, source: ir.Value, facts: ProvedShapes
+) -> RepeatedHeads | None:
+    """Read the same where the sizes asked for are not proved to be those of ``source``."""
+    repeated = _repeated_sizes(maker, facts.shape(source), facts)
+    if repeated is None:
         return None
     groups, repeats = number(repeated[1]), number(repeated[2])
     target = facts.numbers(node.inputs[1])

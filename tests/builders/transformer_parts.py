@@ -41,6 +41,19 @@ REPEATS = {
     + """
     k_many = Expand(k_one, k_target)
     k_all = Reshape<allowzero = 1>(k_many, k_merged)""",
+    # What is asked for says less than what comes out: torch.export, onnxsim.
+    "expand by ones": """
+    k_one = Unsqueeze(k, two)
+    k_many = Expand(k_one, tiles)
+    k_all = Reshape(k_many, k_asked)""",
+    "expand, reshaped by 0": _TARGET.format(sizes="k")
+    + """
+    k_many = Expand(k_one, k_target)
+    k_all = Reshape(k_many, k_asked)""",
+    "expand by ones to sizes": _TARGET.format(sizes="k")
+    + """
+    k_many = Expand(k_one, tiles)
+    k_all = Reshape(k_many, k_merged)""",
     "tile": _TARGET.format(sizes="k")
     + """
     k_many = Tile(k_one, tiles)
@@ -84,6 +97,7 @@ def attention(
     float[B, {G}, T, {D}] v, float[C, {G}, U, {D}] other) => (float[B, {H}, S, {D}] y)
 <int64[1] groups = {{{G}}}, int64[1] repeats = {{{R}}}, int64[1] heads = {{{H}}},
  int64[1] head_size = {{{D}}}, int64[1] two = {{2}}, int64[1] minus = {{-1}},
+ int64[4] k_asked = {{0, {H}, -1, {D}}}, int64[4] v_asked = {{0, {H}, -1, {D}}},
  int64[5] tiles = {{1, 1, {R}, 1, 1}}, float scale = {{0.5}},
  int64[{H}] interleaved = {{{", ".join(str(h // R) for h in range(H))}}}> {{
     {keys}
