@@ -64,6 +64,8 @@ from rewrite_rules.transformer_fusion.read_attention import (
 from rewrite_rules.transformer_fusion.shared_cache import SharedCache
 
 _KERNELS = ("Attention", "GroupQueryAttention", "MultiHeadAttention")
+# From heads [B, H, S, D] to [S, B, H, D], as torch's own MultiheadAttention goes on.
+TOKENS_FIRST = (2, 0, 1, 3)
 _PRODUCTS = ("Einsum", "MatMul")
 _MAX_BETWEEN = 4
 
@@ -89,7 +91,10 @@ class Written:
 
 
 class FuseAttention(RewriteRuleClassBase):
-    """``Transpose(softmax(scale q k' + mask) v) -> If(one token, ..., ...)``."""
+    """``Transpose(softmax(scale q k' + mask) v) -> If(one token, ..., ...)``.
+
+    ``tokens_first``: to ``[S, B, H, D]``, where a Transpose of the first two axes stays.
+    """
 
     def __init__(
         self,
@@ -98,6 +103,7 @@ class FuseAttention(RewriteRuleClassBase):
         standard: bool,
         written: Written,
         shared: SharedCache | None = None,
+        tokens_first: bool = False,
     ) -> None:
         super().__init__(remove_nodes=False)
         self._facts = facts
@@ -105,6 +111,7 @@ class FuseAttention(RewriteRuleClassBase):
         self._standard = standard
         self._written = written
         self._cache = shared
+        self._order = TOKENS_FIRST if tokens_first else SPLIT_HEADS
         # What layers share.
         self._conditions = Conditions()
         self._masks: dict[object, tuple[ir.Value, ir.Value]] = {}
@@ -120,7 +127,7 @@ class FuseAttention(RewriteRuleClassBase):
         mixed = op.MatMul(weights, values, _outputs=["mixed"])
         same = op.Reshape(mixed, _allow_other_inputs=True, _allow_other_attributes=True)
         kept = OrValue([mixed, same], tag_var="kept", tag_values=[0, 1])
-        return op.Transpose(kept, perm=[*SPLIT_HEADS], _outputs=["out"])
+        return op.Transpose(kept, perm=[*self._order], _outputs=["out"])
 
     def check(  # type: ignore[override]
         self,
@@ -178,8 +185,10 @@ class FuseAttention(RewriteRuleClassBase):
         if not found.proves_heads:
             heads = op.Div(op.Shape(rows, start=2), ints(op, found.size))
         split = op.Reshape(rows, ints(op, 0, 0, heads, found.size))
+        if self._order == TOKENS_FIRST:
+            split = op.Transpose(split, perm=[1, 0, 2, 3])
         self._facts.replace(out, split)
-        for node in out.consumers():
+        for node in out.consumers() if self._order == SPLIT_HEADS else ():
             if self._merges(node, found):
                 self._facts.replace(node.outputs[0], rows)
                 node.outputs[0].replace_all_uses_with(rows)

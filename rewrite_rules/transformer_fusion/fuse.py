@@ -186,7 +186,8 @@ def _fuse_attention(
         for each in (Rotary, SplitRotary) if options.rotary else ():
             rules += each.rule(shapes, remarks).commute()
         if options.attention:
-            rules += [FuseAttention.rule(shapes, remarks, standard, written, shared)]
+            shared_by_all = (shapes, remarks, standard, written, shared)
+            rules += (FuseAttention.rule(*shared_by_all, first) for first in (False, True))
         if own:
             _apply(model, rules, own.__contains__)
     if options.attention:
