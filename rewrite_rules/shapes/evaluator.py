@@ -70,7 +70,7 @@ class NodeEvaluator:
             pairs = zip(node.inputs, arrays, strict=True)
             given = {value: a for value, a in pairs if value is not None and a is not None}
             site = Site(node, _ArrayFacts(given), opset)
-            _check_size(site, given)
+            _check_size(site, arrays)
             try:
                 if node.op_type == "Slice":
                     outputs = [_sliced(site, given[site.input(0)])]
@@ -185,12 +185,12 @@ def _sliced(site: Site, array: Array) -> Array:
     return array
 
 
-def _check_size(site: Site, given: Mapping[ir.Value, Array]) -> None:
+def _check_size(site: Site, arrays: Sequence[Array | None]) -> None:
     """Refuse what would make a large array."""
     node = site.node
     try:
         if node.op_type == "Range":  # of fractions, too
-            start, limit, delta = (float(array.item()) for array in given.values())
+            start, limit, delta = (float(array.item()) for array in map(np.asarray, arrays))
             sizes = [abs((limit - start) / delta)]
         else:
             shapes = output_shapes(site)

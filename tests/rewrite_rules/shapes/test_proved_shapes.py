@@ -10,6 +10,7 @@ from builders.text_models import text_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rewrite_rules.shapes.evaluator import GraphEvaluator, NodeEvaluator
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
 
@@ -22,6 +23,27 @@ def test_a_damaged_constant_proves_nothing(held):
     facts = ProvedShapes(model)
     assert facts.integers(model.graph.initializers["back"]) is None
     assert all(dim[1] for dim in facts.shape(model.graph.outputs[0]))  # of unknown sizes
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "y = Range(one, seven, one)",
+        "h = Range(one, seven, one) y = Add(h, h)",
+        "h = Sub(one, one) y = Range(h, seven, one)",
+        "y = Where(true, one, one)",
+        "y = Slice(all, ones, ones2, ones, ones)",
+    ],
+)
+def test_a_node_may_read_one_value_twice(nodes: str):
+    numbers = {"one": np.array(1), "seven": np.array(7), "true": np.array(True),
+               "all": np.arange(6).reshape(2, 3), "ones": np.array([1]),
+               "ones2": np.array([2])}  # fmt: skip
+    model = text_model(nodes, numbers, {}, output_type=onnx.TensorProto.INT64)
+    loaded = ir.from_proto(model)
+    evaluator = GraphEvaluator(ProvedShapes(loaded), {}, NodeEvaluator())
+    found = evaluator.array(loaded.graph.outputs[0])
+    np.testing.assert_array_equal(found, session(model).run(None, {})[0])
 
 
 _ENDS = (1 << 63) - 1, -(1 << 63)
