@@ -4,12 +4,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import mmap
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import onnx
 import onnx_ir as ir
 
 from ortplugins.errors import ModelFileError
@@ -93,20 +98,26 @@ def _remove_abandoned(folder: Path) -> None:
                 shutil.rmtree(path)
 
 
-def output_data_path(model: ir.Model, output: Path) -> Path:
-    """Return a name for the data file of ``output`` that no tensor of the model lies in."""
-    used = {
-        os.path.realpath(tensor.path)
-        for _, tensor in initializer_tensors(model)
-        if isinstance(tensor, ir.ExternalTensor)
-    }
-    for suffix in (".data", ".ortplugins.data"):
-        path = output.with_name(output.name + suffix)
-        if os.path.realpath(path) not in used:
-            return path
-    raise ModelFileError(
-        f"{output}: the model's own data lies in {path}; choose another output"
+def output_data_path(model: ir.Model, output: Path, *, overwrite: bool = False) -> Path:
+    """Return a name for the data file of ``output`` that no tensor of the model lies in.
+
+    Where ``output`` may be there already, one that no file has: until the new model is in its
+    place, the old one reads the old data.
+    """
+    used = {*_paths_of(model)}
+    names = (output.name + suffix for suffix in _suffixes())
+    paths = (output.with_name(name) for name in names)
+    return next(
+        path
+        for path in paths
+        if os.path.realpath(path) not in used and not (overwrite and os.path.lexists(path))
     )
+
+
+def _suffixes() -> Iterator[str]:
+    """Yield the endings that data files of an output may have, after its name."""
+    yield ".data"
+    yield from (f".{number}.data" for number in itertools.count(1))
 
 
 def save_with_data(
@@ -139,7 +150,7 @@ def save_with_data(
         progress: Called before each tensor.
     """
     folder = Path(os.path.realpath(output.parent))
-    data = output_data_path(model, output)
+    data = output_data_path(model, output, overwrite=overwrite)
     with scratch_within(folder) as scratch:
         stays_in = data_folder or (folder if keep_in_place else None)
         leaving = None if inline or data_folder is not None else least_bytes
@@ -149,16 +160,79 @@ def save_with_data(
         _write_model(model, Path(scratch, output.name))
         if finish is not None:
             finish(Path(scratch, output.name))
-        # The model last: it must never point to data that is not there yet.
+            _rename_data(Path(scratch, output.name), output)
+        old = _old_data(folder / output.name)
+        # The model last: until then the old one, if any, reads the old data.
         names = sorted(os.listdir(scratch), key=lambda name: (name == output.name, name))
         written = [output.with_name(name) for name in names]
         check_absent(written, overwrite)
         for path in written:
             os.replace(Path(scratch, path.name), path)
+    in_use = {*(folder / path.name for path in written), *map(Path, _paths_of(model))}
+    for path in old - in_use:
+        with contextlib.suppress(OSError):  # open in a process of Windows
+            path.unlink()
     for _, tensor in initializer_tensors(model):
         if isinstance(tensor, ir.ExternalTensor) and os.fspath(tensor.base_dir) == scratch:
             tensor.base_dir = str(folder)
     return written
+
+
+def _rename_data(model_path: Path, output: Path) -> None:
+    """Give data files beside a model names that no file beside ``output`` has."""
+    taken = {path.name for path in output.parent.iterdir()}
+    there = [x.name for x in model_path.parent.iterdir() if x.name != model_path.name]
+    free = (output.name + suffix for suffix in _suffixes())
+    free = (name for name in free if name not in taken and name not in there)
+    if not (names := {name: next(free) for name in there if name in taken}):
+        return
+    proto = onnx.load(model_path, load_external_data=False)
+    for tensor in _tensors_of(proto):
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = names.get(entry.value, entry.value)
+    for old, new in names.items():
+        model_path.with_name(old).rename(model_path.with_name(new))
+    model_path.write_bytes(proto.SerializeToString())
+
+
+def _tensors_of(message: Any) -> Iterator[onnx.TensorProto]:
+    """Yield the tensors anywhere in a message."""
+    if isinstance(message, onnx.TensorProto):
+        yield message
+        return
+    for field, value in message.ListFields():
+        if field.message_type is not None:
+            for item in value if field.is_repeated else [value]:
+                yield from _tensors_of(item)
+
+
+def _old_data(output: Path) -> set[Path]:
+    """Return data files that the model in the place of an output reads, or that it left.
+
+    Of those that it may have written itself, by their names.
+    """
+    ours = re.compile(re.escape(output.name) + r"(\.[0-9]+)?\.data")
+    found = {path for path in output.parent.iterdir() if ours.fullmatch(path.name)}
+    if not found or not output.is_file() or not output.stat().st_size:
+        return set()
+    with (
+        open(output, "rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as old,
+    ):
+        # ``<output>.data`` may be the user's; the numbered ones are of writers that were cut.
+        return {
+            path
+            for path in found
+            if path.name != f"{output.name}.data" or old.find(path.name.encode()) >= 0
+        }
+
+
+def _paths_of(model: ir.Model) -> Iterator[str]:
+    """Yield the files that tensors of a model lie in."""
+    for _, tensor in initializer_tensors(model):
+        if isinstance(tensor, ir.ExternalTensor):
+            yield os.path.realpath(tensor.path)
 
 
 def _sort_tensors(

@@ -46,7 +46,7 @@ class WarmResult:
 
 
 def warm(
-    models: Sequence[str | os.PathLike[str]],
+    models: Sequence[str | os.PathLike[str]] | str | os.PathLike[str],
     passes: Sequence[Pass | str] = DEFAULT_PASSES,
     *,
     options: Mapping[str, Any] | None = None,
@@ -62,7 +62,7 @@ def warm(
     features.
 
     Args:
-        models: Paths of .onnx files.
+        models: Paths of .onnx files, or one path.
         passes: Pass objects, or names with their options in ``options``.
         options: ``{"<pass>.<option>": value}`` for passes given by name.
         cache_dir: A cache directory to be read by every user, for an image; by default the
@@ -80,8 +80,8 @@ def warm(
         UsageError: If the level is.
     """
     prepared = _prepare(passes, options, session_entries, optimization_level, cache_dir)
-    if isinstance(models, str | bytes | os.PathLike):
-        raise OptionError(f"models is {models!r}: a list of paths is expected")
+    if isinstance(models, str | os.PathLike):
+        models = [models]
     ask = functools.partial(entry_of, prepared)
     entries = given_entries(ask)
     if not entries:

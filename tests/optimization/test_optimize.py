@@ -51,6 +51,47 @@ def test_bytes_that_fit_are_relabelled_where_they_lie(tmp_path):
     check(tmp_path / "out.onnx", ALIASABLE)
 
 
+WRITTEN = DequantizedMatMul(128, 256, 32)
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_what_is_overwritten_is_whole_whenever_a_writer_is_cut(tmp_path, monkeypatch, packs):
+    """The old model reads the old data until the new model is in its place."""
+    output, real = tmp_path / "out.onnx", os.replace
+    passes = [EXACT, ortplugins.PrepackedWeights()] if packs else [EXACT]
+    cases = [dataclasses.replace(WRITTEN, seed=seed) for seed in range(3)]
+
+    def write(case: DequantizedMatMul) -> None:
+        model = ir.to_proto(case.model())
+        ortplugins.optimize(
+            model, output, passes=passes, bake=packs, external_data=True, overwrite=True
+        )
+
+    def cut(source: object, target: object) -> None:
+        real(source, target) if Path(str(target)) != output else 1 / 0
+
+    write(cases[0])
+    assert sorted(os.listdir(tmp_path)) == ["out.onnx", "out.onnx.data"]
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(os, "replace", cut)
+        write(cases[1])
+    check(output, cases[0])
+    write(cases[2])
+    check(output, cases[2])
+    (data,) = tmp_path.glob("*.data")  # neither the old one nor that of the writer
+    write(cases[1])
+    check(output, cases[1])
+    assert not data.exists()
+
+
+def test_data_that_the_output_does_not_read_stays(tmp_path):
+    (tmp_path / "out.onnx").write_bytes(b"a model without data")
+    (tmp_path / "out.onnx.data").write_bytes(b"mine")
+    model = ir.to_proto(WRITTEN.model())
+    ortplugins.optimize(model, tmp_path / "out.onnx", external_data=True, overwrite=True)
+    assert (tmp_path / "out.onnx.data").read_bytes() == b"mine"
+
+
 def tied(case: DequantizedMatMul) -> ir.Model:
     """A table for Gather whose rows are the columns of a head's weight."""
     nodes = "[embed] rows = Gather (dq_rows, ids)  [head] y = MatMul (x, dq_out)"
