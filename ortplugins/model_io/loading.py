@@ -397,8 +397,10 @@ def has_kept_types(model: ir.Model) -> bool:
 
 
 def to_proto(model: ir.Model) -> onnx.ModelProto:
-    """Return the model as a protobuf, with the types that onnx_ir does not hold."""
+    """Return the model as a protobuf, with what onnx_ir does not write: types, version 0."""
     proto = ir.to_proto(model)
+    if model.model_version is not None:
+        proto.model_version = model.model_version
     types = model.graph.meta.get(_TYPES, {})
     for value in (*proto.graph.input, *proto.graph.output):
         if value.name in types:

@@ -262,7 +262,7 @@ def _sort_tensors(
 def _write_model(model: ir.Model, path: Path) -> None:
     """Write the .onnx file of a model whose tensors are where they belong."""
     try:
-        if has_kept_types(model):
+        if has_kept_types(model) or model.model_version == 0:
             path.write_bytes(to_proto(model).SerializeToString())
         else:
             ir.save(model, path)
