@@ -2,7 +2,8 @@
 """The child process that packs weights: onnxruntime's arenas and peaks go with it.
 
 Reads a job as JSON from its first argument, writes files into the job's folder, and prints the
-result as one line of JSON. Run by :mod:`.prepack`.
+result as one line of JSON, the last one. Before each run of a model it prints what it would be
+without that run: onnxruntime may end the process. Run by :mod:`.prepack`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     import onnx
     import onnxruntime
 
+# In a result, which model was about to run; the original, or the one with packed weights.
+RUNNING, ORIGINAL, PACKED_ONE = "running", "original", "packed"
 PACKED, FINAL, AGAIN = "packed.onnx", "final.onnx", "again.onnx"
 # Of what onnxruntime saves; the model's own data file, whatever it is called, has another.
 _SAVED_SUFFIX = ".tensors"
@@ -46,7 +50,7 @@ def main() -> None:
     source, folder = Path(job["model"]), Path(job["folder"])
     result = _pack(source, folder, job["data_name"])
     if not result["damaged"]:
-        result.update(_verify(source, folder))
+        result.update(_verify(source, folder, result))
     print(json.dumps(result), flush=True)
 
 
@@ -81,7 +85,7 @@ def _pack(source: Path, folder: Path, data_name: str) -> dict[str, Any]:
     }
 
 
-def _verify(source: Path, folder: Path) -> dict[str, Any]:
+def _verify(source: Path, folder: Path, packed: dict[str, Any]) -> dict[str, Any]:
     """Compare FINAL with the model it was made from; see which blobs a session takes."""
     import onnx
 
@@ -91,13 +95,14 @@ def _verify(source: Path, folder: Path) -> dict[str, Any]:
     session = _open(folder / FINAL, save_to=folder / AGAIN)
     kept = {way for way, _ in _kernels(onnx.load(folder / AGAIN, load_external_data=False))}
     _remove_saved(folder / AGAIN)
-    compared, different = _compare(session, _open(source))
-    return {
-        "in_use": sum(way not in kept for way, _ in wanted),
-        "recorded": len(wanted),
-        "compared": compared,
-        "different": different,
-    }
+    used = {"in_use": sum(way not in kept for way, _ in wanted), "recorded": len(wanted)}
+
+    def before(model: str) -> None:
+        untested = {"compared": 0, "different": [], RUNNING: model}
+        print(json.dumps({**packed, **used, **untested}), flush=True)
+
+    compared, different = _compare(session, _open(source), before)
+    return {**used, "compared": compared, "different": different}
 
 
 def _kernels(model: onnx.ModelProto) -> set[tuple[Key, str]]:
@@ -136,9 +141,14 @@ def _remove_saved(model: Path) -> None:
 
 
 def _compare(
-    one: onnxruntime.InferenceSession, other: onnxruntime.InferenceSession
+    one: onnxruntime.InferenceSession,
+    other: onnxruntime.InferenceSession,
+    before: Callable[[str], None] = lambda model: None,
 ) -> tuple[int, list[str]]:
-    """Run both on equal inputs; return the outputs compared and the names that differ."""
+    """Run both on equal inputs; return the outputs compared and the names that differ.
+
+    ``before`` is called before a run, with which of the two it is.
+    """
     error: Exception | None = None
     names = [item.name for item in one.get_outputs()]
     compared: set[str] = set()
@@ -149,11 +159,13 @@ def _compare(
         for sizes in _SIZES:
             try:
                 feeds = {item.name: _feed(item, sizes, flag) for item in one.get_inputs()}
+                before(ORIGINAL)
                 expected = other.run(None, feeds)
             except Exception as failure:  # whatever it is, other sizes may do
                 error = failure
                 continue
             compared.update(names)
+            before(PACKED_ONE)
             for name, a, b in zip(names, one.run(None, feeds), expected, strict=True):
                 if not _same(a, b):
                     different.add(name)

@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rewrite_rules.prepacked_weights.child import FINAL
+from rewrite_rules.prepacked_weights.child import FINAL, ORIGINAL, RUNNING
 from rewrite_rules.prepacked_weights.records import places
 from rewrite_rules.remarks import PassContext, Refusal
 
@@ -106,15 +106,18 @@ def _run_child(
     finally:
         os.close(theirs)
         os.close(ours)
-    if done.returncode:
+    try:
+        result = dict(json.loads(done.stdout.splitlines()[-1]))
+    except (IndexError, ValueError, TypeError):
+        result = {}
+    # Where onnxruntime ends the process on the original, that says nothing of packed weights.
+    if done.returncode and result.get(RUNNING) != ORIGINAL:
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]
         text = last[0][:_ERROR_CHARACTERS]
         raise _Broken(f"the packing process ended with {done.returncode}: {text}")
-    try:
-        result = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        raise _Broken("the packing process gave no result") from None
-    return dict(result)
+    if not result:
+        raise _Broken("the packing process gave no result")
+    return result
 
 
 def _check(result: dict[str, Any], limit_mb: int) -> None:

@@ -21,7 +21,7 @@ import pytest
 from builders.dequantized_models import DequantizedMatMul
 from builders.processes import FEED, digest_of, disk, result_of, spawn
 from builders.sessions import CPU, backdate, files, options, save, start
-from builders.text_models import proto_of
+from builders.text_models import normal, proto_of
 
 import ortplugins
 from ortplugins import DqMatMulNBitsFusion, OrtpluginsWarning, PrepackedWeights
@@ -316,6 +316,32 @@ def test_a_child_that_fails(faults: Faults, module: str, action: str, reported: 
     # What a killed builder leaves is removed by the next one.
     assert [name for name in litter(faults.cache) if not name.startswith("building/")] == []
     assert left_behind(faults.cache) == []
+
+
+# Made-up rows are shorter than a frame, and onnxruntime ends where a Scan along axis 1 has no
+# step, with SIGFPE.
+SCANNED = """g (float[b, t] x) => (float y)
+<int64[1] zero = {0}, int64[1] frame = {24}, int64[1] end = {2147483648}, int64[1] axis = {1},
+ int64[1] step = {16}, int64[3] frames = {0, -1, 16}, int64[4] pads = {0, 0, 0, 24},
+ int64[1] tail = {16}> {
+    padded = Pad(x, pads)  first = Slice(padded, zero, frame, axis)
+    size = Shape<start = 1>(x)  number = Div(size, step)  whole = Mul(number, step)
+    cut = Slice(x, zero, whole, axis)  rows = Reshape(cut, frames)
+    last, windows = Scan<num_scan_inputs = 1, scan_input_axes = [1], scan_output_axes = [1],
+        body = body (float[b, 24] old, float[b, 16] new) => (float[b, 24] next, float[b, 40] out) {
+            out = Concat<axis = 1>(old, new)  next = Slice(out, tail, end, axis)
+        }>(first, rows)
+    m = MatMul(windows, w)  y = MatMul(m, v)
+}"""
+
+
+def test_inputs_that_end_onnxruntime_itself_keep_nothing_from_being_packed(faults: Faults):
+    weights = {"w": normal(40, 256), "v": normal(256, 256, seed=1)}
+    path = faults.folder / "scanned.onnx"
+    onnx.save(proto_of(SCANNED, weights), path)
+    so = options(PrepackedWeights(), cache_dir=str(faults.cache))
+    report = start(path, so).ortplugins_report
+    assert "no inputs were found" in str(report.fired[0])
 
 
 def test_what_failed_once_is_tried_again(faults: Faults):
