@@ -328,7 +328,8 @@ SCANNED = """g (float[b, t] x) => (float y)
     size = Shape<start = 1>(x)  number = Div(size, step)  whole = Mul(number, step)
     cut = Slice(x, zero, whole, axis)  rows = Reshape(cut, frames)
     last, windows = Scan<num_scan_inputs = 1, scan_input_axes = [1], scan_output_axes = [1],
-        body = body (float[b, 24] old, float[b, 16] new) => (float[b, 24] next, float[b, 40] out) {
+        body = body (float[b, 24] old, float[b, 16] new)
+            => (float[b, 24] next, float[b, 40] out) {
             out = Concat<axis = 1>(old, new)  next = Slice(out, tail, end, axis)
         }>(first, rows)
     m = MatMul(windows, w)  y = MatMul(m, v)
