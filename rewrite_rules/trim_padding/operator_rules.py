@@ -43,7 +43,7 @@ from rewrite_rules.trim_padding.token_axes import (
     sequences_of,
     size_of,
 )
-from rewrite_rules.trim_padding.token_flow import Rule, Side, Site
+from rewrite_rules.trim_padding.token_flow import Picks, Rule, Side, Site
 
 _MICROSOFT = "com.microsoft"
 _UNSURE = "takes positions that may be padding: only the first is sure to be real"
@@ -489,7 +489,7 @@ def _gather(site: Site) -> Axes:
     if sequences_of(place):
         if len(place) == 1 and site.flow.is_constant(site.input(1)) and site.beside(1).zero:
             return (*axes[:axis], *_looked_up(site), *axes[axis + 1 :])
-        return _positions(site, axes[:axis], place, axes[axis + 1 :], joined=False)
+        return _positions(site, axes[:axis], place, axes[axis + 1 :], Picks.FLAT)
     axes = _rows_picked(site, axes, axis)
     return (*axes[:axis], *_looked_up(site), *axes[axis + 1 :])
 
@@ -502,21 +502,18 @@ def _looked_up(site: Site) -> Axes:
     return axes
 
 
-def _positions(site: Site, before: Axes, place: Axis, behind: Axes, joined: bool) -> Axes:
-    """Take positions that the mask or an input chooses; they are asked to be real.
-
-    ``joined``: the last axis of the index holds a row and a position.
-    """
+def _positions(site: Site, before: Axes, place: Axis, behind: Axes, how: Picks) -> Axes:
+    """Take positions that the mask or an input chooses; they are asked to be real."""
     index = site.flow.value(site.input(1))
     of_rows = plain([place])[0] in ((BATCH, Sequence()), (Sequence(),))
     one_row = BATCH in place or all(len(mask) == 1 for mask in site.flow.samples.masks)
     if not isinstance(index, Side) or not of_rows or not one_row:
         raise Refusal(_UNSURE)
-    indices = site.tokens(1)[: -1 if joined else None]
+    indices = site.tokens(1)[: -1 if how is Picks.PAIRS else None]
     if sequences_of(*before, *indices, *behind):
         raise Refusal(_UNSURE)
-    del site.read[1]
-    site.flow.picked[site.node, 1] = joined
+    site.read.pop(1, None)
+    site.flow.picked[site.node, 1] = how
     site.flow.unpackable = "padding may be pooled"
     return (*before, *indices, *behind)
 
@@ -551,7 +548,11 @@ def _embedded(site: Site) -> list[Axes | Side]:
 def _gather_elements(site: Site) -> Axes:
     data, indices, axis = site.tokens(0), site.tokens(1), site.axis(0)
     if sequences_of(data[axis]):
-        raise Refusal(_UNSURE)
+        row = data[:1]
+        if axis != 1 or indices[:1] != row or plain(data[2:]) != plain(indices[2:]):
+            raise Refusal(_UNSURE)
+        _positions(site, (), (*row[0], *data[1]), (), Picks.IN_ROW)
+        return indices
     data = _rows_picked(site, data, axis)
     beside = [(*axes[:axis], *axes[axis + 1 :]) for axes in (data, indices)]
     if plain(beside[0]) != plain(beside[1]):
@@ -570,7 +571,7 @@ def _gather_nd(site: Site) -> Axes:
         place = tuple(factor for axis in picked for factor in axis)
         if skipped or len(picked) != 2:
             raise Refusal(_UNSURE)
-        return _positions(site, (), place, data[2:], joined=True)
+        return _positions(site, (), place, data[2:], Picks.PAIRS)
     data = _rows_picked(site, data, *range(skipped, skipped + depth))
     return (*_looked_up(site)[:-1], *data[skipped + depth :])
 

@@ -36,7 +36,7 @@ from rewrite_rules.shapes.dimensions import Dim
 from rewrite_rules.trim_padding.new_nodes import NewNodes
 from rewrite_rules.trim_padding.questions import How, Questions, places_of
 from rewrite_rules.trim_padding.token_axes import UNFIT, Sequence, sequences_of
-from rewrite_rules.trim_padding.token_flow import Side, TokenFlow
+from rewrite_rules.trim_padding.token_flow import Picks, Side, TokenFlow
 
 T = TypeVar("T")
 _MIN_OF_INTEGERS = 12  # before this opset, Min is of floats alone
@@ -143,13 +143,13 @@ class PaddingNodes:
                 made = op.Slice(made, integers([0] * len(along)), ends, integers(along))
                 made.type = value.type
             self._replace(node, index, made)
-        for node, index, value, joined in _inputs(self._flow.picked):
+        for node, index, value, picks in _inputs(self._flow.picked):
             place = self._whole(value)
-            if not joined:
+            if picks is Picks.FLAT:
                 # The position, and the rows before it, which are shorter now.
                 place = op.int64(place)
-                rows = op.Div(place, self._above_0(self._length))
-                place = op.Sub(place, op.Mul(rows, self._cut))
+                rows = op.Div(place, self._above_0(op.Squeeze(self._length)))
+                place = op.Sub(place, op.Mul(rows, op.Squeeze(self._cut)))
                 place.type = ir.TensorType(ir.DataType.INT64)
             self._replace(node, index, place)
 
@@ -267,15 +267,16 @@ class PaddingNodes:
     def _picks(self) -> Iterator[ir.Value]:
         """Ask whether positions that are picked are real; none counts from the end."""
         op = self._before
-        for _, _, value, joined in _inputs(self._flow.picked):
+        for _, _, value, how in _inputs(self._flow.picked):
             place = op.int64(self._whole(value))
             # Whatever the sizes are, it is a place in the mask.
-            inside = op.Mod(
-                place, self._above_0(self._sizes if joined else op.Size(self._mask))
-            )
-            if joined:
-                real = op.GatherND(self._numbers, inside)
+            if how is Picks.PAIRS:
+                real = op.GatherND(self._numbers, op.Mod(place, self._above_0(self._sizes)))
+            elif how is Picks.IN_ROW:
+                inside = op.Mod(op.Flatten(place, axis=1), self._above_0(self._length))
+                real = op.GatherElements(self._numbers, inside, axis=1)
             else:
+                inside = op.Mod(place, self._above_0(op.Size(self._mask)))
                 real = op.Gather(op.row(self._numbers), inside, axis=0)
             yield op.ReduceMin(real, keepdims=0)
             yield op.always(op.Not(op.Less(place, op.integers(0))))

@@ -16,6 +16,7 @@ What no rule covers is refused, with the node that stood in the way.
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -83,6 +84,14 @@ Value = Tokens | Side
 Rule = Callable[["Site"], Axes | Side | list[Axes | Side]]
 
 
+class Picks(enum.Enum):
+    """What an index of positions holds."""
+
+    FLAT = enum.auto()  # places in the mask, in row-major order
+    PAIRS = enum.auto()  # a row and a place in it, along the last axis
+    IN_ROW = enum.auto()  # a place in the row that it stands in, ``[batch, ...]``
+
+
 class Stopped(Refusal):
     """The walk ended at a node, with ``nodes_before`` before it."""
 
@@ -138,7 +147,7 @@ class TokenFlow:
         self.opened: dict[tuple[ir.Node, int], tuple[Axes, How]] = {}
         self.zeroed: dict[tuple[ir.Node, int], tuple[Axes, How]] = {}
         self.keeps_one = False
-        self.picked: dict[tuple[ir.Node, int], bool] = {}
+        self.picked: dict[tuple[ir.Node, int], Picks] = {}
         self.unpackable = "the model ends at some length" if self.roles.limits else ""
         self._rules = rules
         self._functions = {identifier[:2] for identifier in model.functions}

@@ -206,7 +206,21 @@ FLATTENED = """
     flat = Reshape(hidden, rows_of_8)
     y = Gather(flat, at)
 """
-END_CONSTANTS = {"end": np.int64(END), "unit": np.int64(1), "rows_of_8": np.array([-1, 8])}
+BY_ELEMENT = """
+    column = Unsqueeze(place, middle)
+    wide_place = Unsqueeze(column, last)
+    batch_size = Shape<end = 1>(input_ids)
+    sizes = Concat<axis = 0>(batch_size, one_by_8)
+    at = Expand(wide_place, sizes)
+    picked = GatherElements<axis = 1>(hidden, at)
+    y = Squeeze(picked, middle)
+"""
+END_CONSTANTS = {
+    "end": np.int64(END),
+    "unit": np.int64(1),
+    "rows_of_8": np.array([-1, 8]),
+    "one_by_8": np.array([1, 8]),
+}
 
 
 def test_attention_without_a_mask_is_refused():
@@ -380,6 +394,9 @@ def test_codes_are_packed():
     assert found.shape[:-1] == (1, 2 + 5)
 
 
+HEADS = {"row": BY_ROW_AND_PLACE, "flat": FLATTENED, "element": BY_ELEMENT}
+
+
 @pytest.mark.parametrize(
     ("mask", "ends", "computed"),
     [
@@ -394,7 +411,7 @@ def test_codes_are_packed():
     ],
     ids=["clip", "none in a row", "behind", "in padding", "full", "holes", "hole", "all zero"],
 )
-@pytest.mark.parametrize("head", [BY_ROW_AND_PLACE, FLATTENED], ids=["row", "flat"])
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 def test_pooling_at_the_end_token(head, mask, ends, computed):
     """A batch is trimmed as long as the token that is looked for is a real one."""
     model = encoder(head=AT_END + head, extra=END_CONSTANTS)
@@ -405,6 +422,15 @@ def test_pooling_at_the_end_token(head, mask, ends, computed):
     result = trimmed(model).model
     assert computed_length(result, feed) == computed
     np.testing.assert_allclose(run(result, feed)[0], run(model, feed)[0], atol=1e-6)
+
+
+@pytest.mark.parametrize(("row", "computed"), [("11111", 5), ("11", 9)])
+def test_a_constant_position_of_one_row_is_asked_to_be_real(row, computed):
+    head, extra = "y = Gather<axis = 1>(hidden, three)", {"three": np.int64(3)}
+    model = encoder(head=head, shape="1, sequence", extra=extra)
+    result, feed = trimmed(model).model, batch(row, length=9)
+    assert computed_length(result, feed) == computed
+    assert_same(result, model, feed)
 
 
 COUNTED = """
@@ -425,7 +451,7 @@ BESIDE_END = AT_END.replace("place =", "end_place =") + "place = Add(end_place, 
         (BESIDE_END, ["111", "111"], 9),
     ],
 )
-@pytest.mark.parametrize("head", [BY_ROW_AND_PLACE, FLATTENED], ids=["row", "flat"])
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 def test_pooling_at_a_position_that_is_computed(head, place, mask, computed):
     """The last token by the length; one beside that which is looked for."""
     model = encoder(head=place + head, extra=END_CONSTANTS | {"step": np.int64(1)})
