@@ -6,7 +6,8 @@ r"""What the environment switches on: ``ORTPLUGINS`` and the variables beside it
     ORTPLUGINS="dq_matmulnbits_fusion:accuracy_level=0;slow_kernels=keep,prepacked_weights"
 
 Passes stand between commas; the options of one follow its name and a colon, semicolons between
-them. In a value, ``\,`` and ``\;`` are a comma and a semicolon; a colon needs nothing.
+them. In a value, ``\,`` and ``\;`` are a comma and a semicolon, and a backslash at its end is
+written twice; a colon needs nothing.
 The general options are ``ORTPLUGINS_CACHE_DIR``,
 ``ORTPLUGINS_CACHE_LIMIT``, ``ORTPLUGINS_STRICT``, ``ORTPLUGINS_BAKE``.
 """
@@ -15,9 +16,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 
-from session_options.keys import PREFIX, OptionError, enable_key, option_key, parse_value
+from session_options.keys import PREFIX, OptionError, enable_key, parse_value
 from session_options.plan import GENERAL_OPTIONS, entries_of
 
 VARIABLE = "ORTPLUGINS"
@@ -54,23 +54,6 @@ def general_entries() -> dict[str, str]:
     return entries
 
 
-def plan_text(entries: Mapping[str, str]) -> str:
-    """Return entries as ``ORTPLUGINS`` has them; the inverse of reading."""
-    passes = []
-    for key in entries:
-        name = key.removeprefix(f"{PREFIX}.enable_")
-        if name == key:
-            continue
-        start = option_key(name, "")
-        options = [
-            f"{other.removeprefix(start)}={_escape(value)}"
-            for other, value in entries.items()
-            if other.startswith(start)
-        ]
-        passes.append(f"{name}:{';'.join(options)}" if options else name)
-    return ",".join(passes)
-
-
 def _read(text: str) -> dict[str, str]:
     names: list[str] = []
     settings: dict[str, str] = {}
@@ -91,14 +74,25 @@ def _read(text: str) -> dict[str, str]:
                 raise OptionError(f"{setting!r} of pass {name!r} is not OPTION=VALUE")
             if (key := f"{name}.{option.strip()}") in settings:
                 raise OptionError(f"option {key!r} is given twice")
-            settings[key] = re.sub(r"\\([,;])", r"\1", value.strip())
+            settings[key] = _unescaped(value.strip())
     return entries_of(names, settings)
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """Split at a separator; escaped ones belong to the text."""
-    return re.split(rf"(?<!\\){separator}", text)
+    """Split at separators behind an even number of backslashes; others belong to the text."""
+    pieces = [""]
+    for found in re.finditer(r"(\\*)(.?)", text, re.DOTALL):
+        slashes, character = found.groups()
+        if character == separator and len(slashes) % 2 == 0:
+            pieces[-1] += slashes
+            pieces.append("")
+        else:
+            pieces[-1] += slashes + character
+    return pieces
 
 
-def _escape(value: str) -> str:
-    return re.sub("[,;]", r"\\\g<0>", value)
+def _unescaped(value: str) -> str:
+    """Return a value without the backslashes that stand for what follows them."""
+    value = re.sub(r"(\\+)([,;])", lambda m: m[1][: len(m[1]) // 2] + m[2], value)
+    slashes = len(value) - len(value.rstrip("\\"))
+    return value[: len(value) - slashes // 2] if slashes % 2 == 0 else value

@@ -9,18 +9,14 @@ import runpy
 import sys
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ortplugins.cli.options import Passes, Settings, parse_settings
-from session_options.environment import VARIABLE, plan_entries, plan_text
+from session_options.environment import plan_entries
 from session_options.keys import PREFIX
 from session_options.plan import entries_of
-
-# Python runs its sitecustomize.py at the start of each process that has it on PYTHONPATH.
-_STARTUP = Path(__file__).parents[1] / "session" / "startup"
 
 
 def start(name: str, arguments: Sequence[str], is_module: bool) -> None:
@@ -59,22 +55,17 @@ def run(
 
     Without --pass, the environment variable ORTPLUGINS names the passes; by default
     dq_matmulnbits_fusion. Options of ortplugins come before the program; the program gets
-    everything after its name. Its Python subprocesses have the passes enabled, too.
+    everything after its name. Workers that it forks have the passes enabled, too.
 
     Args:
         program (SCRIPT|MODULE [ARGUMENTS]...): The program, and its arguments.
         module: Run a module, as python -m does.
     """
-    from ortplugins.session.patching import enable
+    from ortplugins.session.patching import enable_entries
 
     if not module and not os.path.exists(program[0]):
         raise FileNotFoundError(f"{program[0]}: no such program")
-    # Workers of multiprocessing that are spawned, and those of a server, know of this process
-    # nothing but the environment.
-    os.environ[VARIABLE] = plan_text(_entries(passes, parse_settings(settings)))
-    enable()
-    paths = [str(_STARTUP), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
+    enable_entries(_entries(passes, parse_settings(settings)))
     context.obj.append(functools.partial(start, program[0], program[1:], module))
 
 

@@ -52,6 +52,16 @@ def enable(*passes: Pass, **general: bool | str) -> None:
     _patch.set_base(_switched(passes, general))
 
 
+def enable_entries(entries: Mapping[str, str]) -> None:
+    """Do as :func:`enable` for passes that are given as session entries."""
+    switched = general_entries()
+    if entries:
+        switched.pop(HINT_KEY, None)
+    switched |= entries
+    read_plan(switched.get)  # errors are reported now, not deep inside a library
+    _patch.set_base(switched)
+
+
 def disable() -> None:
     """Undo :func:`enable`; without effect when there is nothing to undo.
 

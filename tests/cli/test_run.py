@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``ortplugins run``: programs as they are, their children, and what is printed of them."""
+"""``ortplugins run``: programs as they are, and what is printed of their sessions."""
 
 import concurrent.futures
 import os
@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from builders.dequantized_models import DequantizedMatMul
 from builders.processes import python
-
-import ortplugins
 
 CASE = DequantizedMatMul(128, 64, 32, "int4", "transposed")
 
@@ -93,38 +91,6 @@ def test_run_tells_what_is_wrong_before_the_program_starts(program):
         assert (done.returncode, done.stdout) == (2, "") and reason in done.stderr
 
 
-SPAWNING = """
-import multiprocessing, subprocess, sys
-def work(model):
-    import importlib.util
-    importlib.util.find_spec("onnxruntime")  # asking for it is not importing it
-    import onnxruntime
-    assert onnxruntime.__loader__ is onnxruntime.__spec__.loader
-    session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
-    return getattr(session, "ortplugins_report", None).source
-if __name__ == "__main__":
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        print(pool.apply(work, sys.argv[1:]))
-    code = "import sys; print('onnxruntime' in sys.modules, 'ortplugins' in sys.modules)"
-    print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout)
-"""
-
-
-def test_python_children_of_a_program_have_it_too(model_path, tmp_path):
-    """And import nothing of ours before they import onnxruntime; their own site still runs."""
-    (tmp_path / "spawning.py").write_text(SPAWNING)
-    site = tmp_path / "site"
-    site.mkdir()
-    (site / "sitecustomize.py").write_text("print('theirs', flush=True)")
-    done = run("spawning.py", str(model_path), cwd=tmp_path, PYTHONPATH=str(site))
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line]
-    # First the parent's; then the worker's and that of multiprocessing's resource tracker.
-    assert lines[0] == "theirs"
-    assert "built" in lines
-    assert lines[-2:] == ["theirs", "False False"]
-
-
 WORKERS = """
 import multiprocessing, os, sys
 def work(model):
@@ -132,10 +98,9 @@ def work(model):
     onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
 if __name__ == "__main__":
     import onnxruntime
-    for method in sys.argv[2:]:
-        worker = multiprocessing.get_context(method).Process(target=work, args=sys.argv[1:2])
-        worker.start()
-        worker.join()
+    worker = multiprocessing.get_context("fork").Process(target=work, args=sys.argv[1:])
+    worker.start()
+    worker.join()
     if not os.fork():  # ends as a worker of gunicorn does
         sys.exit()
     os.wait()
@@ -146,27 +111,26 @@ if __name__ == "__main__":
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_run_tells_of_the_sessions_of_workers(model_path, tmp_path):
     (tmp_path / "workers.py").write_text(WORKERS)
-    arguments = ("workers.py", str(model_path), "spawn", "fork")
+    arguments = ("workers.py", str(model_path))
     # With its thread for telemetry, forked processes hang when they end (since 1.29).
     variables = {"ORT_DISABLE_TELEMETRY": "1", "TMPDIR": str(tmp_path)}
     done = run(*arguments, cwd=tmp_path, **variables)
     assert done.returncode == 0, done.stderr
     (last,) = done.stderr.splitlines()
-    expected = r"3 sessions \(2 from the cache, 1 built\), 3 rewrites, slowest start [0-9.]+ s"
+    expected = r"2 sessions \(1 from the cache, 1 built\), 2 rewrites, slowest start [0-9.]+ s"
     assert re.fullmatch(f"ortplugins: {expected}", last)
     assert not list(tmp_path.glob("ortplugins-run-*"))
 
 
-def test_children_without_ortplugins_are_reported_and_run(model_path, tmp_path):
-    """Those of another virtual environment."""
-    code = """
+def test_programs_find_whatever_they_put_into_the_path_of_imports(program, tmp_path):
+    """Nothing of ours stands between them and their finders, however old these are."""
+    (tmp_path / "old.py").write_text("""
 import sys
-sys.modules["ortplugins"] = None  # as if it were not installed
+class Old:
+    def find_module(self, name, path=None): return None
+sys.meta_path.insert(0, Old())
 import onnxruntime
-onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
-print("runs")
-"""
-    startup = Path(ortplugins.__file__).parent / "session" / "startup"
-    done = python("-c", code, str(model_path), cwd=tmp_path, PYTHONPATH=str(startup))
-    assert done.stdout == "runs\n", done.stderr
-    assert "has no ortplugins: its sessions stay as they are" in done.stderr
+print("imported")
+""")
+    plain, ours = python("old.py", cwd=tmp_path), run("old.py", cwd=tmp_path)
+    assert (ours.returncode, ours.stdout) == (plain.returncode, plain.stdout)

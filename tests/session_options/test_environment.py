@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The environment variable ORTPLUGINS, as entries and back."""
+"""The environment variable ORTPLUGINS, as entries."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 import ortplugins
 from ortplugins import OptionError
-from session_options.environment import plan_entries, plan_text
+from session_options.environment import plan_entries
 
 
 def entries(text: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
@@ -34,6 +34,14 @@ def entries(text: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
             {"shape_size_reorder": {"dims": "batch=1,seq=512", "for_default_order": "1"}},
         ),
         (
+            r"trim_padding:mask=a\\;multiple=8,shape_size_reorder:dims=\\n\;m=3\,b=1",
+            {
+                "trim_padding": {"mask": "a\\", "multiple": "8"},
+                "shape_size_reorder": {"dims": r"\\n;m=3,b=1"},
+            },
+        ),
+        ("trim_padding:mask=a\\", {"trim_padding": {"mask": "a\\"}}),
+        (
             r"mixed_precision_boundaries:overrides=@C:\new\over.json",
             {"mixed_precision_boundaries": {"overrides": r"@C:\new\over.json"}},
         ),
@@ -45,7 +53,6 @@ def test_the_variable_reads(text, expected, monkeypatch):
     for name, settings in expected.items():
         keys |= {f"ortplugins.{name}.{key}": value for key, value in settings.items()}
     assert found == keys
-    assert entries(plan_text(found), monkeypatch) == found
 
 
 @pytest.mark.parametrize(
@@ -79,4 +86,3 @@ def test_the_page_has_the_variable_as_it_reads(monkeypatch):
     (text,) = re.findall('export ORTPLUGINS="(.*)"', page.read_text("utf-8"))
     found = entries(text, monkeypatch)
     assert len(found) == 4
-    assert plan_text(found) == text
