@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -43,6 +44,7 @@ class Option(NamedTuple):
     choices: tuple[Scalar, ...] = ()
     onnxruntime_key: str | None = None
     may_name_file: bool = False
+    least: int | None = None
 
 
 def option(
@@ -52,6 +54,7 @@ def option(
     choices: Iterable[Scalar] = (),
     onnxruntime_key: str | None = None,
     may_name_file: bool = False,
+    least: int | None = None,
 ) -> Any:
     """Declare a field of a pass class.
 
@@ -61,10 +64,11 @@ def option(
         choices: Allowed values; empty when any of the type will do.
         onnxruntime_key: Entry of onnxruntime with the same meaning, taken when ours is unset.
         may_name_file: Whether ``"@<path>"`` stands for a file's text; ``ortplugins`` reads it.
+        least: The smallest number allowed; None for any that is finite.
     """
     import dataclasses
 
-    declared = Option("", default, help, tuple(choices), onnxruntime_key, may_name_file)
+    declared = Option("", default, help, tuple(choices), onnxruntime_key, may_name_file, least)
     return dataclasses.field(default=default, metadata={"option": declared})
 
 
@@ -113,6 +117,8 @@ def parse_dims(key: str, text: str) -> dict[str, int]:
             raise OptionError(
                 f"{key} is {text!r}: {part!r} is not NAME=SIZE, as in batch=1,seq=512"
             )
+        if name in sizes:
+            raise OptionError(f"{key} is {text!r}: {name!r} has two sizes")
         sizes[name] = int(size)
     return sizes
 
@@ -156,6 +162,10 @@ def check_choice(key: str, value: object, spec: Option) -> None:
         raise OptionError(
             f"{key} is {value!r}: one of {', '.join(map(str, spec.choices))} is expected"
         )
+    if isinstance(value, int | float) and not math.isfinite(value):
+        raise OptionError(f"{key} is {value!r}: a finite number is expected")
+    if isinstance(value, int | float) and spec.least is not None and value < spec.least:
+        raise OptionError(f"{key} is {value!r}: {spec.least} or more is expected")
 
 
 def stored(options: SessionConfig, key: str) -> str | None:

@@ -14,7 +14,7 @@ from session_options.entries import pass_names
 from session_options.keys import PREFIX, Option, OptionError, Scalar
 from session_options.passes import Pass
 from session_options.presets import PRESETS
-from session_options.registry import find, resolve
+from session_options.registry import check_name, find, resolve
 
 if TYPE_CHECKING:
     from session_options.keys import Lookup, SessionConfig
@@ -44,15 +44,28 @@ class Plan(NamedTuple):
         """Whether there is anything to do."""
         return bool(self.passes)
 
-    def entries(self) -> dict[str, str]:
-        """Return the session entries that :func:`read_entries` reads the plan from."""
-        general = self._asdict()
-        passes, hint = general.pop("passes"), general.pop("hint")
-        entries = entries_of(passes, **general)
-        if hint:
-            entries = {HINT_KEY: hint, **entries}
-            for item in passes:
-                del entries[keys.enable_key(item.name)]
+    @classmethod
+    def from_entries(cls, entries: Mapping[str, str]) -> Plan:
+        """Read the plan that session entries describe; others than ours are left alone.
+
+        Options that name a file keep its name; see :func:`read_option_files`.
+
+        Raises:
+            OptionError: If an entry is unknown, names the nearest; or has an impossible value.
+        """
+        _check_keys(entries)
+        return _read(entries.get)
+
+    def to_entries(self) -> dict[str, str]:
+        """Return the session entries that :meth:`from_entries` reads the plan from."""
+        entries = {}
+        for spec in GENERAL_OPTIONS:
+            if (value := getattr(self, spec.name)) != spec.default:
+                entries[f"{PREFIX}.{spec.name}"] = keys.format_value(value)
+        for item in self.passes:
+            if not self.hint:  # which names the passes itself
+                entries[keys.enable_key(item.name)] = "1"
+            entries |= _entries_of_pass(item)
         return entries
 
 
@@ -103,11 +116,10 @@ def read(options: SessionConfig | None) -> Plan:
     Raises:
         OptionError: If an ortplugins entry has an impossible value; names key and value.
     """
-    return Plan() if options is None else read_entries(functools.partial(keys.stored, options))
+    return Plan() if options is None else _read(functools.partial(keys.stored, options))
 
 
-def read_entries(entry: Lookup) -> Plan:
-    """Read the plan that session entries describe; errors are those of :func:`read`."""
+def _read(entry: Lookup) -> Plan:
     passes = []
     hint = entry(HINT_KEY) or ""
     keys.check_choice(HINT_KEY, hint, _HINT)
@@ -132,9 +144,27 @@ def read_entries(entry: Lookup) -> Plan:
     return make_plan(passes, **general)
 
 
-def read_plan(entry: Lookup) -> Plan:
+def _check_keys(entries: Mapping[str, str]) -> None:
+    """Refuse entries of ours that nobody reads."""
+    for key in entries:
+        if not key.startswith(f"{PREFIX}."):
+            continue
+        name, dot, option = key.removeprefix(f"{PREFIX}.").partition(".")
+        if dot:
+            check_name(name)
+            cls = find(name)  # None where it is broken, of which there is a warning
+            known = [] if cls is None else [spec.name for spec in keys.options_of(cls)]
+            if cls is not None and option not in known:
+                raise OptionError(f"option {key!r} is unknown: {keys.closest(option, known)}")
+        elif name.startswith("enable_"):
+            check_name(name.removeprefix("enable_"))
+        elif name not in (general := [spec.name for spec in GENERAL_OPTIONS]):
+            raise OptionError(f"unknown option {key!r}: {keys.closest(name, general)}")
+
+
+def read_plan(entries: Mapping[str, str]) -> Plan:
     """Read the plan that session entries describe, and the files they name."""
-    return read_option_files(read_entries(entry))
+    return read_option_files(Plan.from_entries(entries))
 
 
 def read_option_files(plan: Plan) -> Plan:
@@ -239,21 +269,23 @@ def entries_of(
             continue
         if classes[name] is not type(item):
             raise OptionError(f"pass {name!r} is registered with another class")
-        for spec in keys.options_of(type(item)):
-            text = keys.format_value(getattr(item, spec.name))
-            entries[keys.option_key(name, spec.name)] = text
+        entries |= _entries_of_pass(item)
     for key, value in settings.items():
         name, _, option = key.removeprefix(f"{PREFIX}.").partition(".")
         if name not in classes:
             raise OptionError(
                 f"option {key!r}: {name!r} is not among the passes {list(classes)}"
             )
-        options = [spec.name for spec in keys.options_of(classes[name])]
-        if option not in options:
-            raise OptionError(f"option {key!r} is unknown: {keys.closest(option, options)}")
         entries[keys.option_key(name, option)] = keys.format_value(value)
-    read_entries(entries.get)
+    Plan.from_entries(entries)
     return entries
+
+
+def _entries_of_pass(item: Pass) -> dict[str, str]:
+    return {
+        keys.option_key(item.name, spec.name): keys.format_value(getattr(item, spec.name))
+        for spec in keys.options_of(type(item))
+    }
 
 
 def plan_from_settings(passes: Sequence[Pass | str], settings: Mapping[str, Scalar]) -> Plan:
@@ -263,7 +295,7 @@ def plan_from_settings(passes: Sequence[Pass | str], settings: Mapping[str, Scal
     """
     objects = [item for item in passes if isinstance(item, Pass)]
     others = [item for item in passes if not isinstance(item, Pass)]
-    named = read_entries(entries_of(others, settings).get).passes
+    named = Plan.from_entries(entries_of(others, settings)).passes
     return read_option_files(make_plan([*objects, *named]))
 
 

@@ -26,10 +26,15 @@ def registered_passes() -> dict[str, type[Pass]]:
     return {name: cls for name, cls in found.items() if cls is not None}
 
 
-def resolve(name: str) -> type[Pass]:
-    """Return a pass class by its name."""
+def check_name(name: str) -> None:
+    """Refuse a name that no pass has."""
     if name not in pass_names():
         raise OptionError(f"unknown pass {name!r}: {closest(name, pass_names())}")
+
+
+def resolve(name: str) -> type[Pass]:
+    """Return a pass class by its name."""
+    check_name(name)
     if (cls := find(name)) is None:
         raise OptionError(f"pass {name!r} cannot be used; the warning before says why")
     return cls

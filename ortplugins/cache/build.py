@@ -199,7 +199,7 @@ def read_request(wanted: Wanted) -> BuildRequest:
     from session_options.entries import OF_ONNXRUNTIME
     from session_options.plan import read_plan
 
-    plan = read_plan(wanted.entries.get)
+    plan = read_plan(wanted.entries)
     entries = tuple(x for x in wanted.entries.items() if x[0] in OF_ONNXRUNTIME)
     runs_any = wanted.level != "ORT_DISABLE_ALL"
     return BuildRequest(
@@ -219,7 +219,7 @@ def _made_by_child(wanted: Wanted, folder: Path) -> dict[str, Any] | None:
 
     from session_options.plan import read_plan
 
-    plan = read_plan(wanted.entries.get)  # errors are raised here
+    plan = read_plan(wanted.entries)  # errors are raised here
     python = child_python("build")
     if python is None or os.environ.get(_IN_PROCESS) == "1":
         return None

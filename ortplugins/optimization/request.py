@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import onnxruntime
 
 from ortplugins.runtime.session_settings import ALL_OPTIMIZERS, OptimizerSettings
-from session_options.entries import DATA_FOLDER_KEY
 from session_options.plan import Plan
 
 if TYPE_CHECKING:
@@ -29,10 +27,6 @@ class BuildRequest(NamedTuple):
     bakes: bool = False  # whether they run before the result is finished
     cpu_arena: bool = True  # whether the session's memory on the CPU comes from an arena
     onnxruntime_version: str = onnxruntime.__version__  # the oldest that the result runs on
-    # A hint measures with these.
-    session_settings: tuple[tuple[str, str], ...] = ()
-    provider_options: Mapping[str, Mapping[str, str]] = {}
-    custom_op_libraries: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -49,13 +43,3 @@ class BuildRequest(NamedTuple):
         from ortplugins.model_io.loading import load_model
 
         return load_model(self.source, self.data_folder)
-
-    def data_settings(
-        self, names: Mapping[str, str], folder: str | os.PathLike[str]
-    ) -> dict[str, str]:
-        """Return what a session on the artifact in ``folder`` is set to for its data."""
-        if names:
-            from ortplugins.model_io.data_in_place import folder_of
-
-            return {DATA_FOLDER_KEY: folder_of(names, self.name, self.data_folder)}
-        return {} if self.data_folder is None else {DATA_FOLDER_KEY: os.fspath(folder)}

@@ -58,7 +58,7 @@ def enable_entries(entries: Mapping[str, str]) -> None:
     if entries:
         switched.pop(HINT_KEY, None)
     switched |= entries
-    read_plan(switched.get)  # errors are reported now, not deep inside a library
+    read_plan(switched)  # errors are reported now, not deep inside a library
     _patch.set_base(switched)
 
 
@@ -105,7 +105,7 @@ def _switched(passes: Sequence[Pass], general: Mapping[str, bool | str]) -> Entr
     else:
         entries |= plan_entries(has_hint=bool(general.get("hint")))
     entries |= entries_of(passes, **general)
-    read_plan(entries.get)  # errors are reported now, not deep inside a library
+    read_plan(entries)  # errors are reported now, not deep inside a library
     return entries
 
 

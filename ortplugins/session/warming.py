@@ -110,7 +110,9 @@ def _prepare(
 ) -> onnxruntime.SessionOptions:
     """Return the options of the sessions to come."""
     prepared = onnxruntime.SessionOptions()
-    for key, text in {**(session_entries or {}), **entries_of(passes, options or {})}.items():
+    entries = {**(session_entries or {}), **entries_of(passes, options or {})}
+    read_plan(entries)  # errors are raised now
+    for key, text in entries.items():
         try:
             prepared.add_session_config_entry(key, text)
         except RuntimeError as error:
@@ -118,7 +120,6 @@ def _prepare(
     prepared.graph_optimization_level = optimization_level_of(optimization_level)
     if cache_dir is not None:
         prepared.add_session_config_entry(CACHE_DIR_KEY, os.path.abspath(cache_dir))
-    read_plan(functools.partial(entry_of, prepared))  # errors are raised now
     return prepared
 
 

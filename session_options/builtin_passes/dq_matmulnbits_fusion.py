@@ -50,6 +50,7 @@ class DqMatMulNBitsFusion(Pass):
         1024,
         "Megabytes that such float constants may take in one model; weights beyond it stay, "
         "each with a remark.",
+        least=0,
     )
 
     def __post_init__(self) -> None:

@@ -65,6 +65,7 @@ class MixedPrecisionBoundaries(Pass):
         1024,
         "In mode 'float': megabytes that weights of float regions may take as float "
         "constants; weights beyond it are dequantised in every run.",
+        least=0,
     )
 
     def __post_init__(self) -> None:

@@ -33,13 +33,16 @@ class PrepackedWeights(Pass):
     limit_mb: int = option(
         0,
         "Megabytes of disk that a model may take, 0 for no limit; nothing is packed above it.",
+        least=0,
     )
     parallel: bool = option(
         False,
         "Pack on all threads at the start (session.prepack.enable_parallel): faster on many "
         "cores, with a higher peak of memory.",
     )
-    timeout: int = option(1800, "Seconds that packing may take before it is given up.")
+    timeout: int = option(
+        1800, "Seconds that packing may take before it is given up.", least=1
+    )
 
     def finish(self, model_path: Path, context: PassContext) -> None:
         """Pack in place; see :mod:`.prepack`."""

@@ -25,7 +25,7 @@ class TrimPadding(Pass):
     position: ClassVar[int] = 5
 
     multiple: int = option(
-        1, "Compute lengths that are multiples of this, or the whole length."
+        1, "Compute lengths that are multiples of this, or the whole length.", least=1
     )
     mask: str = option(
         "",

@@ -22,6 +22,7 @@ from builders.text_models import proto_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ortplugins
 import session_options
 from ortplugins.cache.artifact import Wanted
 from ortplugins.runtime.copied_options import running_options
@@ -42,7 +43,6 @@ from session_options.plan import (
     entries_of,
     make_plan,
     plan_from_settings,
-    read_entries,
 )
 from session_options.presets import PRESETS
 from session_options.registry import (
@@ -474,11 +474,61 @@ def test_the_page_shows_the_example_as_it_is():
 @pytest.mark.parametrize("hint", PRESETS)
 def test_a_hint_stands_for_its_passes(hint: str):
     entries = entries_of((), hint=hint) | {f"ortplugins.{FUSION.name}.slow_kernels": "keep"}
-    plan = read_entries(entries.get)
+    plan = Plan.from_entries(entries)
     assert {item.name for item in plan.passes} == {*PRESETS[hint].passes}
     (fusion,) = (item for item in plan.passes if item.name == FUSION.name)
     assert fusion.slow_kernels == "keep"
     assert PRESETS[plan.hint].settings == PRESETS[hint].settings
-    assert read_entries(plan.entries().get) == plan
+    assert Plan.from_entries(plan.to_entries()) == plan
     with pytest.raises(OptionError, match="hint chooses the passes"):
-        read_entries({**entries, "ortplugins.enable_trim_padding": "1"}.get)
+        Plan.from_entries({**entries, "ortplugins.enable_trim_padding": "1"})
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("ortplugins.enable_dq_matmulnbit_fusion", "mean 'dq_matmulnbits_fusion'"),
+        ("ortplugins.dq_matmulnbits_fusion.acuracy_level", "did you mean 'accuracy_level'"),
+        ("ortplugins.dq_matmulnbit_fusion.accuracy_level", "mean 'dq_matmulnbits_fusion'"),
+        ("ortplugins.strikt", "did you mean 'strict'"),
+    ],
+)
+def test_an_entry_that_nobody_reads_is_an_error(key: str, words: str, monkeypatch, tmp_path):
+    entries = {ENABLE: "1", key: "1"}
+    with pytest.raises(OptionError, match=words):
+        Plan.from_entries(entries)
+    assert Plan.from_entries({ENABLE: "1", "session.x": "1", "ortpluginsx": "1"})
+    with pytest.raises(OptionError, match=words):
+        ortplugins.warm([tmp_path / "m.onnx"], session_entries=entries)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: ortplugins.PrepackedWeights(timeout=-1), "timeout is -1: 1 or more"),
+        (lambda: ortplugins.PrepackedWeights(limit_mb=-1), "limit_mb is -1: 0 or more"),
+        (lambda: ortplugins.TrimPadding(multiple=0), "multiple is 0: 1 or more"),
+        (lambda: DqMatMulNBitsFusion(float_limit_mb=-3), "float_limit_mb is -3: 0 or more"),
+        (lambda: Everything(share=float("nan")), "share is nan: a finite number"),
+        (lambda: ortplugins.ShapeSizeReorder(dims="b=1,b=2"), "'b' has two sizes"),
+        (an_entry("ortplugins.prepacked_weights.timeout", "-1"), None),
+    ],
+)
+def test_numbers_have_bounds(call, words):
+    if words is None:
+        call()  # of a pass that is not on
+        return
+    with pytest.raises(OptionError, match=words):
+        call()
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(),
+        make_plan([DqMatMulNBitsFusion(4, "keep"), ortplugins.TrimPadding(mask="a\\;,b")]),
+        Plan((FUSION,), "a folder", "10GB", strict=True, bake=False),
+    ],
+)
+def test_entries_are_the_form_of_a_plan(plan: Plan):
+    assert Plan.from_entries(plan.to_entries()) == (plan if plan.passes else Plan())

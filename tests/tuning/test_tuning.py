@@ -14,7 +14,7 @@ from builders.sessions import save
 
 from ortplugins import tuning
 from ortplugins.measurement.measure import Candidate, Measurement, Spread
-from session_options.plan import read_entries
+from session_options.plan import Plan
 
 FUSION, ARENA = "dq_matmulnbits_fusion", "enable_cpu_mem_arena = 0"
 
@@ -90,7 +90,7 @@ def test_every_candidate_can_be_pasted(hint: str, model: Path, seen: list[list[C
     assert not plain.settings
     assert all(item.settings for item in others)
     for item in others:
-        read_entries(dict(item.settings).get)
+        Plan.from_entries(item.settings)
     names = collections.Counter(item.name for item in seen[0])
     assert max(names.values()) == 1
 
