@@ -26,6 +26,7 @@ CACHE_DIR_KEY = f"{PREFIX}.cache_dir"
 CACHE_LIMIT_KEY = f"{PREFIX}.cache_limit"
 STRICT_KEY = f"{PREFIX}.strict"
 BAKE_KEY = f"{PREFIX}.bake"
+IN_MEMORY_KEY = f"{PREFIX}.in_memory"
 
 _PACKAGE = "session_options.builtin_passes"
 
@@ -153,7 +154,7 @@ def given_entries(ask: Lookup, switched: Mapping[str, str] | None = None) -> dic
         on += PRESETS[hint].passes if hint in PRESETS else ()
     elif not on:
         return {}
-    general = (CACHE_DIR_KEY, CACHE_LIMIT_KEY, STRICT_KEY, BAKE_KEY)
+    general = (CACHE_DIR_KEY, CACHE_LIMIT_KEY, STRICT_KEY, BAKE_KEY, IN_MEMORY_KEY)
     keys = [key for name in on for key in _option_keys(name)]
     return {**entries, **_found(ask, (*general, *keys))}
 

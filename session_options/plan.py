@@ -38,6 +38,7 @@ class Plan(NamedTuple):
     cache_limit: str = ""
     strict: bool = False
     bake: bool = True
+    in_memory: bool = False
     hint: str = ""
 
     def __bool__(self) -> bool:
@@ -81,6 +82,10 @@ _GENERAL_HELP = {
     ),
     "strict": "Raise an exception inside a pass; else warn, and run the other passes.",
     "bake": "Keep onnxruntime's own optimisations in the cache, too (CPU sessions).",
+    "in_memory": (
+        "Build in this process at each start, and write nothing to the disk: for models that "
+        "a program decrypts. Without bake, and without passes that work on files."
+    ),
     "hint": (
         "What to optimise for: exact passes and session settings, the same on every machine, "
         "in place of passes; `ortplugins tune` measures others."

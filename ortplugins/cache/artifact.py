@@ -26,6 +26,7 @@ from ortplugins.cache.folder import (
 from session_options.entries import (
     CACHE_DIR_KEY,
     DATA_FOLDER_KEY,
+    IN_MEMORY_KEY,
     OPTIONS,
     PREFIX,
     STRICT_KEY,
@@ -95,6 +96,11 @@ class Wanted:
     def is_strict(self) -> bool:
         """Whether an error in a pass is the session's."""
         return self.entries.get(STRICT_KEY) == "1"
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether nothing may be written to the disk."""
+        return self.entries.get(IN_MEMORY_KEY) == "1"
 
     @property
     def reads_files(self) -> bool:

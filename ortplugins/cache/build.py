@@ -30,6 +30,7 @@ from session_options.caller_warnings import warn_caller
 
 if TYPE_CHECKING:
     from ortplugins.optimization.request import BuildRequest
+    from session_options import Pass
 
 # What a child raises goes on here.
 _ERRORS = {cls.__name__: cls for cls in (MissingFileError, ModelFileError, PassError, OSError)}
@@ -172,6 +173,29 @@ def _built_in(wanted: Wanted, cache: ArtifactCache) -> Built:
             raise FileNotFoundError("the model changed while it was read")
         keep_data_locations(digest, locations, root)
         return Built(cache.publish(manifest["key"], folder, manifest), "built")
+
+
+def make_in_memory(wanted: Wanted) -> dict[str, Any]:
+    """Make what an entry would hold, in this process; its model is the bytes ``content``.
+
+    Raises:
+        As :func:`get_or_build`.
+    """
+    from ortplugins.optimization.build import build_artifact
+
+    request = read_request(wanted)
+    on_files = [x for x in request.plan.passes if not (_changes_graph(x))]
+    passes = tuple(x for x in request.plan.passes if x not in on_files)
+    plan = request.plan._replace(passes=passes)
+    request = request._replace(plan=plan, bakes=False, in_memory=True)
+    made = build_artifact(request, request.load(), None)
+    notes = [f"{x.name} works on files, and in_memory allows none" for x in on_files]
+    made["report"]["notes"] = [*made["report"]["notes"], *notes]
+    return made
+
+
+def _changes_graph(item: Pass) -> bool:
+    return item.takes_part_in("rewrite") or item.takes_part_in("rearrange")
 
 
 def make_entry(wanted: Wanted, folder: Path) -> dict[str, Any]:

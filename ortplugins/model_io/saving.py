@@ -16,6 +16,7 @@ from typing import Any
 
 import onnx
 import onnx_ir as ir
+from google.protobuf.message import EncodeError
 
 from ortplugins.errors import ModelFileError
 from ortplugins.model_io.loading import (
@@ -233,6 +234,19 @@ def _paths_of(model: ir.Model) -> Iterator[str]:
     for _, tensor in initializer_tensors(model):
         if isinstance(tensor, ir.ExternalTensor):
             yield os.path.realpath(tensor.path)
+
+
+def serialized(model: ir.Model) -> bytes:
+    """Return a model as the content of an .onnx file, with all its tensors.
+
+    Raises:
+        ModelFileError: If it is larger than a protobuf may be.
+    """
+    _sort_tensors(model, None, None)
+    try:
+        return bytes(to_proto(model).SerializeToString())
+    except (ValueError, EncodeError) as error:  # of more than 2 GiB
+        raise ModelFileError(f"the model cannot be kept in memory alone: {error}") from error
 
 
 def _sort_tensors(

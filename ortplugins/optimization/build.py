@@ -7,6 +7,7 @@ entry.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Mapping
@@ -29,7 +30,12 @@ from ortplugins.model_io.loading import (
     load_result,
     stored_bytes,
 )
-from ortplugins.model_io.saving import original_of, save_with_data, scratch_within
+from ortplugins.model_io.saving import (
+    original_of,
+    save_with_data,
+    scratch_within,
+    serialized,
+)
 from ortplugins.optimization.request import BuildRequest
 from ortplugins.optimization.shape_inference import shapes_while
 from ortplugins.optimization.stages import FailedPass, PassRuns, WrongResult
@@ -54,6 +60,7 @@ class BuildResult:
     report: Report
     session_settings: Mapping[str, str]
     provisional: tuple[str, ...]  # what broke and may work another time
+    modified: bool  # whether a pass changed anything
     placed: PlacedData | None = None  # of data that was left where it lies
 
 
@@ -123,6 +130,7 @@ def build(
         Report(runs.reports(), "built", tuple(notes)),
         runs.needs_of_session(),
         tuple(runs.provisional),
+        runs.modified,
         placed if files else None,
     )
     if runs.modified:
@@ -139,11 +147,17 @@ def _check(request: BuildRequest, result: BuildResult, path: Path | None) -> Non
         settings["graph_optimization_level"] = "ORT_DISABLE_ALL"
     if result.placed is not None:
         settings[DATA_FOLDER_KEY] = str(result.placed.folder)
-    with scratch_within(None) as scratch:
-        if path is None:
-            path = Path(scratch, "after.onnx")
-            save_with_data(result.model.clone(), path)
-        failure = find_failure(request, result.model, path, settings, Path(scratch))
+    after: Path | bytes | None = path
+    with contextlib.ExitStack() as stack:
+        scratch = None
+        if request.in_memory:
+            after = serialized(result.model)
+        else:
+            scratch = Path(stack.enter_context(scratch_within(None)))
+        if after is None:
+            after = Path(str(scratch), "after.onnx")
+            save_with_data(result.model.clone(), after)
+        failure = find_failure(request, result.model, after, settings, scratch)
     if failure is not None:
         for file in result.files:
             file.unlink()
@@ -181,19 +195,20 @@ def without_pass(request: BuildRequest, error: FailedPass) -> tuple[BuildRequest
 def build_artifact(
     request: BuildRequest,
     loaded: LoadedModel,
-    folder: Path,
+    folder: Path | None,
     *,
     only_if_modified: bool = True,
 ) -> dict[str, Any]:
     """Make the files of a cache entry, where a pass that fails is left out.
 
-    Returns its report, and fields of an :class:`.Artifact`.
+    Returns its report, and fields of an :class:`.Artifact`; without a folder also ``content``,
+    the new model as bytes, or None where nothing was modified.
     """
     failed: list[str] = []
     while True:
         described = _described(loaded.model)
         try:
-            output = folder / "model.onnx"
+            output = None if folder is None else folder / "model.onnx"
             result = build(
                 request,
                 loaded,
@@ -207,15 +222,18 @@ def build_artifact(
             failed.append(text)
             # It may have left the model half rewritten, and files.
             loaded = request.load()
-            for path in folder.iterdir():
+            for path in () if folder is None else folder.iterdir():
                 path.unlink()
     for text in result.provisional:
         warn_caller(f"{text}; a later start tries again", OrtpluginsWarning)
     notes = (*result.report.notes, *failed)
+    has_result = bool(result.files) or (folder is None and result.modified)
+    content = serialized(result.model) if folder is None and has_result else None
     return {
         **described,
+        "content": content,
         "baked": result.baked,
-        "settings": dict(result.session_settings) if result.files else {},
+        "settings": dict(result.session_settings) if has_result else {},
         "report": dataclasses.replace(result.report, notes=notes).to_dict(),
         "provisional": list(result.provisional),
         "failed": failed,

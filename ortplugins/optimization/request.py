@@ -25,6 +25,7 @@ class BuildRequest(NamedTuple):
     data_folder: str | None = None  # where external data is; None for beside the model
     optimizers: OptimizerSettings = ALL_OPTIMIZERS  # onnxruntime's own, as sessions run them
     bakes: bool = False  # whether they run before the result is finished
+    in_memory: bool = False  # whether nothing may be written to the disk
     cpu_arena: bool = True  # whether the session's memory on the CPU comes from an arena
     onnxruntime_version: str = onnxruntime.__version__  # the oldest that the result runs on
 

@@ -44,14 +44,21 @@ Sizes = Mapping[int, int]
 
 
 def find_failure(
-    request: BuildRequest, after: ir.Model, path: Path, needs: Mapping[str, str], scratch: Path
+    request: BuildRequest,
+    after: ir.Model,
+    path: Path | bytes,
+    needs: Mapping[str, str],
+    scratch: Path | None,
 ) -> str | None:
-    """Say what is wrong with a result, ``after``, saved as ``path``; None if nothing is."""
+    """Say what is wrong with a result, ``after``, saved as ``path``; None if nothing is.
+
+    Without ``scratch`` nothing is written: ``path`` is what would be saved.
+    """
     before, failure = request.load().model, None
     counts = not any(map(_differs_by_chance, (*all_nodes(before), *all_nodes(after))))
     folder = {} if request.data_folder is None else {DATA_FOLDER_KEY: request.data_folder}
     source: Any = request.source
-    if not isinstance(source, bytes) and not is_path(source):
+    if not isinstance(source, bytes) and not is_path(source) and scratch is not None:
         source = scratch / "before.onnx"
         save_with_data(before, source)
     own = request.optimizers.level

@@ -252,6 +252,8 @@ class Start:
 
         An artifact that was damaged in the cache is built again, once.
         """
+        if wanted.is_in_memory:
+            return self._open_in_memory(wanted, given)
         try:
             key = wanted.known_key()
             artifact = None if key is None else find_artifact(wanted, key)
@@ -280,6 +282,25 @@ class Start:
                 raise
             name = built.artifact.model or wanted.name
             raise PassError(f"{name} cannot be opened: {error}") from error
+
+    def _open_in_memory(self, wanted: Wanted, given: CopiedOptions) -> Opened:
+        """Build in this process, and open what comes out; nothing touches the disk."""
+        import json
+
+        from ortplugins.cache.build import make_in_memory
+
+        made = make_in_memory(wanted)
+        report = json.dumps(made["report"]).encode()
+        if made["content"] is None:
+            return Opened("untouched", "", report)
+        settings = {**self._settings, **made["settings"]}
+        if (added := given.added_initializer(made["initializers"])) is not None:
+            note = f"initializer {added!r} was added to the SessionOptions"
+            return Opened("untouched", "", report, _untouched(note).notes)
+        if settings and made["has_custom_operators"]:
+            raise NotCopiedError("libraries of custom operators")
+        self._open_with(made["content"], given, settings)
+        return Opened("built", "", report)
 
     def _open_built(self, built: Built, wanted: Wanted, given: CopiedOptions) -> Opened:
         try:
