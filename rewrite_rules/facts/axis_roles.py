@@ -200,6 +200,8 @@ class AxisRoles:
             if not is_count or len(mask) > 2:
                 self._equate((mask[-2], query[-2]))
             self._equate((mask[-1], key[-2]))
+            if not is_count and (read := node.inputs[i]) is not None:
+                self._note_mask_below(read, (query[0], key[-2]), -1)
 
     def _counted_mask(self, counts: ir.Value | None) -> Dims | None:
         """Return the sizes of the one mask that the number of keys in each row depends on."""
@@ -231,19 +233,23 @@ class AxisRoles:
         """
         scores = node.inputs[0]
         dims = None if scores is None else self.shapes.dims(scores)
-        if scores is None or not dims:
+        if scores is None or not dims or len(self.sources(scores)) < 2:
             return
         axis = int_attribute(node, "axis", -1) % len(dims) - len(dims)
+        self._note_mask_below(scores, (dims[0], dims[axis]), axis)
+
+    def _note_mask_below(self, scores: ir.Value, hidden: tuple[Dim, Dim], axis: int) -> None:
+        """Note that masks have the rows and keys that they hide, ``axis`` of scores."""
         pending, seen = [scores], set[ir.Value]()
         for value in pending:
             source, *others = self.sources(value) or (None,)
             own = self.shapes.dims(value)
-            if source is not None and not others and value is not scores:
+            if source is not None and not others:
                 mask = self.shapes.dims(source)
                 if source in self._masks and mask and own and -axis <= len(own):
                     if own[axis] != known(1):
-                        self._equate((dims[axis], mask[1]))
-                        self._equate((dims[0], mask[0]))
+                        self._equate((hidden[1], mask[1]))
+                        self._equate((hidden[0], mask[0]))
                     continue
             maker = value.producer()
             if maker is None or maker.domain or maker.op_type not in _MASKS:

@@ -402,6 +402,26 @@ def _normalization(site: Site) -> Axes:
     return changed(axes, Sequence.reworked)
 
 
+def _rotary(site: Site) -> Axes:
+    """Turn each token by angles, ``[batch, length, half]`` or rows of tables."""
+    axes, tables = site.tokens(), [site.tokens(1), site.tokens(2)]
+    place, angles = len(axes) - 2, [table[:2] for table in tables]
+    if len(axes) == 3:  # heads side by side
+        place = 1
+    if site.has(3):
+        if sequences_of(*angles[0], *angles[1]):
+            raise Refusal(UNFIT)
+        angles = [_looked_up(site, 3)]
+    own = plain((axes[0], axes[place]))
+    if any(plain(each) not in (own, ((), own[1])) for each in angles):
+        raise Refusal(UNFIT)
+    site.mixes(axis for i, axis in enumerate(axes) if i not in (0, place))
+    wild = any(one.wild for table in tables for one in sequences_of(*table))
+    return changed(
+        axes, lambda one: dataclasses.replace(one.reworked(), wild=wild or one.wild)
+    )
+
+
 # Moving tokens
 
 
@@ -494,11 +514,11 @@ def _gather(site: Site) -> Axes:
     return (*axes[:axis], *_looked_up(site), *axes[axis + 1 :])
 
 
-def _looked_up(site: Site) -> Axes:
+def _looked_up(site: Site, index: int = 1) -> Axes:
     """Return the axes of rows of a table: row 0 is not 0."""
-    axes = plain(site.tokens(1))
-    if 1 in site.read:
-        site.read[1] = axes, How.NUMBERS
+    axes = plain(site.tokens(index))
+    if index in site.read:
+        site.read[index] = axes, How.NUMBERS
     return axes
 
 
@@ -613,6 +633,7 @@ _STANDARD: dict[str, Rule] = {
     "Gather": _gather,
     "GatherElements": _gather_elements,
     "GatherND": _gather_nd,
+    "RotaryEmbedding": _rotary,
     **_rows(_sizes, "Shape Size"),
     "Slice": _slice,
     "Split": _split,

@@ -79,7 +79,12 @@ def attack(name: str, *change: str) -> onnx.ModelProto:
     text = f"{mask} {head}"
     extra |= {name: array for name, array in CONSTANTS.items() if name in text}
     # The standard Attention is of opset 23, its number of keys of 24.
-    model = encoder(mask, head, extra=extra, opset=24 if "= Attention<" in text else 17)
+    model = encoder(
+        mask,
+        head,
+        extra=extra,
+        opset=24 if "= Attention<" in text or "RotaryE" in text else 17,
+    )
     for name, (shape, kind) in INPUTS.items():
         if f" {name})" in text or f"({name}" in text:
             dtype = getattr(onnx.TensorProto, kind.upper())
