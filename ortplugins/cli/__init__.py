@@ -40,7 +40,6 @@ COMMANDS = {
     "tune": "Measure passes and session settings beside plain onnxruntime; write nothing.",
     "run": "Run a Python program with passes enabled for every session that it opens.",
     "cache": "Fill, show, check or empty the cache of sessions.",
-    "passes": "List the passes and their options, as session keys.",
     "explain": "Explain a refusal by its code or its text; without either, list all.",
     "doctor": "Check what ortplugins depends on: versions, CPU, cache, limits.",
 }
@@ -48,7 +47,6 @@ COMMANDS = {
 # Commands stand in modules of their names, but for these.
 _MODULES = {
     "inspect": "optimize",
-    "explain": "passes",
     "quantize-static": "quantize",
 }
 

@@ -4,15 +4,20 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from ortplugins.cli import options as opt
-from ortplugins.cli.terminal import print_report, progress_bar
+from ortplugins.cli.terminal import print_report, print_table, progress_bar
 from ortplugins.cli.tune import Aim
+from session_options import enable_key, option_key, registered_passes
+from session_options.keys import PREFIX, Option, format_value, options_of
+from session_options.plan import GENERAL_OPTIONS
 from session_options.presets import PRESETS
 
 
@@ -59,15 +64,22 @@ def optimize(
 
 
 def inspect(
-    model: opt.Model,
+    context: typer.Context,
     chosen: opt.ChosenPasses,
     printing: opt.ReportPrinting,
+    model: Annotated[Path | None, typer.Argument()] = None,
     onnxruntime: str | None = None,
 ) -> None:
     """Print what passes would do to a model, and why not; write nothing.
 
     Of a model without quantised weights, it names all passes for speed that would fire.
+    Without a model, it lists the passes and their options, as session keys.
     """
+    if model is None:
+        names = (item.name for item in context.command.params if item.name != "format")
+        opt.refuse_without_effect(context, "without a model", *filter(None, names))
+        _print_keys(printing.format)
+        return
     from ortplugins.cli.advice import notes_on
     from ortplugins.optimization.optimize import optimize
     from ortplugins.quantization.encoders import notes_on_codes
@@ -106,3 +118,31 @@ def _firing_passes(model: Path, onnxruntime: str | None) -> Iterator[str]:
             report = optimize(model, passes=[name], onnxruntime_version=onnxruntime).report
             if count := len(report.fired):
                 yield f"pass {name} would fire (rewrites: {count})"
+
+
+def _print_keys(form: str) -> None:
+    """Print every session key of ortplugins with its default and its help."""
+    rows = [*_key_rows()]
+    if form == "json":
+        fields = ("key", "default", "help")
+        typer.echo(json.dumps([dict(zip(fields, row, strict=True)) for row in rows], indent=1))
+    else:
+        print_table(("Session key", "Default", "What it does"), rows)
+
+
+def _key_rows() -> Iterator[tuple[str, str, str]]:
+    for name, cls in registered_passes().items():
+        yield enable_key(name), "0", f"Pass {name}: {cls.summary}."
+        for spec in options_of(cls):
+            yield _key_row(option_key(name, spec.name), spec)
+    for spec in GENERAL_OPTIONS:
+        yield _key_row(f"{PREFIX}.{spec.name}", spec)
+
+
+def _key_row(key: str, spec: Option) -> tuple[str, str, str]:
+    text = spec.help
+    if spec.choices:
+        text += f" One of: {', '.join(map(format_value, spec.choices))}."
+    if spec.onnxruntime_key:
+        text += f" When unset: as {spec.onnxruntime_key}."
+    return key, format_value(spec.default), text

@@ -90,7 +90,7 @@ finally:
 """
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["passes"], ["inspect", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["inspect"], ["inspect", "--help"]])
 def test_what_opens_no_model_imports_no_onnx(ortp, arguments):
     done = ortp(*arguments, entry=(sys.executable, "-c", IMPORTED))
     heavy, modules = done.stdout.splitlines()[-1].rsplit(" ", 1)
@@ -133,7 +133,7 @@ compare m.onnx m.onnx --samples x.npz --count 3 => --count | has no effect
 quantize m.onnx --dry-run -o o.onnx => --output | has no effect
 quantize m.onnx -o o.onnx --provider CPUExecutionProvider => --provider | has no effect
 optimize m.onnx => --output
-inspect => MODEL
+inspect --pass conv_fusion => --pass | has no effect
 inspect m.onnx --format yaml => yaml
 inspect m.onnx --set accuracy_level => accuracy_level
 compare a.onnx => --pass
@@ -395,7 +395,7 @@ def plugins(tmp_path: Path) -> dict[str, str]:
 
 
 def test_passes_of_other_packages_are_listed(ortp, plugins):
-    done = ortp("passes", **plugins)
+    done = ortp("inspect", **plugins)
     assert done.returncode == 0
     rows = [line.split("\t") for line in done.stdout.splitlines()]
     assert ["ortplugins.enable_failing", "0", "Pass failing: fail."] in rows

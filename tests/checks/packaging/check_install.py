@@ -88,7 +88,7 @@ def test_with_its_extras_it_works_and_its_types_are_strict(
     assert run(empty.with_name("ortplugins"), "--version", cwd=tmp_path) == (
         f"ortplugins {wheel.name.split('-')[1]}\n"
     )
-    assert "dq_matmulnbits_fusion" in run(empty, "-m", "ortplugins", "passes", cwd=tmp_path)
+    assert "dq_matmulnbits_fusion" in run(empty, "-m", "ortplugins", "inspect", cwd=tmp_path)
 
     consumer = tmp_path / CONSUMER.name
     shutil.copy(CONSUMER, consumer)
