@@ -46,7 +46,7 @@ from ortplugins.quantization.selection import Pattern, check_names, matches
 from ortplugins.report import PassReport, Report
 from ortplugins.samples.sources import CalibrationSource, KeptSamples
 from rewrite_rules.closest_name import did_you_mean
-from rewrite_rules.graph.nodes import input_of, label
+from rewrite_rules.graph.nodes import all_nodes, input_of, label
 from rewrite_rules.graph.parameters import constant
 from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
@@ -188,6 +188,8 @@ def quantize_static_mixed(
     loaded = load_model(model_input)
     _check_float_model(loaded, op_types_to_quantize)
     least = (13, "a scale per channel") if per_channel else (10, "QuantizeLinear")
+    if _has_float16(loaded.model):
+        least = (19, "QuantizeLinear of float16")
     raised = raise_opset(loaded.model, *least)
     graph = loaded.model.graph
     _check_names_given(graph, wanted.overrides, wanted.promote, activation, ranges or {})
@@ -232,6 +234,18 @@ def quantize_static_mixed(
     artifact = "" if output is None else os.fspath(output)
     report = Report(passes, "built", notes, artifact)
     return StaticMixedResult(output, report, same_kind(model_input, model), used)
+
+
+def _has_float16(model: ir.Model) -> bool:
+    """Whether any tensor of a model is float16: given, stored or made by a Cast."""
+    values = [
+        *model.graph.inputs,
+        *(x for g in model.graphs() for x in g.initializers.values()),
+    ]
+    return any(value.dtype == ir.DataType.FLOAT16 for value in values) or any(
+        node.op_type == "Cast" and node.attributes.get_int("to", 0) == ir.DataType.FLOAT16
+        for node in all_nodes(model)
+    )
 
 
 def _quant_type_of(given: object, what: str, known: Sequence[ir.DataType]) -> ir.DataType:

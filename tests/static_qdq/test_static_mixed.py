@@ -401,6 +401,23 @@ def test_older_models_are_converted_to_the_opset_that_scales_need(opset, per_cha
     np.testing.assert_allclose(new, old, atol=0.05 * np.abs(old).max())
 
 
+@pytest.mark.parametrize("opset", [13, 17, 19])
+def test_float16_gets_the_opset_in_which_it_can_be_quantised(opset):
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 8, opset_import: ["": {opset}]>
+        g (float[b, 8] x) => (float[b, 8] y) {{
+            h = Cast<to = 10>(x)  a = Relu(h)  m = MatMul(a, w)  y = Cast<to = 1>(m)
+        }}"""
+    )
+    weight = np.random.default_rng(0).standard_normal((8, 8)).astype(np.float16)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
+    feed = {"x": np.random.default_rng(1).standard_normal((4, 8)).astype(np.float32)}
+    result = quantize_static_mixed(model, None, [feed])
+    assert result.model.opset_import[0].version == 19
+    (new,), (old,) = (run(item, feed) for item in (result.model, model))
+    np.testing.assert_allclose(new, old, atol=0.05 * np.abs(old).max())
+
+
 def test_an_older_model_that_cannot_be_converted_is_refused():
     model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 12, "own": 1]>
         g (float[n] x) => (float[n] y) { y = own.step(x) }
