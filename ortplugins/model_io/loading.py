@@ -145,7 +145,10 @@ def _deserialize(proto: onnx.ModelProto, name: str) -> ir.Model:
         _make_dense(proto)
         model = _as_model(proto)
     except Exception as error:  # any malformed field, in any of onnx_ir's exceptions
-        raise ModelFileError(f"{name}: is not a valid ONNX model: {error}") from error
+        cause: BaseException = error  # onnx_ir wraps it once for each message on the way
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise ModelFileError(f"{name}: is not a valid ONNX model: {cause}") from error
     _prepare(model, name)
     return model
 

@@ -273,3 +273,11 @@ def outcome(path, *, map_inline):
         if value.const_value is not None
     }
     return tensors
+
+
+def test_what_is_wrong_with_a_graph_is_said(tmp_path: Path):
+    proto = proto_of("g (float[2] x) => (float[2] y) { t = Relu(x)  t = Neg(x)  y = Abs(t) }")
+    with pytest.raises(
+        ModelFileError, match="not a valid ONNX model: Output 't' is redeclared"
+    ):
+        ortplugins.optimize(proto)
