@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What plan-precision makes of two 8-bit QDQ models, with a quarter of the activations.
+"""What planned precision makes of two 8-bit QDQ models, with a quarter of the activations.
 
 Both are made here by onnxruntime's static quantiser, from float nets on PyPI: MiniLM-L6, a
 sentence encoder, and the text direction classifier of PP-OCR, a conv net. Planned on samples

@@ -36,7 +36,6 @@ COMMANDS = {
     "evaluate": "Measure a model's quality on a text: perplexity or retrieval; and its size.",
     "quantize": "Quantise a model's weights to 4, 8 or 2 bits.",
     "quantize-static": "Quantise weights and activations to 8 bits, chosen activations to 16.",
-    "plan-precision": "Find the few activations of an 8-bit model that deserve 16 bits.",
     "tune": "Measure passes and session settings beside plain onnxruntime; write nothing.",
     "run": "Run a Python program with passes enabled for every session that it opens.",
     "cache": "Fill, show, check or empty the cache of sessions.",
@@ -47,7 +46,6 @@ COMMANDS = {
 # Commands stand in modules of their names, but for these.
 _MODULES = {
     "inspect": "optimize",
-    "quantize-static": "quantize",
 }
 
 

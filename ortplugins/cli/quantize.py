@@ -21,7 +21,7 @@ from rich.filesize import decimal
 from ortplugins.cli import options as opt
 from ortplugins.cli.evaluate import print_coverage, print_evaluation
 from ortplugins.cli.options import refuse_without_effect
-from ortplugins.cli.terminal import console, print_report, print_table, progress_bar
+from ortplugins.cli.terminal import console, print_table, progress_bar
 from ortplugins.errors import CalibrationError, ModelFileError, QuantizationError
 from ortplugins.quantization.weights.recipe import Recipe, Rule, read_recipe, read_yaml
 
@@ -268,59 +268,3 @@ def _print(report: QuantizeReport, all_nodes: bool) -> None:
 
 def _percent(error: float) -> str:
     return "" if math.isnan(error) else f"{error:.2%}"
-
-
-def quantize_static(
-    model: opt.Model,
-    output: opt.Output,
-    source: opt.GivenSamples,
-    printing: opt.ReportPrinting,
-    overrides: str = "{}",
-    promote: list[str] | None = None,
-    mode: Literal["int16", "float"] = "int16",
-    target: Literal["cpu", "qnn"] = "qnn",
-    per_channel: bool = True,
-    nodes_to_include: opt.Include = None,
-    nodes_to_exclude: opt.Exclude = None,
-    providers: opt.Providers = opt.CPU,
-    force: bool = False,
-) -> None:
-    """Quantise weights and activations to 8 bits, chosen activations to 16.
-
-    Args:
-        overrides (JSON): {"TENSOR": [{"quant_type": "QUInt16"}]}, or @FILE with that.
-        promote (NAME): A tensor or node to give 16 bits; repeatable.
-        mode: Promote to int16, or leave in float, which is faster on CPUs.
-        target: qnn keeps every DQ -> Q pair, cpu only those that change values.
-        per_channel: Give weights one scale per channel.
-    """
-    import onnxruntime
-
-    from ortplugins.static_qdq.quantize_static import quantize_static_mixed
-    from rewrite_rules.mixed_precision_boundaries.tensor_overrides import OverrideError
-    from session_options.keys import OptionError
-
-    # Its calibrators' sessions warn of each weight that is an input, as in older files.
-    onnxruntime.set_default_logger_severity(3)
-    try:
-        with progress_bar() as bar:
-            report = quantize_static_mixed(
-                model,
-                output,
-                source,
-                overrides=overrides,
-                promote=promote or (),
-                mode=mode,
-                target=target,
-                per_channel=per_channel,
-                nodes_to_quantize=nodes_to_include or (),
-                nodes_to_exclude=nodes_to_exclude or (),
-                calibration_providers=providers,
-                overwrite=force,
-                progress=bar,
-            ).report
-    except (OptionError, OverrideError) as error:
-        raise typer.BadParameter(str(error), param_hint="--overrides") from None
-    print_report(report, printing)
-    if printing.format == "text":
-        typer.echo(f"wrote {output}")

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: MIT
-"""plan-precision: which activations deserve 16 bits, and which weights 8."""
+"""Which activations deserve 16 bits, and which weights 8."""
 
 import itertools
-import json
 
 import numpy as np
 import onnx_ir as ir
 import pytest
-from builders.command_line import printed, refused
+from builders.command_line import printed
 from builders.dequantized_models import run as run_model
 from builders.text_models import model_of, normal
 
 from ortplugins.errors import CalibrationError, QuantizationError
 from ortplugins.quantization import plan_precision
 from ortplugins.static_qdq import switched_model
+from ortplugins.static_qdq.quantize_static import quantize_static_mixed
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedGraph
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import OverrideError
@@ -179,15 +179,24 @@ def test_a_budget_out_of_reach_tells_the_best_and_a_limit_that_comes_first():
     assert "not reached" in plan.notes[0] and "max_16bit" in plan.notes[0]
 
 
-def test_the_command_writes_overrides(tmp_path):
+def test_the_command_quantises_and_promotes_what_costs_most(tmp_path):
+    """The same as by hand: quantised, planned, and quantised again with what was found."""
+    text = """g (float[4, 8] x) => (float[4, 8] y)
+        { h1 = MatMul(x, w) h2 = Mul(h1, large) h3 = Relu(h2) y = MatMul(h3, w) }"""
+    large = np.ones((8,), np.float32)
+    large[0] = 300  # in 8 bits the others have no steps left
+    weights = {"w": np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)}
     model, data = tmp_path / "m.onnx", tmp_path / "data.npz"
-    ir.save(chain(), model)
-    np.savez(data, x=np.stack([feed["x"] for feed in feeds()]))
-    output = tmp_path / "overrides.json"
-    arguments = ["plan-precision", model, "--samples", data, "--max-16bit", "30%"]
-    shown = printed(*arguments, "-o", output)
-    assert json.loads(output.read_text()) == {
-        name: [{"quant_type": "QUInt16"}] for name in ("h2", "h5")
-    }
-    assert "1\th2\tMatMul" in shown and "2 of 7 activations at 16 bits" in shown
-    assert "exists" in refused(*arguments, "-o", output)
+    ir.save(model_of(text, {**weights, "large": large}), model)
+    samples = np.random.default_rng(1).normal(size=(6, 4, 8)).astype(np.float32)
+    np.savez(data, x=samples)
+    arguments = ["quantize-static", model, "--samples", data, "--target", "cpu"]
+    shown = printed(*arguments, "--max-16bit", 2, "-o", tmp_path / "o.onnx")
+    assert "2 of " in shown and "activations at 16 bits" in shown and "wrote" in shown
+    plain = quantize_static_mixed(model, None, [data], target="cpu")
+    plan = plan_precision(plain.model, [data], max_16bit=2)
+    expected = quantize_static_mixed(model, None, [data], target="cpu", promote=plan.promoted)
+    found = ir.load(tmp_path / "o.onnx")
+    assert plan.promoted and set(plan.promoted) <= {"h1", "h2", "h3", "x", "y"}
+    assert [n.op_type for n in found.graph] == [n.op_type for n in expected.model.graph]
+    assert ir.DataType.UINT16 in {v.dtype for n in found.graph for v in n.outputs}

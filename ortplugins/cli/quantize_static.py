@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: MIT
+"""``ortplugins quantize-static``: 8 bits, and 16 for the activations that are worth it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from ortplugins.cli import options as opt
+from ortplugins.cli.terminal import console, print_report, print_table, progress_bar
+
+if TYPE_CHECKING:
+    from ortplugins.static_qdq.plan import PrecisionPlan
+
+_SHOWN = 20
+
+
+def _share(text: str) -> float:
+    """Read 99.5% or 0.995."""
+    try:
+        number = float(text.removesuffix("%").strip())
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a number or a percentage") from None
+    return number / 100 if text.endswith("%") else number
+
+
+def _count(text: str) -> float:
+    """Read 24 as a number and 25% as a share."""
+    try:
+        return _share(text) if text.endswith("%") else int(text)
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r}: a number, or a share such as 25%, is expected"
+        ) from None
+
+
+def quantize_static(
+    model: opt.Model,
+    output: opt.Output,
+    source: opt.GivenSamples,
+    printing: opt.ReportPrinting,
+    overrides: str = "{}",
+    promote: list[str] | None = None,
+    budget: Annotated[float | None, typer.Option(parser=_share)] = None,
+    max_16bit: Annotated[float | None, typer.Option("--max-16bit", parser=_count)] = None,
+    mode: Literal["int16", "float"] = "int16",
+    target: Literal["cpu", "qnn"] = "qnn",
+    per_channel: bool = True,
+    nodes_to_include: opt.Include = None,
+    nodes_to_exclude: opt.Exclude = None,
+    providers: opt.Providers = opt.CPU,
+    force: bool = False,
+) -> None:
+    """Quantise weights and activations to 8 bits, chosen activations to 16.
+
+    With --budget or --max-16bit, the activations that cost most are found, and promoted.
+
+    Args:
+        overrides (JSON): {"TENSOR": [{"quant_type": "QUInt16"}]}, or @FILE with that.
+        promote (NAME): A tensor or node to give 16 bits; repeatable.
+        budget (COSINE): Promote until the outputs have this cosine to those with unquantised
+            activations, for example 99.5%.
+        max_16bit (N): Activations that may be promoted: a number, or a share such as 25%.
+        mode: Promote to int16, or leave in float, which is faster on CPUs.
+        target: qnn keeps every DQ -> Q pair, cpu only those that change values.
+        per_channel: Give weights one scale per channel.
+    """
+    import onnxruntime
+
+    from ortplugins.static_qdq.plan import plan_precision
+    from ortplugins.static_qdq.quantize_static import quantize_static_mixed
+    from rewrite_rules.mixed_precision_boundaries.tensor_overrides import OverrideError
+    from session_options.keys import OptionError
+
+    # Its calibrators' sessions warn of each weight that is an input, as in older files.
+    onnxruntime.set_default_logger_severity(3)
+    settings: dict[str, Any] = {
+        "mode": mode,
+        "target": target,
+        "per_channel": per_channel,
+        "nodes_to_quantize": nodes_to_include or (),
+        "nodes_to_exclude": nodes_to_exclude or (),
+        "calibration_providers": providers,
+    }
+    try:
+        with progress_bar() as bar:
+            settings["progress"] = bar
+            plan = None
+            if budget is not None or max_16bit is not None:
+                in_8_bits = quantize_static_mixed(model, None, source, **settings)
+                settings["ranges"] = in_8_bits.ranges
+                plan = plan_precision(
+                    in_8_bits.model,
+                    source,
+                    budget=budget,
+                    max_16bit=max_16bit,
+                    mode=mode,
+                    target=target,
+                    providers=providers,
+                    progress=bar,
+                )
+            report = quantize_static_mixed(
+                model,
+                output,
+                source,
+                overrides=overrides,
+                promote=[*(promote or ()), *(plan.promoted if plan else ())],
+                overwrite=force,
+                **settings,
+            ).report
+    except (OptionError, OverrideError) as error:
+        raise typer.BadParameter(str(error), param_hint="--overrides") from None
+    if plan is not None and printing.format == "text":
+        _print_plan(plan, mode)
+    print_report(report, printing)
+    if printing.format == "text":
+        typer.echo(f"wrote {output}")
+
+
+def _print_plan(plan: PrecisionPlan, mode: str) -> None:
+    """Print the ranking down to the last promoted one, with the curve, then the errors."""
+    ranking, promoted = plan.ranking, frozenset(plan.promoted)
+    steps = {name: point for point in plan.curve for name in point.added}
+    chosen = [not promoted.isdisjoint(unit.names) for unit in ranking]
+    last = max((i for i, item in enumerate(chosen) if item), default=0)
+    rows = []
+    for number, unit in enumerate(ranking[: max(_SHOWN, last + 1)], 1):
+        step = steps.get(unit.names[0]) if chosen[number - 1] else None
+        then = step and step.deviation
+        rows.append(
+            (
+                str(number),
+                ", ".join(unit.names),
+                unit.operator,
+                f"{unit.error:.3g}",
+                "yes" if chosen[number - 1] else "",
+                f"{then.error:.3g}" if then else "",
+                f"{then.cosine:.6f}" if then else "",
+            )
+        )
+    print_table(
+        ("", "Name", "Operator", "Its error alone", "Promoted", "Error then", "Cosine"), rows
+    )
+    for note in plan.notes:
+        console().print(f"note: {note}", soft_wrap=True)
+    before, after = plan.before, plan.after
+    what = "activations in float" if mode == "float" else "activations at 16 bits"
+    typer.echo(
+        f"{len(promoted)} of {plan.activations} {what}: error {before.error:.4g} -> "
+        f"{after.error:.4g}, cosine {before.cosine:.6f} -> {after.cosine:.6f}"
+    )
