@@ -106,8 +106,6 @@ def quantize(
     output: Annotated[Path | None, typer.Option("--output", "-o")] = None,
     recipe: str | None = None,
     settings: Annotated[dict[str, Any], _settings_of_a_recipe],
-    checkpoint: Path | None = None,
-    imatrix: Path | None = None,
     source: opt.GivenSamples,
     providers: opt.Providers = opt.CPU,
     max_calibration_memory: Annotated[Any, typer.Option(parser=opt.parse_size)] = "1GiB",
@@ -125,10 +123,6 @@ def quantize(
         output: File to write; for a folder, a folder.
         recipe (NAME|FILE): small, balanced, best, encoder8, or a YAML file; the options below
             change it.
-        checkpoint (FILE|FOLDER): Take the codes of a GGUF file, or of a GPTQ, AWQ, AutoRound
-            or compressed-tensors checkpoint, of the same model.
-        imatrix (FILE): llama.cpp's importance matrix of the same model, in place of samples
-            for rtn and awq_lite.
         max_calibration_memory (SIZE): What activations and their statistics may take at once.
         scheduler (tcp://HOST:PORT): A Dask scheduler whose workers do the work; they have to
             see the output's folder, or --work-dir.
@@ -150,8 +144,6 @@ def quantize(
             model,
             output,
             recipe=chosen,
-            checkpoint=checkpoint,
-            imatrix=imatrix,
             calibration_data_reader=source,
             calibration_providers=providers,
             max_calibration_memory=max_calibration_memory,
@@ -209,10 +201,6 @@ def _refuse_ignored(context: typer.Context, *, needs_samples: bool) -> None:
         refuse_without_effect(context, "with --dry-run", *unused)
     if given["format"] == "json":
         refuse_without_effect(context, "with --format json", "verbose")
-    if given["checkpoint"] is not None:
-        refuse_without_effect(
-            context, "with --checkpoint", "method", "bits", "block_size", "is_symmetric"
-        )
     samples = given["samples"] or given["text"]
     if not needs_samples and not samples:
         why = "with --method rtn and without samples"

@@ -5,12 +5,10 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from builders.command_line import printed
 from builders.decoders import decoder, genai_feeds
 from builders.exports import exported
 from builders.sessions import CPU
 from builders.text_models import model_of, normal
-from checkpoint_files import save_folder, words
 
 import ortplugins
 from ortplugins.errors import (
@@ -20,7 +18,6 @@ from ortplugins.errors import (
     QuantizationError,
 )
 from ortplugins.quantization import quantize
-from ortplugins.quantization.weights.uses import find_uses
 from ortplugins.runtime.stock_session import stock_options
 
 ROWS, PROMPT, STEPS, CAPACITY = 2, 9, 4, 20
@@ -124,35 +121,6 @@ def test_weights_and_cache_are_quantised_in_one_call(shared, settings):
     found, _ = generated(both.model)
     expected, _ = generated(quantize(shared, **given).model)
     assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
-
-
-def test_weights_of_a_checkpoint_and_the_cache_are_taken_by_one_command(shared, tmp_path):
-    """The scales of the cache are those of the checkpoint's weights."""
-    pytest.importorskip("safetensors")
-    rounded, tensors = shared.clone(), {}
-    for _, use in find_uses(rounded, ["MatMul"]):
-        name, weight = use.weight.name, use.tensor.numpy()
-        scales = (np.abs(weight).max(axis=0) / 7).astype(np.float32)
-        codes = np.rint(weight / scales).astype(int)
-        use.weight.const_value = ir.tensor((codes * scales).astype(np.float32), name=name)
-        parts = words(codes.T + 8, 4), np.array(codes.T.shape), scales[:, None]
-        for part, array in zip(("packed", "shape", "scale"), parts, strict=True):
-            tensors[f"{name}.weight_{part}"] = array
-    save_folder(tmp_path / "c", "pack-quantized", [tensors])
-    feed = sample(session_on(shared))
-    np.savez(tmp_path / "samples.npz", **feed)
-    ir.save(shared, tmp_path / "float.onnx")
-    options = ["--kv-bits", "8", "--samples", tmp_path / "samples.npz"]
-    options += ["--checkpoint", tmp_path / "c", "-o", tmp_path / "out.onnx"]
-    text = printed("quantize", tmp_path / "float.onnx", *options)
-    assert "4 caches are int8 now" in text and f"{len(tensors) // 3} quantised" in text
-    alone = quantize(rounded, kv_bits=8, calibration_data_reader=[feed], **FLOAT).model
-    both = ir.load(tmp_path / "out.onnx")
-    for name, scales in constants_of(alone).items():
-        if "past_key_values" in name:
-            np.testing.assert_allclose(constants_of(both)[name], scales, rtol=1e-4)
-    (found, _), (wanted, _) = generated(both), generated(alone)
-    assert np.abs(found - wanted).max() < 0.01 * np.abs(wanted).max()
 
 
 def test_the_graph_of_onnxruntimes_builder_is_taken_and_a_session_with_passes_opens_it():

@@ -17,7 +17,7 @@ GatherBlockQuantized are made from these by the fusion's own rules.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -25,7 +25,6 @@ import onnx_ir as ir
 from ortplugins.quantization.methods.nearest import Floats
 from ortplugins.quantization.tensor_reference import ScratchWriter, TensorReference
 from ortplugins.quantization.weights.folds import described, find_folds, insert_mul
-from ortplugins.quantization.weights.layer_forms import LayerWriter
 from ortplugins.quantization.weights.plan import WeightPlan
 from ortplugins.quantization.weights.recipe import Recipe
 from ortplugins.quantization.weights.uses import WeightUse
@@ -36,20 +35,17 @@ from rewrite_rules.graph.parameters import float_attribute, int_attribute
 from rewrite_rules.weights.bit_packing import pack_rows
 
 
-def write_codes(
-    plan: WeightPlan, recipe: Recipe, writer: ScratchWriter, done: Collection[Weight] = ()
-) -> None:
+def write_codes(plan: WeightPlan, recipe: Recipe, writer: ScratchWriter) -> None:
     """Have nodes read codes, and divide the activations whose weights were scaled.
 
-    Weights that are ``done`` are in the graph already; scales that change are written again.
+    Scales that change are written again.
     """
     names = FreshNames(plan.model)
-    weights = [w for group in plan.groups for w in group.weights if w not in done]
+    weights = [weight for group in plan.groups for weight in group.weights]
     by_value: dict[ir.Value, list[Weight]] = {}  # a list, as rules may give it several forms
     for weight in weights:
         by_value.setdefault(weight.uses[0].weight, []).append(weight)
     divisors = _divide_activations(plan, recipe, by_value, names)
-    layers = LayerWriter(plan.model, names)
     for weight in weights:
         for divisor in divisors[weight.uses[0].weight]:
             # The codes stay.
@@ -57,8 +53,6 @@ def write_codes(
             quotient = scales / (divisor[:, None] if weight.k_last else divisor)
             weight.scales = writer.append(quotient.astype(scales.dtype))
         _read_through_dequantize(weight, names)
-        for use in weight.uses:
-            layers.write(weight, use)
     remove_unused(plan.model)
 
 

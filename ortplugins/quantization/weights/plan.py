@@ -11,16 +11,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ortplugins.errors import ModelFileError, QuantizationError
+from ortplugins.errors import ModelFileError
 from ortplugins.model_io.loading import lift_constants
-from ortplugins.quantization.checkpoints.checkpoint import Checkpoint
-from ortplugins.quantization.checkpoints.imatrix import Imatrix
-from ortplugins.quantization.checkpoints.layers import Layer
 from ortplugins.quantization.coverage import Coverage, coverage
-from ortplugins.quantization.experts.unroll import Experts, unroll_mixtures
 from ortplugins.quantization.kv_cache import find_caches
-from ortplugins.quantization.weights.layer_forms import check_layers
-from ortplugins.quantization.weights.recipe import METHODS, UNSCALED, Recipe
+from ortplugins.quantization.weights.recipe import METHODS, Recipe
 from ortplugins.quantization.weights.report import NodeReport, QuantizeReport
 from ortplugins.quantization.weights.uses import (
     OP_TYPES,
@@ -44,56 +39,30 @@ class WeightPlan:
     nodes: list[WeightUse | NodeReport]
     coverage: Coverage  # less the bytes of codes
     notes: list[str]
-    # Experts that are to be one operator each, and why other mixtures stay, by node.
-    mixtures: tuple[list[Experts], dict[str, str]]
 
 
 def plan_weights(
     model: ir.Model,
     recipe: Recipe,
-    checkpoint: Checkpoint | None = None,
-    mixtures: tuple[list[Experts], dict[str, str]] | None = None,
-    imatrix: Imatrix | None = None,
 ) -> WeightPlan:
     """Find what is to be quantised.
 
     Functions of the model are inlined; the graph's larger Constant nodes become initializers.
-    Mixtures of experts are unrolled, unless ``mixtures`` says that they are.
     """
-    if imatrix is not None:
-        imatrix.check(recipe)
-    if checkpoint is not None and (recipe.chooses_by_samples or imatrix is not None):
-        raise QuantizationError(
-            "a checkpoint brings its own codes: leave out methods that calibrate, "
-            "share_of_8_bits and imatrix"
-        )
     try:
         left = inline_functions(model)
     except ValueError as error:
         raise ModelFileError(str(error)) from None
     lift_constants(model)
-    if mixtures is None:
-        mixtures = unroll_mixtures(model, recipe, checkpoint)
-        if checkpoint is not None:
-            checkpoint.put_floats(model)
-    experts, reasons = mixtures
-    members = {name for each in experts for names in each.products for name in names}
     found = list(find_uses(model, recipe.op_types))
     uses = [use for _, use in found if isinstance(use, WeightUse)]
     labels = [label(node) for node, _ in found]
-    stacks = {v.name or "" for n in model.graph if label(n) in reasons for v in n.inputs if v}
     named = (name for use in uses for name in use.names)
-    names = list(dict.fromkeys([*labels, *named, *reasons, *stacks]))
+    names = list(dict.fromkeys([*labels, *named]))
     notes = recipe.check_against(uses, names)
-    nodes, weights = _chosen(found, recipe, checkpoint, members, _places(model))
-    check_layers(model, weights)
+    nodes, weights = _chosen(found, recipe, _places(model))
     functions = [NodeReport(name, "function", reason=reason) for name, reason in left.items()]
     nodes = [*functions, *nodes, *_other_readers(weights, set(labels))]
-    nodes += [
-        NodeReport(name, node.op_type, reason=reasons[name])
-        for node in model.graph.all_nodes()
-        if (name := label(node)) in reasons and name not in labels
-    ]
     why = {row.node: row.reason for row in nodes if isinstance(row, NodeReport)}
     planned: dict[ir.Value, list[ir.Node]] = {}
     for weight in weights:
@@ -104,22 +73,15 @@ def plan_weights(
     methods = dict.fromkeys(weight.method for weight in weights)
     groups = [group for method in methods for group in _grouped(weights, method)]
     notes += recipe.without_effect(group.method for group in groups)
-    notes += [] if checkpoint is None else checkpoint.notes()
-    notes += [] if imatrix is None else imatrix.give(groups)
-    return WeightPlan(model, groups, nodes, covered, notes, mixtures)
+    return WeightPlan(model, groups, nodes, covered, notes)
 
 
 def _chosen(
     found: Sequence[tuple[ir.Node, WeightUse | str]],
     recipe: Recipe,
-    checkpoint: Checkpoint | None,
-    experts: Collection[str],
     places: Mapping[ir.Value, int],
 ) -> tuple[list[WeightUse | NodeReport], list[Weight]]:
-    """Return the use of each node with a constant, or why it stays in float; the weights.
-
-    ``experts`` are the outputs of products that are to be in one operator.
-    """
+    """Return the use of each node with a constant, or why it stays in float; the weights."""
     tables = {
         use.weight for _, use in found if isinstance(use, WeightUse) and use.activation is None
     }
@@ -130,16 +92,6 @@ def _chosen(
             nodes.append(NodeReport(label(node), node.op_type, reason=use))
             continue
         form, method, reason = recipe.choose(use, table=use.weight in tables)
-        layer, is_expert = None, node.outputs[0].name in experts
-        if is_expert:
-            method = UNSCALED.get(method, method)
-        if checkpoint is not None and not reason:
-            taken = checkpoint.layer_of(use)
-            if isinstance(taken, Layer):
-                layer = taken
-                form = dataclasses.replace(layer.form, scale_type=form.scale_type)
-            else:
-                reason = taken
         by_rows = use.activation is None and recipe.fuses(table=True)
         if not reason and by_rows and use.K * form.bits % 8:
             size = f"{use.K} x {form.bits} bits"
@@ -147,10 +99,9 @@ def _chosen(
         nodes.append(report_of(use, reason=reason) if reason else use)
         if not reason:
             name, k_last = use.weight.name or "", use.stored_k_last
-            key = (use.weight, k_last, form, method, layer and layer.name)
-            weight = Weight(
-                name, places[use.weight], use.K, use.N, k_last, form, method, layer, is_expert
-            )
+            key = (use.weight, k_last, form, method)
+            place = places[use.weight]
+            weight = Weight(name, place, use.K, use.N, k_last, form, method)
             weights.setdefault(key, weight).uses.append(use)
     return nodes, list(weights.values())
 
@@ -239,9 +190,7 @@ def _grouped(weights: Iterable[Weight], method: str) -> list[Group]:
     return groups + alone
 
 
-def reported(
-    plan: WeightPlan, recipe: Recipe, in_experts: Collection[Weight] = ()
-) -> QuantizeReport:
+def reported(plan: WeightPlan, recipe: Recipe) -> QuantizeReport:
     """Report a plan, with what became of each weight where it is quantised."""
     weights = {
         use: (group, weight)
@@ -266,13 +215,13 @@ def reported(
         else:
             group, weight = weights[node]
             before = once(node.tensor.nbytes, "float", node.weight)
-            after = once(_stored_bytes(recipe, weight) + _offset_bytes(weight), weight)
+            after = once(_stored_bytes(recipe, weight), weight)
             node = report_of(
                 node,
-                op_type="QMoE" if weight in in_experts else node.node.op_type,
+                op_type=node.node.op_type,
                 bits=weight.form.bits,
                 block_size=weight.form.block_size,
-                method=weight.layer.method if weight.layer else weight.method,
+                method=weight.method,
                 alpha=group.alpha,
                 folded=group.folded,
                 weight_error=weight.errors.weight,
@@ -308,14 +257,6 @@ def _stored_bytes(recipe: Recipe, weight: Weight) -> int:
     filled = codes if k % size else 0
     repeated = grid if size != form.size_along(k) else 0
     return table + weight.N * (filled + repeated)
-
-
-def _offset_bytes(weight: Weight) -> int:
-    """Return the bytes that offsets of blocks take, in the activation's type."""
-    if weight.layer is None or not weight.layer.has_offsets:
-        return 0
-    numbers = weight.form.blocks(weight.K) * weight.N
-    return int(numbers * weight.uses[0].tensor.dtype.itemsize)
 
 
 def report_of(use: WeightUse, **more: Any) -> NodeReport:

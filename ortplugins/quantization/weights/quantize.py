@@ -33,8 +33,6 @@ from ortplugins.model_io.saving import (
     save_with_data,
     scratch_within,
 )
-from ortplugins.quantization.checkpoints.imatrix import Imatrix
-from ortplugins.quantization.checkpoints.read import read_checkpoint
 from ortplugins.quantization.encoders import SLOWER, is_encoder
 from ortplugins.quantization.statistics.collect import Calibration
 from ortplugins.quantization.weights.plan import (
@@ -83,8 +81,6 @@ def quantize(
     output: str | os.PathLike[str] | None = None,
     *,
     recipe: Recipe | str | os.PathLike[str] | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
-    imatrix: str | os.PathLike[str] | None = None,
     calibration_data_reader: Any = None,
     calibration_providers: Sequence[Any] = ("CPUExecutionProvider",),
     max_calibration_memory: int = 1 << 30,
@@ -107,13 +103,6 @@ def quantize(
         recipe: Which weights are quantised, and how: a :class:`Recipe`, the path of one in
             YAML, or ``"small"``, ``"balanced"``, ``"best"`` or ``"encoder8"``. By default 4
             bits in blocks of 32, rounded to nearest.
-        checkpoint: A GGUF file, or a folder with one or with a checkpoint of GPTQ, AWQ,
-            AutoRound or compressed-tensors (safetensors), of the same model, whose codes,
-            scales and zero points are taken as they are. Its layers are found by the names of
-            weights, nodes or modules; what is not in it stays in float.
-        imatrix: An importance matrix of llama.cpp of the same model, for the methods rtn and
-            awq_lite: the mean square of each input channel, in place of what samples would
-            say. Weights without an entry are rounded to nearest.
         calibration_data_reader: Samples, each a dict of input names and arrays: an object with
             ``get_next()``, an iterable, or paths of ``.npz`` files. None for random ones, with
             a warning. With ``method="rtn"`` they only measure the error of outputs.
@@ -145,13 +134,12 @@ def quantize(
         CalibrationError: If a sample is not a dict of the model's inputs, holds NaN or
             infinite values, or there is none.
         FileExistsError: If ``output`` exists and ``overwrite`` is false.
-        MissingFileError, ModelFileError: If the model, its data or a checkpoint can't be used,
+        MissingFileError, ModelFileError: If the model or its data can't be used,
             or nothing is left to quantise.
         QuantizationError: If a setting is out of range, a pattern means no node, the file of a
             recipe is not one, or a weight holds NaN or infinite values. No output is written,
             whatever is raised.
         TypeError: If a keyword is not a setting; names the closest.
-        UsageError: If the package that reads a checkpoint is not installed.
         OSError: If a file can't be written.
     """
     chosen = read_recipe(recipe).with_settings(settings)
@@ -162,27 +150,24 @@ def quantize(
     elif target is not None:
         check_output(model, target, overwrite)
     loaded = load_model(model, map_inline=True)
-    given = None if checkpoint is None else read_checkpoint(checkpoint)
-    matrix = None if imatrix is None else Imatrix(Path(imatrix))
-    plan = plan_weights(loaded.model, chosen, given, imatrix=matrix)
+    plan = plan_weights(loaded.model, chosen)
     check_not_empty(plan, chosen)
     if dry_run:
         return QuantizeResult(None, reported(plan, chosen), None)
     notes = _raise_opset(loaded.model, chosen, plan)
     if notes:  # the conversion made new nodes
-        plan = plan_weights(loaded.model, chosen, given, plan.mixtures, matrix)
+        plan = plan_weights(loaded.model, chosen)
     with contextlib.ExitStack() as stack:
         kept = None
         if run_folder is not None:
-            files = [*_files_of(model, loaded), *(given.files if given else ())]
-            files += [matrix.path] if matrix else []
+            files = _files_of(model, loaded)
             kept = stack.enter_context(RunFolder.opened(run_folder))
         # The system's own folder may be memory, or too small; the output has to fit anyway.
         beside = None if target is None else target.absolute().parent
         place = Path(os.path.abspath(work_dir)) if work_dir else kept.path if kept else beside
         scratch = Path(stack.enter_context(scratch_within(place)))
         calibration = None
-        needed = chosen.needs_statistics and (matrix is None or chosen.kv_bits)
+        needed = chosen.needs_statistics
         by_uses = chosen.for_integers or chosen.kv_bits is not None
         says = by_uses or any(group.activations for group in plan.groups)
         if says and (needed or calibration_data_reader is not None):
@@ -277,7 +262,7 @@ def _unpacked(report: QuantizeReport, recipe: Recipe) -> list[str]:
     for row in report.quantized:
         along_k = row.K if row.block_size == -1 else row.block_size
         size = fitting_block_size(row.bits, along_k, row.K)
-        is_product = row.op_type not in ("Gather", "QMoE")
+        is_product = row.op_type != "Gather"
         fused = is_product and recipe.fuses(table=row.weight in tables)
         if size is not None and fused:
             reasons[slow_kernel(row.bits, size, recipe.accuracy_level or 0)] += 1

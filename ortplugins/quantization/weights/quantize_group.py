@@ -25,10 +25,16 @@ import numpy.typing as npt
 import threadpoolctl
 
 from ortplugins.errors import QuantizationError
-from ortplugins.quantization.checkpoints.layers import Layer, LayerCodes, check_columns
 from ortplugins.quantization.methods.awq import search_clip, search_scales
 from ortplugins.quantization.methods.gptq import Gptq
-from ortplugins.quantization.methods.nearest import Floats, quantize_blocks, search_blocks
+from ortplugins.quantization.methods.nearest import (
+    Codes,
+    Floats,
+    ZeroPoints,
+    dequantize_blocks,
+    quantize_blocks,
+    search_blocks,
+)
 from ortplugins.quantization.statistics.accumulator import ActivationStatistics, pooled
 from ortplugins.quantization.weights.recipe import METHODS, Recipe
 from ortplugins.quantization.weights.weight import Errors, Group, Weight
@@ -118,8 +124,6 @@ class _Inputs:
         known = ActivationStatistics(0, none, none)
         if mapped:
             known = pooled(list(map(ActivationStatistics.of, mapped)))
-        if (energy := group.energy) is not None:
-            known = dataclasses.replace(known, mean_abs=np.sqrt(energy), gram=energy)
         if "gptq" in steps or "clip" in steps:
             known = known.with_gram()
         if "scales" in steps:
@@ -166,15 +170,10 @@ def _quantize(weight: Weight, group: Group, inputs: _Inputs, recipe: Recipe) -> 
     def strip(columns: slice) -> list[float]:
         floats = checked_matrix(matrix[:, columns], weight.name)
         scaled = floats if inputs.scales is None else floats * inputs.scales[:, None]
-        if weight.layer is not None:
-            found = _of_layer(weight, weight.layer, columns)
-        else:
-            found = _codes(floats, scaled, weight, group, inputs, recipe)
-        writer.write(columns, found)
-        difference = found.dequantized(weight.form)
-        _check_type_holds(difference, found.scales, weight)
-        if weight.layer is not None:
-            check_columns(weight.layer.name, difference, floats, columns.start)
+        codes, scales, zeros = _codes(floats, scaled, weight, group, inputs, recipe)
+        writer.write(columns, codes, scales, zeros)
+        difference = dequantize_blocks(codes, scales, zeros, weight.form)
+        _check_type_holds(difference, scales, weight)
         difference -= scaled
         # A choice between forms rests on the error, so on all tokens.
         return _squares(floats, scaled, difference, inputs, group.undecided)
@@ -191,7 +190,7 @@ def _codes(
     group: Group,
     inputs: _Inputs,
     recipe: Recipe,
-) -> LayerCodes:
+) -> tuple[Codes, Floats, ZeroPoints | None]:
     """Quantise columns by the steps of a method; ``scaled`` are those times the scales."""
     form, known, steps = weight.form, inputs.known, group.steps
     try:
@@ -206,13 +205,13 @@ def _codes(
         elif steps and form.bits == 2:  # the fit makes weights smaller, and outputs with them
             found = quantize_blocks(scaled, form)
         else:
-            energy = known.energy() if steps else group.energy
+            energy = known.energy() if steps else None
             found = search_blocks(scaled, form, energy if form.bits > 2 else None)
     except QuantizationError as error:
         raise QuantizationError(
             f"weight {weight.name!r} cannot be quantised: {error}"
         ) from error
-    return LayerCodes(*found)
+    return found
 
 
 def _squares(
@@ -236,26 +235,6 @@ def _squares(
     if inputs.scales is not None:
         difference /= inputs.scales[:, None]
     return [_square(difference), _square(floats), error, wanted_square, added]
-
-
-def _of_layer(weight: Weight, layer: Layer, columns: slice) -> LayerCodes:
-    """Read columns of a checkpoint, their scales in the type that they are stored in."""
-    found = layer.load(columns)
-    with np.errstate(over="ignore"):
-        scales = found.scales.astype(weight.form.scale_type).astype(np.float32)
-    offsets = 0 if found.offsets is None else found.offsets
-    if not (np.isfinite(scales).all() and np.isfinite(offsets).all()):
-        raise QuantizationError(
-            f"layer {layer.name!r} of the checkpoint has scales that "
-            f"{weight.form.scale_type} does not hold"
-        )
-    codes, size = found.codes, weight.form.size_along(weight.K)
-    if not scales.all():
-        # Kernels want codes of zero where they are multiplied by zero.
-        zeros = np.zeros(1, codes.dtype) if found.zero_points is None else found.zero_points
-        zeros = np.broadcast_to(zeros, scales.shape).repeat(size, axis=0)[: weight.K]
-        codes = np.where((scales == 0).repeat(size, axis=0)[: weight.K], zeros, codes)
-    return dataclasses.replace(found, codes=codes, scales=scales)
 
 
 def _matrix(weight: Weight) -> npt.NDArray[Any]:
@@ -324,10 +303,12 @@ class _CodesWriter:
         zeros = weight.zero_points
         self._zero_points = None if zeros is None else zeros.map("r+")
 
-    def write(self, columns: slice, found: LayerCodes) -> None:
+    def write(
+        self, columns: slice, codes: Codes, scales: Floats, zeros: ZeroPoints | None
+    ) -> None:
         """Store the codes of some columns."""
         k, bits = self.weight.K, self.weight.form.bits
-        unsigned = found.codes.view(np.uint8) & np.uint8((1 << bits) - 1)
+        unsigned = codes.view(np.uint8) & np.uint8((1 << bits) - 1)
         if self._kept is not None:
             self._kept[:, columns] = unsigned
         elif self.weight.k_last:
@@ -338,9 +319,7 @@ class _CodesWriter:
         else:
             first, last = columns.start * bits // 8, columns.stop * bits // 8
             self._codes.reshape(k, -1)[:, first:last] = pack_rows(unsigned, bits)
-        if self.weight.offsets is not None:
-            self.weight.offsets.map("r+")[:, columns] = found.offsets
-        grids = ((self._scales, found.scales), (self._zero_points, found.zero_points))
+        grids = ((self._scales, scales), (self._zero_points, zeros))
         for target, numbers in grids:
             if target is not None and numbers is not None:
                 (target.T if self.weight.k_last else target)[:, columns] = numbers

@@ -53,8 +53,6 @@ _SETTINGS = {
     "gptq": ("gptq", "quantized_inputs"),
     "activations": ("least_cosine",),
 }
-# What experts get instead, whose input is the same for all and has no scales of one.
-UNSCALED = {"awq_lite": "awq_clip", "awq_gptq": "gptq"}
 QUANT_FORMATS = ("QDQ", "QDQ_transposed", "MatMulNBits")
 
 ROUTER = "it chooses experts (a rule ':router': {keep_float: false} quantises it)"

@@ -64,8 +64,8 @@ class QuantizeReport:
     Attributes:
         method: What was asked for.
         nodes: One entry per node of the operators that were asked for with a constant matrix,
-            in the model's order; then what else reads the float numbers of a quantised one,
-            and mixtures of experts that stay in float. For all others see ``coverage``.
+            in the model's order; then what else reads the float numbers of a quantised one.
+            For all others see ``coverage``.
         coverage: Which share of all weights is quantised, and what holds the rest.
         notes: Things to know that belong to no node.
     """

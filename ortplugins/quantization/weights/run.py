@@ -16,7 +16,7 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ import onnx_ir as ir
 
 from ortplugins.errors import CalibrationError
 from ortplugins.model_io.saving import Progress
-from ortplugins.quantization.experts.qmoe import write_experts
 from ortplugins.quantization.kv_cache import quantize_caches
 from ortplugins.quantization.methods.nearest import Floats
 from ortplugins.quantization.statistics.accumulator import (
@@ -94,29 +93,17 @@ def quantize_graph(
                 progress(done, total, group.weights[0].uses[0].label)
     if calibration is not None:
         _note_unreached(plan)
-    weights = {
-        use.node.outputs[0].name or "": weight
-        for group in plan.groups
-        for weight in group.weights
-        for use in weight.uses
-    }
-    level, writer = recipe.accuracy_level or 0, ScratchWriter(scratch / "experts")
-    joined, notes = write_experts(plan.model, plan.mixtures[0], weights, level, writer)
-    plan.notes.extend(notes)
-    write_codes(plan, recipe, ScratchWriter(scratch / "scales"), joined)
-    return _with_caches(plan, recipe, calibration, joined)
+    write_codes(plan, recipe, ScratchWriter(scratch / "scales"))
+    return _with_caches(plan, recipe, calibration)
 
 
 def _with_caches(
-    plan: WeightPlan,
-    recipe: Recipe,
-    calibration: Calibration | None,
-    joined: Collection[Weight] = (),
+    plan: WeightPlan, recipe: Recipe, calibration: Calibration | None
 ) -> QuantizeReport:
     """Quantise the caches, too, if the recipe says so; report all."""
     if recipe.kv_bits and calibration is not None:
         plan.notes.append(quantize_caches(plan.model, calibration))
-    return reported(plan, recipe, joined)
+    return reported(plan, recipe)
 
 
 def _schedule(
@@ -362,7 +349,7 @@ class _Run:
         for weight in group.weights:
             # onnxruntime (1.32) reads rows of 2 bits that end within a byte wrongly.
             within_byte = weight.form.bits == 2 and weight.N % 4 != 0
-            by_rows = weight.is_table or weight.is_expert or within_byte
+            by_rows = weight.is_table or within_byte
             weight.k_last = self._recipe.quant_format != "QDQ" or by_rows
             weight.floats = self._floats.refer_to(weight.uses[0].tensor)
 
@@ -397,9 +384,8 @@ def _gain_most(groups: Sequence[Group], share: float) -> set[Weight]:
     left = share * sum(weight.elements for weight in weights)
 
     def gain(weight: Weight) -> float:
-        # One that was not measured, or has these bits already, gains nothing; experts have
-        # one form.
-        fixed = weight.is_expert or weight.form.bits >= _MORE_BITS
+        # One that was not measured, or has these bits already, gains nothing.
+        fixed = weight.form.bits >= _MORE_BITS
         added = 0.0 if fixed else np.nan_to_num(weight.errors.added)
         return float(added / weight.elements)
 

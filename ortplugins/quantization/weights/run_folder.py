@@ -116,7 +116,6 @@ class RunFolder:
                 (
                     (weight.name, weight.place),
                     weight.stored_k_last,
-                    weight.layer and weight.layer.name,
                     (dataclasses.asdict(weight.form), weight.k_last),
                 )
                 for weight in group.weights

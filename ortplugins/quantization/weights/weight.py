@@ -2,7 +2,6 @@
 """A weight from the graph to its codes in files, and the weights that share channel scales.
 
     WeightUse   a node, and which of its inputs is the matrix         (uses.py)
-    Layer       where a checkpoint has codes of a weight              (checkpoints)
     Weight      a matrix in one form: its uses, its floats, its codes
     Group       weights that read one activation, and what is known of that
 
@@ -20,7 +19,6 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from ortplugins.quantization.checkpoints.layers import Layer
 from ortplugins.quantization.methods.nearest import (
     BlockFormat,
     Codes,
@@ -32,7 +30,7 @@ from ortplugins.quantization.weights.recipe import METHODS
 from ortplugins.quantization.weights.uses import WeightUse
 from rewrite_rules.weights.bit_packing import unpack_rows
 
-STORED = ("codes", "scales", "zero_points", "offsets")
+STORED = ("codes", "scales", "zero_points")
 """What the codes of a weight are made of, in files."""
 UNREACHED = "no token of the samples reaches it"
 _NOWHERE = TensorReference("", 0, (0,), "uint8")
@@ -64,8 +62,6 @@ class Weight:
     stored_k_last: bool  # the initializer is [N, K]
     form: BlockFormat
     method: str  # by which it gets its codes
-    layer: Layer | None = None  # of a checkpoint, whose codes are taken
-    is_expert: bool = False  # to be in one operator with others, which have the same form
     # Nodes that read it; none in the copy of a worker.
     uses: list[WeightUse] = dataclasses.field(default_factory=list)
     floats: TensorReference = _NOWHERE
@@ -73,7 +69,6 @@ class Weight:
     codes: TensorReference = _NOWHERE  # packed, uint8
     scales: TensorReference = _NOWHERE  # float32 or float16, [blocks, N] or [N, blocks]
     zero_points: TensorReference | None = None  # a byte each, alike; None when symmetric
-    offsets: TensorReference | None = None  # float32 [blocks, N], of the layer; None without
     errors: Errors = _UNMEASURED
 
     @property
@@ -94,8 +89,6 @@ class Weight:
         self.scales = writer.reserve(grid, np.dtype(form.scale_type))
         if not form.is_symmetric:
             self.zero_points = writer.reserve(grid, np.uint8)
-        if self.layer is not None and self.layer.has_offsets:
-            self.offsets = writer.reserve((blocks, self.N), np.float32)
 
     def dequantized(self) -> Floats:
         """Return the matrix that the codes stand for, float32 ``[K, N]``."""
@@ -123,7 +116,6 @@ class Group:
     # Of each activation that tokens of the samples reach: the arrays of ActivationStatistics,
     # or of PairedModels.statistics, by name. None where nothing is calibrated.
     statistics: Sequence[Mapping[str, TensorReference]] = ()
-    energy: Floats | None = None  # [K], mean squares of its channels, by an imatrix
     statistics_key: str = ""  # in the run folder
     threads: int = 1  # that may share the columns of a weight; it changes no bit
     undecided: bool = False  # whether some weights may get more bits later
@@ -136,7 +128,7 @@ class Group:
     @property
     def is_known(self) -> bool:
         """Whether there is anything to calibrate by."""
-        return bool(self.statistics) or self.energy is not None
+        return bool(self.statistics)
 
     @property
     def steps(self) -> tuple[str, ...]:
