@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from builders.quantized_files import FORMATS, dequantised, kinds, read
+from builders.same_numbers import session
 from builders.text_models import model_of, normal
 
 from ortplugins.errors import ModelFileError, QuantizationError
@@ -174,6 +175,16 @@ def test_a_weight_that_others_read_stays_for_them(weights, other, nodes, layout)
     onnx.checker.check_model(proto, full_check=layout != "MatMulNBits")
     assert "W" in [tensor.name for tensor in proto.graph.initializer]
     assert ("Relu" in kinds(proto)) == ("Relu" in nodes)
+
+
+def test_a_weight_whose_sizes_are_read_is_quantised():
+    text = """g (float[P, 12] x) => (float[P, 5] y, int64[2] s, int64 n, int64[1] k) {
+        t = Transpose(W) [m] y = MatMul(x, t) s = Shape(t) n = Size(W) k = Shape<start = 1>(W)
+    }"""
+    proto = read(quantize(model_of(text, LEFT)).model)
+    assert "W" not in [tensor.name for tensor in proto.graph.initializer]
+    _, *sizes = session(proto).run(None, {"x": normal(2, K)})
+    assert [array.tolist() for array in sizes] == [[K, N], K * N, [K]]
 
 
 def test_what_is_between_is_looked_through_and_gone_where_nothing_reads_it():

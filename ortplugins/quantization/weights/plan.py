@@ -22,6 +22,7 @@ from ortplugins.quantization.weights.uses import (
     WeightUse,
     find_uses,
     readers_of,
+    state_sizes,
 )
 from ortplugins.quantization.weights.weight import Group, Weight
 from rewrite_rules.dq_matmulnbits_fusion.kernels import fitting_block_size
@@ -54,6 +55,7 @@ def plan_weights(
     except ValueError as error:
         raise ModelFileError(str(error)) from None
     lift_constants(model)
+    state_sizes(model)
     found = list(find_uses(model, recipe.op_types))
     uses = [use for _, use in found if isinstance(use, WeightUse)]
     labels = [label(node) for node, _ in found]

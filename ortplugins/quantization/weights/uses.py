@@ -16,13 +16,15 @@ import functools
 import re
 from collections.abc import Collection, Iterator
 
+import numpy as np
 import onnx_ir as ir
 
 from ortplugins.quantization.weights.routers import is_router
 from rewrite_rules.dq_matmulnbits_fusion.matmul_operands import Product, read_product
-from rewrite_rules.graph.nodes import label
+from rewrite_rules.graph.nodes import input_of, label
 from rewrite_rules.graph.parameters import constant, int_attribute, source_of
 from rewrite_rules.remarks import Refusal
+from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
 OP_TYPES = ("MatMul", "Gemm", "Gather")
 ROLES = (":head", ":table", ":router")
@@ -103,6 +105,24 @@ class WeightUse:
     def is_router(self) -> bool:
         """Whether the product chooses experts."""
         return self.activation is not None and is_router(self.node.outputs[0])
+
+
+def state_sizes(model: ir.Model) -> None:
+    """Let the sizes of constant matrices be constants: a Shape would keep a table in float."""
+    nodes = (node for node in model.graph.all_nodes() if node.op_type in ("Shape", "Size"))
+    read = ((node, input_of(node, 0)) for node in nodes if not node.domain)
+    held = [node for node, value in read if value and constant(_root(value)[0]) is not None]
+    facts = ProvedShapes(model, on_demand=True) if held else None
+    for node in held:
+        found = facts.integers(node.outputs[0]) if facts else None
+        if found is None or found.constants is None:
+            continue
+        array = np.array(found.constants, np.int64).reshape(found.shape)
+        sizes = ir.node("Constant", [], {"value": ir.tensor(array)}, name=node.name)
+        sizes.outputs[0].type = ir.TensorType(ir.DataType.INT64)
+        replaced = node.outputs, sizes.outputs
+        assert node.graph is not None
+        ir.convenience.replace_nodes_and_values(node.graph, node, [node], [sizes], *replaced)
 
 
 def find_uses(
