@@ -209,7 +209,9 @@ def _slice(site: Site) -> Sequence[Shape]:
     starts, ends, axes, steps = site.slices()
     axes_of(axes, len(dims))
     result = list(dims)
-    for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
+    for place, (start, end, axis, step) in enumerate(
+        zip(starts, ends, axes, steps, strict=True)
+    ):
         dim = dims[axis]
         first, last, size = number(start), number(end), number(dim)
         if size is not None and first is not None and last is not None:
@@ -218,10 +220,9 @@ def _slice(site: Site) -> Sequence[Shape]:
             continue
         elif site.facts.nonempty and (first, last, step) == (0, 1, 1):
             result[axis] = known(1)
-        elif start is None or end is None:
-            result[axis] = site.unknowns.fresh_dim()
         else:
-            result[axis] = site.unknowns.remembered("Slice", dim, start, end, step)
+            bounds = site.element(1, place, start), site.element(2, place, end)
+            result[axis] = site.unknowns.remembered("Slice", dim, *bounds, step)
     return [tuple(result)]
 
 
@@ -285,7 +286,8 @@ def _tile(site: Site) -> Sequence[Shape]:
 def _sizes(site: Site, index: int) -> Dims:
     """The numbers of an input, as sizes."""
     return tuple(
-        site.unknowns.fresh_dim() if size is None else size for size in site.numbers(index)
+        site.unknowns.remembered(site.element(index, place)) if size is None else size
+        for place, size in enumerate(site.numbers(index))
     )
 
 

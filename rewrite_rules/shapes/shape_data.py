@@ -204,10 +204,22 @@ def _one_hot(site: Site) -> Integers | None:
 
 
 def _where(site: Site) -> Integers | None:
-    equal = site.input(0).producer()
-    if equal is None or equal.op_type != "Equal" or equal.domain:
+    condition, shape = site.input(0), site.shape(0)
+    equal = condition.producer()
+    if equal is not None and equal.op_type == "Equal" and not equal.domain:
+        return _broadcast(site, [*equal.inputs, *site.node.inputs[1:]], _chosen)
+    if not isinstance(shape, tuple) or any(dim != known(1) for dim in shape):
         return None
-    return _broadcast(site, [*equal.inputs, *site.node.inputs[1:]], _chosen)
+    either = partial(_either, site, condition)
+    return _broadcast(site, site.node.inputs[1:], either) if len(shape) < 2 else None
+
+
+def _either(site: Site, condition: ir.Value, then: Dim, otherwise: Dim) -> Dim | None:
+    """Return one of two sizes, the same one for one condition."""
+    if then == otherwise:
+        return then
+    sizes = then[0] >= 0 and otherwise[0] >= 0
+    return site.unknowns.remembered("Where", condition, then, otherwise) if sizes else None
 
 
 def _chosen(a: Dim, b: Dim, then: Dim, otherwise: Dim) -> Dim | None:

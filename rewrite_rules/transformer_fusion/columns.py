@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from rewrite_rules.graph.nodes import made_by
+from rewrite_rules.graph.nodes import input_of, made_by
 from rewrite_rules.graph.parameters import constant, constant_ints, int_attribute
 from rewrite_rules.shapes.dimensions import Dims, number
 from rewrite_rules.shapes.evaluator import Array, CannotEvaluate, GraphEvaluator, NodeEvaluator
@@ -93,6 +93,7 @@ def columns(table: ir.Value, facts: ProvedShapes) -> Array:
 
     CannotEvaluate, where sizes are not known.
     """
+    table = _before_rows(table, facts)
     bases, pending = dict[ir.Value, Array](), [table]
     sizes: dict[object, int] = {}
     rng = np.random.default_rng(0)
@@ -110,6 +111,16 @@ def columns(table: ir.Value, facts: ProvedShapes) -> Array:
         if len(seen) > _MAX_NODES:
             raise CannotEvaluate(f"{table.name!r} depends on too much")
     return GraphEvaluator(facts, bases, NodeEvaluator()).array(table)
+
+
+def _before_rows(table: ir.Value, facts: ProvedShapes) -> ir.Value:
+    """Return what rows are taken of: what all of its columns have in common, theirs have."""
+    while (node := made_by(table, "Slice")) is not None and node.inputs[0] is not None:
+        dims, axes = facts.dims(node.inputs[0]), constant_ints(input_of(node, 3))
+        if not dims or not axes or len(dims) - 1 in {axis % len(dims) for axis in axes}:
+            break
+        table = node.inputs[0]
+    return table
 
 
 def _keeps_columns(node: ir.Node, facts: ProvedShapes) -> bool:

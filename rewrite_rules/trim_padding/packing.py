@@ -21,6 +21,7 @@ from rewrite_rules.trim_padding.token_flow import Side, TokenFlow
 _PRODUCTS = frozenset({"MatMul", "MatMulIntegerToFloat", "MatMulNBits"})
 # A region has to save more than its gathers take.
 _MIN_PRODUCTS = 2
+_ZERO_OPSET = 14
 _INT64_MAX = np.iinfo(np.int64).max
 
 
@@ -101,6 +102,7 @@ class _Packing:
         end = op.Where(self._holds, op.integers([_INT64_MAX]), op.integers([0]))
         rows = op.Sub(counts, op.integers(1))
         self._places = op.Slice(rows, op.integers([0]), end)
+        self._order = {node: place for place, node in enumerate(model.graph)}
         # Of sizes that are the same in every run, a value that has them.
         self._like: dict[tuple[bool, Dims], ir.Value] = {}
 
@@ -115,6 +117,11 @@ class _Packing:
             self._unpack(value, inside)
         self._op.register(self._graph)
         self._graph.extend(self._op.nodes)
+
+    def _place(self, value: ir.Value) -> int:
+        """Return where a value of the graph as it was is computed; -1 for inputs."""
+        node = value.producer()
+        return -1 if node is None else self._order.get(node, -1)
 
     def _dims(self, value: ir.Value) -> Dims:
         dims = self._flow.roles.shapes.dims(value)
@@ -162,9 +169,17 @@ class _Packing:
         if outputs:
             value.name = self._names.take(f"{name}_packed")
         places = self._rows(value, self._places, is_packed=True)
-        given = op.Concat(self._sizes, op.integers([width]), axis=0)
-        sizes = op.Where(self._holds, given, self._shape(value, 3, True))
-        whole = op.Reshape(op.Gather(value, places, axis=1), sizes)
+        unpacked = self._like.get((False, self._dims(value)[:2]))
+        if unpacked is not None and self._place(unpacked) < self._place(value):
+            # It has these sizes in each run, packed or not.
+            rows = op.Slice(op.Shape(unpacked), op.integers([0]), op.integers([2]))
+            sizes = op.Concat(rows, op.integers([width]), axis=0)
+        else:
+            given = op.Concat(self._sizes, op.integers([width]), axis=0)
+            sizes = op.Where(self._holds, given, self._shape(value, 3, True))
+        # A size of 0 is no copy of another, which other passes could not know.
+        literal = {"allowzero": 1} if self._flow.opset >= _ZERO_OPSET else {}
+        whole = op.Reshape(op.Gather(value, places, axis=1), sizes, **literal)
         whole.type, whole.shape = value.type, shape
         self._flow.values[whole] = self._flow.value(value)
         for node, i in readers:

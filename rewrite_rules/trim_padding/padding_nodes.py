@@ -119,30 +119,23 @@ class PaddingNodes:
             more = op.Mod(op.Sub(cut, self._length), integers([multiple]))
             cut = op.extreme("Max", op.Sub(cut, more), integers([0]))
         self._cut = cut
+        left = op.Sub(self._length, cut)
+        self._kept = op.Where(op.Equal(cut, integers([0])), integers([_INT64_MAX]), left)
 
     def cut_input(self, value: ir.Value, axes: list[int]) -> None:
         """Have all readers of an input, but for new nodes, read it without padding."""
         readers = [(node, i) for node, i in value.uses() if node.graph is not None]
-        pads = self._pads_of(self._before, value, axes, -1)
-        cut = self._before.Pad(value, pads, _outputs=[self._names.take(f"{value.name}_cut")])
-        cut.type = value.type
+        cut = self._shortened(value, axes, f"{value.name}_cut")
         for node, index in readers:
             node.replace_input_with(index, cut)
 
     def cut_sides(self) -> None:
         """Have tokens meet side values that are computed from whole inputs."""
-        op, integers = self._before, self._before.integers
-        nothing = op.Equal(self._cut, integers([0]))
-        left = op.Sub(self._length, self._cut)
-        kept = op.Where(nothing, integers([_INT64_MAX]), left)
+        op = self._before
         for node, index, value, (axes, how) in _inputs(self._flow.read):
             made = self._whole(value)
             along = [] if how is How.COUNT else places_of(axes)
-            if along:
-                ends = op.joined([kept] * len(along))
-                made = op.Slice(made, integers([0] * len(along)), ends, integers(along))
-                made.type = value.type
-            self._replace(node, index, made)
+            self._replace(node, index, self._shortened(made, along) if along else made)
         for node, index, value, picks in _inputs(self._flow.picked):
             place = self._whole(value)
             if picks is Picks.FLAT:
@@ -152,6 +145,15 @@ class PaddingNodes:
                 place = op.Sub(place, op.Mul(rows, op.Squeeze(self._cut)))
                 place.type = ir.TensorType(ir.DataType.INT64)
             self._replace(node, index, place)
+
+    def _shortened(self, value: ir.Value, along: list[int], name: str | None = None) -> Any:
+        """Return a value without padding: all by Slice, so that passes see equal sizes."""
+        op, integers = self._before, self._before.integers
+        named = {} if name is None else {"_outputs": [self._names.take(name)]}
+        ends = op.joined([self._kept] * len(along))
+        made = op.Slice(value, integers([0] * len(along)), ends, integers(along), **named)
+        made.type = value.type
+        return made
 
     def pad_output(self, value: ir.Value, axes: Mapping[int, Sequence]) -> None:
         """Pad an output to the length that was given.

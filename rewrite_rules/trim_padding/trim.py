@@ -2,7 +2,7 @@
 """Cuts the padding off the inputs of an encoder and gives it back to its outputs.
 
     cut = padded positions behind the longest row of the mask
-    inputs [batch, sequence] -> Pad by -cut -> the model -> Pad by cut -> outputs
+    inputs [batch, sequence] -> Slice up to the cut -> the model -> Pad by cut -> outputs
 
 :mod:`.token_flow` proves that real positions keep their numbers, :mod:`.padding_nodes` asks of
 each batch what that rests on.
