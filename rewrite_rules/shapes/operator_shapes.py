@@ -267,9 +267,22 @@ def _pad(site: Site) -> Sequence[Shape]:
         return []
     result = list(dims)
     for axis, before, after in zip(axes, pads, pads[len(axes) :], strict=False):
-        if before + after:
+        whole = _shifted(site, dims[axis]) if before + after == 1 else None
+        if whole is not None:
+            result[axis] = whole
+        elif before + after:
             result[axis] = site.unknowns.sum((dims[axis], known(before + after)))
     return [tuple(result)]
+
+
+def _shifted(site: Site, dim: Dim) -> Dim | None:
+    """Return the size that one place was taken off by a Slice, at either end."""
+    key = site.unknowns.key(dim[1][0]) if dim[0] == len(dim[1]) == 1 else ()
+    match key:
+        case ("Slice", whole, (first, ()), (last, ()), 1) if site.facts.nonempty:
+            is_one = (first == 1 and _takes_all(last)) or (first, last) == (0, -1)
+            return whole if is_one else None
+    return None
 
 
 def _tile(site: Site) -> Sequence[Shape]:

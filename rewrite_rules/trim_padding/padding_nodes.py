@@ -292,10 +292,12 @@ class PaddingNodes:
             if current in self._wholes:
                 continue
             node = current.producer()
-            tensor = constant(current)
+            tensor, known = constant(current), self._flow.values.get(current)
             if tensor is not None:
                 made = current if node is None else self._before.constant(tensor.numpy())
                 self._wholes[current] = made
+            elif isinstance(known, Side) and not known.varies:
+                self._wholes[current] = self._before.constant(known.arrays[0])
             elif node is None:
                 self._wholes[current] = self._whole_input(current)
             elif self._counts_tokens(node):

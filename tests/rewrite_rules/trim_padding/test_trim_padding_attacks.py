@@ -55,6 +55,8 @@ INPUTS = {
     "other_mask": (["texts", "places"], "int64"),
     "biases": ([1, 1, "queries", "keys"], "float"),
 }
+# Of operators, the first that has them as they are written; a number of keys is of 24.
+OPSETS = {"= Attention<": 24, "RotaryEmbedding": 23, "ScatterElements": 18}
 ROWS = [("111", "11111"), ("1", "1"), ("00111", "1"), ("000", "11"), ("1" * 300, "1" * 4)]
 
 
@@ -78,12 +80,11 @@ def attack(name: str, *change: str) -> onnx.ModelProto:
     head, extra = with_literals(case.nodes.replace(*change) if change else case.nodes)
     text = f"{mask} {head}"
     extra |= {name: array for name, array in CONSTANTS.items() if name in text}
-    # The standard Attention is of opset 23, its number of keys of 24.
     model = encoder(
         mask,
         head,
         extra=extra,
-        opset=24 if "= Attention<" in text or "RotaryE" in text else 17,
+        opset=max([17, *(opset for name, opset in OPSETS.items() if name in text)]),
     )
     for name, (shape, kind) in INPUTS.items():
         if f" {name})" in text or f"({name}" in text:
