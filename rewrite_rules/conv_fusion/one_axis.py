@@ -2,7 +2,8 @@
 """Convolutions along one axis in the forms that have fast kernels on a CPU.
 
     DepthwiseLine   Conv(x[N, C, T], w[C, 1, k])  -> Squeeze(Conv(Unsqueeze(x), w[C, 1, 1, k]))
-    FourierFrames   STFT(x[N, T, 1], step, window) -> Conv with the transform's own weights
+    FourierFrames   STFT(x[N, T] or x[N, T, 1], step, window)
+                        -> Conv with the transform's own weights
 
 onnxruntime's blocked kernels take two axes. Its STFT of frames whose length is no power of two
 runs three transforms for each, and loses digits. Both rules go by measured sizes (onnxruntime
@@ -93,9 +94,10 @@ class FourierFrames(FoldingRule):
     def find(self, out: ir.Value, **values: ir.Value) -> tuple[int, Float64]:
         """Return the step, and the window."""
         node, shapes = producer(out), self._folding.shapes
-        dims = shapes.dims(values["x"], 3)
-        if dims is None or dims[2] != (1, ()) or out.dtype != ir.DataType.FLOAT:
-            raise Differs("its input is not known to be float32 of [N, T, 1]")
+        dims = shapes.dims(values["x"])
+        is_real = dims is not None and (len(dims) == 2 or dims[2:] == ((1, ()),))
+        if not is_real or out.dtype != ir.DataType.FLOAT:
+            raise Differs("its input is not known to be float32 of [N, T] or [N, T, 1]")
         step = constant_ints(values["c"])
         window, stated = input_of(node, 2), constant_ints(input_of(node, 3))
         if input_of(node, 3) is not None and stated is None:
@@ -122,7 +124,10 @@ class FourierFrames(FoldingRule):
         assert isinstance(graph, ir.Graph)
         weight = parts.reshape(2 * bins, 1, length)
         constant = linears.new_constant(graph, f"{label(node)}.frames", weight)
-        channels = op.Transpose(x, perm=[0, 2, 1])
+        if len(self._folding.shapes.dims(x) or ()) == 2:
+            channels = op.Unsqueeze(x, op.Constant(value_ints=[1]))
+        else:
+            channels = op.Transpose(x, perm=[0, 2, 1])
         frames = op.Conv(channels, constant, strides=[step], _name=node.name)
         pairs = op.Transpose(frames, perm=[0, 2, 1])
         self._folding.fired(node, f"frames of {length} are a convolution")
