@@ -11,6 +11,8 @@ import onnx
 import onnx_ir as ir
 
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
+from rewrite_rules.graph.int8_moves import OPSET as INT8_OPSET
+from rewrite_rules.graph.int8_moves import move_int8_codes
 from rewrite_rules.graph.nodes import all_nodes, inline_functions, label, walk
 from rewrite_rules.graph.parameters import ints_attribute
 
@@ -76,6 +78,8 @@ def convert_opset(model: ir.Model, opset: int) -> str:
         noted = {label(node): node.metadata_props for node in walk(model.graph)}
         for node in walk(converted.graph):
             node.metadata_props.update(noted.get(label(node), {}))
+    if given < INT8_OPSET <= opset:
+        move_int8_codes(converted)
     model.graph = converted.graph
     model.functions.clear()
     return ""

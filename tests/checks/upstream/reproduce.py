@@ -54,6 +54,10 @@ TEXTS = {
     "other_output_type": """(float16[1, 64] half) => (float16[1, 32] y) {
         d = DequantizeLinear <axis = 0, block_size = 32, output_dtype = 10> (w, s)
         y = MatMul (half, d) }""",
+    # int8 codes whose floats a Transpose moves.
+    "int8_moves": """(float[1, 64] x) => (float[64, 1] y) <float f = {0.1}, int8 z = {0}> {
+        q = QuantizeLinear (x, f, z)  d = DequantizeLinear (q, f, z)
+        t = Transpose (d)  y = Sin (t) }""",
     # A matrix with transA, times a vector.
     "transposed_matrix": """(float[64] vector, float[64, 8] matrix)
         => (float[8] y, float[8] z) {

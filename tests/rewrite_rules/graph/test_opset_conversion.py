@@ -6,6 +6,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from builders.dequantized_models import assert_same_outputs
+from builders.same_numbers import session
 from builders.text_models import model_of, normal
 
 from rewrite_rules.graph.opset_conversion import convert_opset
@@ -30,6 +31,34 @@ def test_numbers_stay_in_subgraphs_too(opset: int, caplog: pytest.LogCaptureFixt
     assert model.opset_imports[""] == 23
     assert not caplog.records
     assert_same_outputs(model, ir.to_proto(given), X)
+
+
+MOVES = {
+    "Transpose": "y = Transpose<perm = [1, 0]>(d)",
+    "Slice": "y = Slice(d, one, two, one)",
+    "two": "t = Transpose<perm = [1, 0]>(d) y = Unsqueeze(t, one)",
+    "two readers": "a = Reshape(d, minus) b = Reshape(d, minus) y = Sub(a, b)",
+    "beside others": "t = Transpose<perm = [1, 0]>(d) p = MatMul(d, t) y = Squeeze(p)",
+    "MaxPool": "i = Unsqueeze(d, none) y = MaxPool<kernel_shape = [2], strides = [2]>(i)",
+    "in a branch": """y = If(yes) <then_branch = t () => (a) { a = Transpose(d) },
+        else_branch = e () => (b) { b = Relu(d) }>""",
+}
+
+
+@pytest.mark.parametrize("nodes", MOVES.values(), ids=MOVES)
+def test_int8_codes_are_moved_themselves(nodes: str):
+    """onnxruntime 1.32 opens no such model of opset 21 (``int8_moves`` of reproduce.py)."""
+    text = f"""g (float[8, 4] x) => (float y) <float s = {{0.05}}, int8 z = {{3}},
+        int64[1] one = {{1}}, int64[1] two = {{2}}, int64[1] minus = {{-1}},
+        int64[1] none = {{0}}, bool yes = {{1}}> {{
+        q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) {nodes} }}"""
+    model, given = (model_of(text, opset=17, ir_version=8) for _ in range(2))
+    for each in (model, given):
+        each.graph.outputs[0].shape = None
+    assert convert_opset(model, 23) == ""
+    x = {"x": normal(8, 4)}
+    (found,) = session(model, optimised=True).run(None, x)
+    np.testing.assert_array_equal(found, session(given).run(None, x)[0])
 
 
 @pytest.mark.parametrize("opset", [13, 15, 17])
