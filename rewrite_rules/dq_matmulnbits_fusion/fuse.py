@@ -14,7 +14,12 @@ import onnx_ir as ir
 
 from rewrite_rules.dq_matmulnbits_fusion.fusion_run import FusionOptions, FusionRun
 from rewrite_rules.dq_matmulnbits_fusion.gather_rule import GatherToGatherBlockQuantized
-from rewrite_rules.dq_matmulnbits_fusion.matmul_rules import AddBias, MultiplyByWeight
+from rewrite_rules.dq_matmulnbits_fusion.matmul_rules import (
+    AddBias,
+    ConvolveByWeight,
+    MultiplyByWeight,
+)
+from rewrite_rules.dq_matmulnbits_fusion.native_fusion import computes_in_integers
 from rewrite_rules.graph.nodes import (
     all_nodes,
     inline_functions,
@@ -55,6 +60,7 @@ def fuse(
     rules = [GatherToGatherBlockQuantized.rule(run), *AddBias.rule(run).commute()]
     for op_type in ("MatMul", "FusedMatMul", "Gemm"):
         rules += [MultiplyByWeight.rule(run, op_type, index) for index in (1, 0)]
+    rules += [ConvolveByWeight.rule(run, op_type) for op_type in ("Conv", "ConvTranspose")]
     left = {node for function in model.functions.values() for node in walk(function.graph)}
     DispatchingRuleSet(rules, lambda node: node not in left).apply_to_model(model)
     _remark_unfused(model, run)
@@ -112,4 +118,7 @@ def _uses(node: ir.Node, run: FusionRun) -> Iterator[str]:
             renames = index == 0 and len(reader.outputs) == 1 and is_layout_op(reader)
             if not renames and not run.was_reported(reader, node):
                 what = f"it feeds input {index} of {reader.op_type} {label(reader)!r}"
-                yield f"{what}: weights of MatMul, Gemm and Gather fuse"
+                if computes_in_integers(reader):
+                    run.context.remarks.note(label(node), f"{what}, in integers")
+                else:
+                    yield f"{what}: weights of MatMul, Gemm, Gather and Conv fuse"

@@ -152,6 +152,46 @@ def test_a_bias_that_products_share_is_scaled_for_each():
     assert_same_outputs(model, expected, {"x": case.feed(8)}, rtol=1e-5, atol=1e-3)
 
 
+IN, OUT = (
+    f"{codes} = QuantizeLinear({given}, t, u) {made} = DequantizeLinear({codes}, t, u) "
+    for codes, given, made in (("q", "x", "h"), ("p", "c", "y"))
+)
+CONVOLUTIONS = {
+    "in float": ("y = Conv<pads = [1, 1, 1, 1]>(x, d, b)", "fired"),
+    "transposed": ("y = ConvTranspose(x, d, b)", "fired"),
+    "of codes, a float result": (f"{IN} y = Conv(h, d, b)", "fired"),
+    "of floats, codes as a result": (f"c = Conv(x, d, b) {OUT}", "fired"),
+    "in integers": (f"{IN} e = Conv(h, d, b) c = Relu(e) {OUT}", "refused"),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_the_weight_of_a_float_convolution_is_a_float_constant(name: str):
+    nodes, outcome = CONVOLUTIONS[name]
+    rng = np.random.default_rng(0)
+    constants = {
+        "w": rng.integers(-127, 127, (8, 8, 3, 3)).astype(np.int8),
+        "s": rng.random(8, np.float32), "z": np.zeros(8, np.int8), "t": np.float32(0.05),
+        "u": np.uint8(128), "b": rng.random(8, np.float32),
+    }  # fmt: skip
+    text = f"d = DequantizeLinear<axis = 0>(w, s, z) {nodes}"
+    proto = text_model(text, constants, {"x": (1, ["n", 8, 6, 6])}, opset=17)
+    model = ir.from_proto(proto)
+    (remark,) = fuse_weights(model, FusionOptions(**FLOAT))
+    assert remark.outcome == outcome
+    assert "every inference" not in remark.reason
+    x = {"x": rng.standard_normal((2, 8, 6, 6)).astype(np.float32)}
+    np.testing.assert_array_equal(run(model, x)[0], run(proto, x)[0])
+
+
+def test_constants_of_operators_in_integers_are_noted():
+    """onnxruntime makes a QLinearAdd: nothing is unpacked in a run."""
+    text = f"d = DequantizeLinear(k, t, u) {IN} c = Add(h, d) {OUT}"
+    constants = {"k": np.full(8, 9, np.uint8), "t": np.float32(0.05), "u": np.uint8(128)}
+    remarks = fuse_weights(ir.from_proto(text_model(text, constants, {"x": (1, ["n", 8])})))
+    assert [remark.outcome for remark in remarks] == ["note"]
+
+
 REFUSALS = text_cases(Path(__file__).with_name("refusals.txt"))
 CONSTANTS = {
     "w": np.ones((8, 64), np.uint8),
