@@ -26,9 +26,7 @@ __all__ = [
     "registered_passes",
 ]
 
-from typing import TYPE_CHECKING
-
-from session_options.lazy_names import lazy_names
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from session_options.builtin_passes.conv_fusion import ConvFusion
@@ -40,7 +38,8 @@ if TYPE_CHECKING:
     from session_options.builtin_passes.shape_size_reorder import ShapeSizeReorder
     from session_options.builtin_passes.transformer_fusion import TransformerFusion
     from session_options.builtin_passes.trim_padding import TrimPadding
-    from session_options.keys import OptionError, enable_key, option, option_key
+    from session_options.entries import enable_key, option_key
+    from session_options.keys import OptionError, option
     from session_options.passes import Pass
     from session_options.plan import Plan, configure, read
     from session_options.registry import PassWarning, registered_passes
@@ -48,19 +47,35 @@ if TYPE_CHECKING:
 _BUILTIN = "session_options.builtin_passes"
 
 # A start pays for the passes that it switches on, and for no other.
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        f"{_BUILTIN}.conv_fusion": ("ConvFusion",),
-        f"{_BUILTIN}.dq_matmulnbits_fusion": ("DqMatMulNBitsFusion",),
-        f"{_BUILTIN}.mixed_precision_boundaries": ("MixedPrecisionBoundaries",),
-        f"{_BUILTIN}.prepacked_weights": ("PrepackedWeights",),
-        f"{_BUILTIN}.shape_size_reorder": ("ShapeSizeReorder",),
-        f"{_BUILTIN}.transformer_fusion": ("TransformerFusion",),
-        f"{_BUILTIN}.trim_padding": ("TrimPadding",),
-        "session_options.keys": ("OptionError", "enable_key", "option", "option_key"),
-        "session_options.passes": ("Pass",),
-        "session_options.plan": ("Plan", "configure", "read"),
-        "session_options.registry": ("PassWarning", "registered_passes"),
-    },
-)
+_MODULES = {
+    "ConvFusion": f"{_BUILTIN}.conv_fusion",
+    "DqMatMulNBitsFusion": f"{_BUILTIN}.dq_matmulnbits_fusion",
+    "MixedPrecisionBoundaries": f"{_BUILTIN}.mixed_precision_boundaries",
+    "OptionError": "session_options.keys",
+    "Pass": "session_options.passes",
+    "PassWarning": "session_options.registry",
+    "Plan": "session_options.plan",
+    "PrepackedWeights": f"{_BUILTIN}.prepacked_weights",
+    "ShapeSizeReorder": f"{_BUILTIN}.shape_size_reorder",
+    "TransformerFusion": f"{_BUILTIN}.transformer_fusion",
+    "TrimPadding": f"{_BUILTIN}.trim_padding",
+    "configure": "session_options.plan",
+    "enable_key": "session_options.entries",
+    "option": "session_options.keys",
+    "option_key": "session_options.entries",
+    "read": "session_options.plan",
+    "registered_passes": "session_options.registry",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

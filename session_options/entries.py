@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""The session entries that a start depends on, read as they were given.
+"""The names of session entries, and which passes and options of ours there are.
 
-``SessionOptions`` cannot list its entries, and to ask for one that was never set takes an
-exception of onnxruntime's, 50 microseconds of a start. So only the options of passes that are
-switched on are asked for. No pass of ours is imported: ``OPTIONS`` names their options, and a
-test compares it with the classes.
+A start from the cache knows these without importing a pass: ``OPTIONS`` names the options of
+each, and a test compares it with the classes.
 """
 
 from __future__ import annotations
@@ -12,11 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from session_options.passes import Pass
+from collections.abc import Callable, Mapping
 
 ENTRY_POINT_GROUP = "ortplugins.passes"
 NO_ENTRY_POINTS = "ORTPLUGINS_NO_ENTRY_POINTS"
@@ -31,7 +25,7 @@ IN_MEMORY_KEY = f"{PREFIX}.in_memory"
 _PACKAGE = "session_options.builtin_passes"
 
 # Our pass classes by name, or where they are: a start imports those that it builds with.
-BUILTIN_PASSES: dict[str, str | type[Pass]] = {
+BUILTIN_PASSES: dict[str, str | type] = {
     "trim_padding": f"{_PACKAGE}.trim_padding:TrimPadding",
     "mixed_precision_boundaries": (
         f"{_PACKAGE}.mixed_precision_boundaries:MixedPrecisionBoundaries"
@@ -130,40 +124,6 @@ def option_key(pass_name: str, option_name: str) -> str:
     return f"{PREFIX}.{pass_name}.{option_name}"
 
 
-def pass_names() -> tuple[str, ...]:
-    """Return the names of all passes, ours first; nothing of other packages is imported."""
-    return (*BUILTIN_PASSES, *_names_of_others())
-
-
-def given_entries(ask: Lookup, switched: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return ours of the entries that a session was given; none where no pass is on.
-
-    Args:
-        ask: Returns an entry of the session's options.
-        switched: Entries that count for options which name no pass themselves.
-    """
-    enabling = {enable_key(name): name for name in pass_names()}
-    own = _found(ask, (HINT_KEY, *enabling))
-    entries = own
-    if switched is not None and not (own.get(HINT_KEY) or own.keys() & enabling.keys()):
-        entries = {**switched}
-    on = [name for key, name in enabling.items() if entries.get(key, "0") != "0"]
-    if hint := entries.get(HINT_KEY):
-        from session_options.presets import PRESETS
-
-        on += PRESETS[hint].passes if hint in PRESETS else ()
-    elif not on:
-        return {}
-    general = (CACHE_DIR_KEY, CACHE_LIMIT_KEY, STRICT_KEY, BAKE_KEY, IN_MEMORY_KEY)
-    keys = [key for name in on for key in _option_keys(name)]
-    return {**entries, **_found(ask, (*general, *keys))}
-
-
-def entries_of_onnxruntime(ask: Lookup) -> dict[str, str]:
-    """Return those of onnxruntime's entries that an optimised model depends on."""
-    return _found(ask, (DATA_FOLDER_KEY, *OF_ONNXRUNTIME))
-
-
 def is_default(key: str, text: str) -> bool:
     """Whether an entry of one of our passes says what counts without it, too."""
     _, _, rest = key.partition(".")
@@ -173,23 +133,18 @@ def is_default(key: str, text: str) -> bool:
     return OPTIONS.get(name, {}).get(option) == text
 
 
-def _names_of_others() -> tuple[str, ...]:
-    """Return the names of the passes of installed packages; where there is none, quickly."""
-    if os.environ.get(NO_ENTRY_POINTS) == "1":
-        return ()
-    if not _is_group_declared(tuple(entry for entry in sys.path if isinstance(entry, str))):
-        return ()
-    from session_options.registry import names_of_entry_points
+def are_passes_installed() -> bool:
+    """Whether an installed package may have passes: its metadata names our entry points.
 
-    return names_of_entry_points()
+    ``importlib.metadata`` says the same and takes tens of milliseconds to import.
+    """
+    if os.environ.get(NO_ENTRY_POINTS) == "1":
+        return False
+    return _is_group_declared(tuple(entry for entry in sys.path if isinstance(entry, str)))
 
 
 @functools.cache
 def _is_group_declared(path: tuple[str, ...]) -> bool:
-    """Whether the metadata of a package on a path names our group of entry points.
-
-    ``importlib.metadata`` says the same and takes tens of milliseconds to import.
-    """
     for entry in path:
         folder = entry or os.curdir
         try:
@@ -211,21 +166,3 @@ def _is_group_declared(path: tuple[str, ...]) -> bool:
             finally:
                 os.close(file)
     return False
-
-
-def _option_keys(name: str) -> Iterable[str]:
-    if name in OPTIONS:
-        return [option_key(name, option) for option in OPTIONS[name]]
-    from session_options.keys import options_of
-    from session_options.registry import find
-
-    if (cls := find(name)) is None:
-        return ()
-    specs = options_of(cls)
-    own = [option_key(name, spec.name) for spec in specs]
-    return [*own, *(spec.onnxruntime_key for spec in specs if spec.onnxruntime_key)]
-
-
-def _found(ask: Lookup, keys: Iterable[str]) -> dict[str, str]:
-    pairs = ((key, ask(key)) for key in keys)
-    return {key: text for key, text in pairs if text is not None}

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from session_options import keys
 from session_options.entries import HINT_KEY as HINT_KEY
-from session_options.entries import pass_names
 from session_options.keys import PREFIX, Option, OptionError, Scalar
 from session_options.passes import Pass
 from session_options.presets import PRESETS
-from session_options.registry import check_name, find, resolve
+from session_options.registry import check_name, find, pass_names, resolve
 
 if TYPE_CHECKING:
     from session_options.keys import Lookup, SessionConfig

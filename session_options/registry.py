@@ -8,7 +8,11 @@ import importlib
 from typing import TYPE_CHECKING
 
 from session_options.caller_warnings import warn_caller
-from session_options.entries import BUILTIN_PASSES, ENTRY_POINT_GROUP, pass_names
+from session_options.entries import (
+    BUILTIN_PASSES,
+    ENTRY_POINT_GROUP,
+    are_passes_installed,
+)
 from session_options.keys import OptionError, closest
 from session_options.passes import Pass
 
@@ -18,6 +22,12 @@ if TYPE_CHECKING:
 
 class PassWarning(UserWarning):
     """A pass of another package cannot be used."""
+
+
+def pass_names() -> tuple[str, ...]:
+    """Return the names of all passes, ours first; nothing of other packages is imported."""
+    others = sorted(_installed_entry_points()) if are_passes_installed() else ()
+    return (*BUILTIN_PASSES, *others)
 
 
 def registered_passes() -> dict[str, type[Pass]]:
@@ -67,11 +77,6 @@ def version_of(name: str) -> str:
     """Return the version of the package that a pass comes from; empty for ours."""
     point = None if name in BUILTIN_PASSES else _installed_entry_points().get(name)
     return "" if point is None or point.dist is None else point.dist.version
-
-
-def names_of_entry_points() -> tuple[str, ...]:
-    """Return the names of the passes of installed packages."""
-    return tuple(sorted(_installed_entry_points()))
 
 
 @functools.cache

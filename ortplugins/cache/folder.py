@@ -11,7 +11,7 @@
     <root>/locks/<model>.lock               held by the process that builds
 
 Each import takes part of a millisecond of a start: this module makes do with what onnxruntime
-has imported, and ``zlib``.
+has imported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import os
 import stat
 import sys
 import time
-import zlib
 from collections.abc import Sequence
 
 try:
@@ -119,7 +118,7 @@ def digest_of(content: bytes) -> str:
 
 @functools.cache
 def processor() -> str:
-    """Return a checksum of the processor's architecture and instruction sets."""
+    """Return what names the processor's architecture and instruction sets."""
     try:
         file = os.open("/proc/cpuinfo", os.O_RDONLY)
         try:
@@ -136,7 +135,7 @@ def processor() -> str:
 
         flags = repr(sorted(__cpu_features__.items())).encode()
     architecture = os.uname().machine if hasattr(os, "uname") else ""
-    return f"{architecture} {zlib.crc32(flags):08x}"
+    return f"{architecture} {digest_of(flags)}"
 
 
 def state_of(path: str | os.PathLike[str]) -> str:
@@ -154,13 +153,13 @@ def _state_of_open(file: int) -> str:
     A checksum of pages spread over it is a part: file systems without a change time of their
     own (squashfs, say, with every time set to one date) could show two files alike.
     """
-    status, checksum = os.fstat(file), 0
+    status, sampled = os.fstat(file), blake2b(digest_size=8)
     for number in range(_SAMPLED_PAGES if status.st_size > _PAGE_BYTES else 1):
         os.lseek(file, number * (status.st_size // _SAMPLED_PAGES), os.SEEK_SET)
-        checksum = zlib.crc32(os.read(file, _PAGE_BYTES), checksum)
+        sampled.update(os.read(file, _PAGE_BYTES))
     changed = max(status.st_mtime_ns, status.st_ctime_ns)
     place = f"{status.st_dev} {status.st_ino}"
-    return f"{status.st_size} {checksum} {place} {status.st_mtime_ns} {changed}"
+    return f"{status.st_size} {sampled.hexdigest()} {place} {status.st_mtime_ns} {changed}"
 
 
 def file_digest(path: str | os.PathLike[str], root: str) -> str:
@@ -239,8 +238,8 @@ def _places(root: str) -> Sequence[str]:
 
 
 def _path_in_index(root: str, name: str, suffix: str) -> str:
-    checksum = zlib.crc32(name.encode("utf-8", "surrogateescape"))
-    return os.path.join(root, INDEX, f"{checksum:08x}{suffix}")
+    digest = digest_of(name.encode("utf-8", "surrogateescape"))
+    return os.path.join(root, INDEX, digest + suffix)
 
 
 def _recall(root: str, name: str, suffix: str = "") -> list[str] | None:
@@ -298,4 +297,4 @@ def write_fields(path: str | os.PathLike[str], fields: Sequence[str]) -> None:
 
 
 def _checksum(content: bytes) -> bytes:
-    return b"%08x" % zlib.crc32(content)
+    return digest_of(content).encode()

@@ -48,7 +48,7 @@ _SAID_BY_BUILDER = (
 )  # fmt: skip
 _NAMES = {
     "entries": re.compile("[0-9a-f]{40}"),
-    "index": re.compile(r"[0-9a-f]{8}(\.data)?(\.[0-9]+\.[0-9]+)?"),
+    "index": re.compile(r"[0-9a-f]{40}(\.data)?(\.[0-9]+\.[0-9]+)?"),
     "building": re.compile(r"[0-9a-f]{16}\..+"),
     "locks": re.compile(r"[0-9a-f]{16}\.lock"),
 }

@@ -37,6 +37,7 @@ import numpy.typing as npt
 
 from ortplugins.runtime.child_process import child_environment, child_python
 from ortplugins.runtime.machine import process_memory
+from session_options.entries import STRICT_KEY
 
 _SCRIPT = Path(__file__).with_name("session_process.py")
 # Runs of each process that are not counted: buffers are allocated, late weights packed.
@@ -205,10 +206,16 @@ class SessionProcess:
 
     def open(self, candidate: Candidate) -> Started:
         """Open the session."""
+        settings = dict(candidate.settings)
+        session = "onnxruntime:InferenceSession"
+        if any(name.startswith("ortplugins.") for name in settings):
+            session = "ortplugins:InferenceSession"
+            settings[STRICT_KEY] = "1"
         job = {
             **vars(candidate),
             "model": os.path.abspath(candidate.model),
-            "settings": dict(candidate.settings),
+            "settings": settings,
+            "session": session,
         }
         answer = self._ask("onnxruntime refuses it", do="open", **job)
         private = process_memory(self.pid).private

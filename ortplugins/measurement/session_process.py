@@ -6,7 +6,8 @@ nothing of ortplugins, which would count as its memory.
 
 Each line of standard input is a command, each line of standard output its answer, in JSON::
 
-    {"do": "open", "model": ..., ...}     {"seconds": 0.1, "report": {...}, "modules": [...]}
+    {"do": "open", "session": "module:class", "model": ..., ...}
+                                          {"seconds": 0.1, "report": {...}, "modules": [...]}
     {"do": "run", "feed": "x.npz", ...}   {"seconds": 0.001}, the median of its runs
     {"do": "call", "function": "module:name", "arguments": {...}}       {"result": ...}
     {"do": "peak"}                        {"bytes": 123}
@@ -59,13 +60,9 @@ class _Child:
         self._feeds: dict[str, dict[str, Any]] = {}
 
     def open(self, **job: Any) -> dict[str, Any]:
-        make, others = self._onnxruntime.InferenceSession, {"enable_fallback": 0}
-        if any(name.startswith("ortplugins.") for name in job["settings"]):
-            # Before there are options, as programs do: it notes what is set on them.
-            import ortplugins
-
-            job["settings"]["ortplugins.strict"] = "1"
-            make, others = ortplugins.InferenceSession, {}
+        module, _, name = job["session"].partition(":")
+        make = getattr(importlib.import_module(module), name)
+        others = {} if module == "ortplugins" else {"enable_fallback": 0}
         options = self._options(job)
         providers = [x if isinstance(x, str) else tuple(x) for x in job["providers"]]
         start = time.perf_counter()

@@ -19,12 +19,8 @@ import onnxruntime
 
 from ortplugins.cache.artifact import REPORT, Artifact, Wanted, find_artifact
 from ortplugins.runtime.copied_options import CopiedOptions, entry_of
-from session_options.entries import (
-    DATA_FOLDER_KEY,
-    HINT_KEY,
-    entries_of_onnxruntime,
-    given_entries,
-)
+from session_options.entries import DATA_FOLDER_KEY, HINT_KEY
+from session_options.given import entries_of_onnxruntime, given_entries
 
 if TYPE_CHECKING:
     from ortplugins.cache.build import Built

@@ -21,7 +21,8 @@ from ortplugins.report import Report
 from ortplugins.runtime.copied_options import entry_of
 from ortplugins.runtime.stock_session import optimization_level_of
 from session_options import DqMatMulNBitsFusion, OptionError, Pass, PrepackedWeights
-from session_options.entries import CACHE_DIR_KEY, entries_of_onnxruntime, given_entries
+from session_options.entries import CACHE_DIR_KEY
+from session_options.given import entries_of_onnxruntime, given_entries
 from session_options.plan import entries_of, read_plan
 
 _PROVIDERS = ("CPUExecutionProvider",)

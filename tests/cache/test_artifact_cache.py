@@ -432,7 +432,7 @@ def test_what_is_no_entry_is_pruned(model_path, cache_dir):
     (entry,) = cache.entries()
     (entry.folder / "artifact").write_text("{}")
     (cache_dir / "index").mkdir(exist_ok=True)
-    (cache_dir / "index" / "01234567.12.34").write_text("")
+    (cache_dir / "index" / f"{'0' * 40}.12.34").write_text("")
     assert cache.entries() == []
     for path in (entry.folder, entry.folder / "artifact", *cache.own("index")):
         os.utime(path, (time.time() - 10 * 86400,) * 2)

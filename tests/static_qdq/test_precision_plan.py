@@ -11,8 +11,8 @@ from builders.dequantized_models import run as run_model
 from builders.text_models import model_of, normal
 
 from ortplugins.errors import CalibrationError, QuantizationError
-from ortplugins.quantization import plan_precision
 from ortplugins.static_qdq import switched_model
+from ortplugins.static_qdq.plan import plan_precision
 from ortplugins.static_qdq.quantize_static import quantize_static_mixed
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedGraph
