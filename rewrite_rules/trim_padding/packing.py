@@ -103,8 +103,9 @@ class _Packing:
         rows = op.Sub(counts, op.integers(1))
         self._places = op.Slice(rows, op.integers([0]), end)
         self._order = {node: place for place, node in enumerate(model.graph)}
-        # Of sizes that are the same in every run, a value that has them.
+        # Of sizes that are the same in every run, the first value that has them.
         self._like: dict[tuple[bool, Dims], ir.Value] = {}
+        self._order = {node: i for i, node in enumerate(model.graph)}
 
     def apply(self, packed: list[ir.Node]) -> None:
         inside = set(packed)
@@ -122,6 +123,11 @@ class _Packing:
         """Return where a value of the graph as it was is computed; -1 for inputs."""
         node = value.producer()
         return -1 if node is None else self._order.get(node, -1)
+
+    def _is_before(self, value: ir.Value, node: ir.Node) -> bool:
+        """Whether a value is computed before a node, and so not from it."""
+        producer = value.producer()
+        return producer is None or self._order[producer] < self._order.get(node, 0)
 
     def _dims(self, value: ir.Value) -> Dims:
         dims = self._flow.roles.shapes.dims(value)
@@ -158,7 +164,7 @@ class _Packing:
         readers = []
         for node, i in [(node, i) for node, i in value.uses() if node not in inside]:
             like = self._like.get((False, self._dims(value)))
-            if node.op_type == "Shape" and like is not None:
+            if node.op_type == "Shape" and like is not None and self._is_before(like, node):
                 node.replace_input_with(i, like)
             else:
                 readers.append((node, i))

@@ -43,7 +43,7 @@ PARTS = {
     "ColBERT": "ColBERT: a normalised vector for each token, times the mask",
     "the last token": "the last token, by the sum of the mask (GTE, E5 of Mistral)",
     "causal, the last token": "the same behind causal attention (Qwen3-Embedding)",
-    "the last token by flip and ArgMax": "the last token, by flip and ArgMax (sentence-transformers)",
+    "the last token by flip and ArgMax": "the last token, by flip (sentence-transformers)",
     "weights by ids under the mask": "sparse weights by ids, under the mask",
     "weights by ids, of padding too": "the same without the mask (bge-m3)",
     "tokens without the first": "token vectors without the first (bge-m3)",

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from builders.encoders import ADDITIVE, BOOLEAN, FIRST, MEAN, UNMASKED, batch, encoder
+from builders.encoders import ADDITIVE, BOOLEAN, FIRST, MEAN, TOKENS, UNMASKED, batch, encoder
 from builders.exports import ENCODERS, exported, optimized
 from builders.same_numbers import session
 from builders.sessions import options, start
@@ -132,6 +132,15 @@ def test_any_mask_shape_and_head(given, options, computed):
     assert declared(result) == declared(model)
     assert computed_length(result, feed) == computed
     assert_same(result, model, feed)
+
+
+@pytest.mark.parametrize("head", [FIRST, MEAN, TOKENS])
+def test_outputs_are_declared_as_they_were(head):
+    model = encoder(head=head)
+    sizes = ["rows", "places", "features"] if head == TOKENS else ["rows", "features"]
+    shaped = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, sizes)
+    model.graph.output[0].CopyFrom(shaped)
+    assert declared(trimmed(model).model) == declared(model)
 
 
 def test_few_nodes_are_added_and_lengths_inside_are_not_known():
