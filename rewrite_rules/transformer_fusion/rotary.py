@@ -25,6 +25,7 @@ import onnx_ir as ir
 from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
 
 from rewrite_rules.graph.nodes import input_of, label, made_by, producer
+from rewrite_rules.graph.parameters import int_attribute
 from rewrite_rules.remarks import Refusal, Remarks
 from rewrite_rules.shapes.dimensions import number
 from rewrite_rules.shapes.evaluator import Array, CannotEvaluate
@@ -195,7 +196,16 @@ class SplitRotary(Rotary):
     def pattern(self, op, first, second, cos, sin):  # type: ignore[no-untyped-def, override]
         low = op.Sub(op.Mul(first, cos), op.Mul(second, sin))
         high = op.Add(op.Mul(second, cos), op.Mul(first, sin))
-        return op.Concat(low, high, axis=-1, _outputs=["out"])
+        return op.Concat(low, high, _allow_other_attributes=True, _outputs=["out"])
+
+    def check(  # type: ignore[override]
+        self, context: MatchContext, out: ir.Value, **bound: ir.Value
+    ) -> MatchResult:
+        """Look at the axis first: no other joins the halves of heads."""
+        axis, dims = int_attribute(producer(out), "axis", 0), self._facts.dims(out)
+        if axis == -1 or (dims is not None and axis == len(dims) - 1):
+            return super().check(context, out, **bound)
+        return MatchResult().fail("it does not join along the last axis", producer(out))
 
     def _parts(  # type: ignore[override]
         self, first: ir.Value, second: ir.Value, **_: object

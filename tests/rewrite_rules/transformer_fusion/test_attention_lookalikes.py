@@ -109,6 +109,14 @@ def test_a_table_of_one_row_serves_all_tokens(rotary: str, tables: tuple[str, ..
     assert agrees(model, feeds)[0] == len(SIZES)
 
 
+def test_halves_are_joined_along_the_last_axis_counted_from_the_front():
+    model = small_decoder(rotary=HALVES.replace("Concat<axis = -1>", "Concat<axis = 3>"))
+    feeds = [decoder_feeds(model, sizes, seed) for seed, sizes in enumerate(SIZES)]
+    taken, became = agrees(model, feeds)
+    assert taken == len(SIZES)
+    assert "RotaryEmbedding" in became
+
+
 @pytest.mark.parametrize("part", ["q", "k", "v"])
 def test_one_row_split_for_a_batch_has_other_heads(part: str):
     """[1, S, 32] split as [2, S, -1, 8] has two heads, which a MatMul repeats or refuses."""
