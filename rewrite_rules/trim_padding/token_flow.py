@@ -389,12 +389,13 @@ class Site(node_facts.Site):
         return dataclasses.replace(value, zero=not array.any(), low=is_low, wild=wild)
 
     def asked_zero(self) -> Axes:
-        """Return the axes of the first input; what is fed is asked to be 0 at padding.
+        """Return the axes of the first input; ids and flags are asked to be 0 at padding.
 
         A model that counts ids counts those of tokens: ``ReduceSum(Equal(input_ids, 32))``.
         """
-        axes = self.tokens()
-        if not self.flow.is_fed(self.input(0)) or all(f.zero for f in sequences_of(*axes)):
+        axes, value = self.tokens(), self.input(0)
+        is_fed = self.flow.is_fed(value) and self.flow.is_made_of_inputs(value, most_axes=2)
+        if not is_fed or all(one.zero for one in sequences_of(*axes)):
             return axes
         self.flow.zeroed[self.node, 0] = axes, How.NUMBERS
         return changed(axes, lambda _: Sequence(zero=True))
