@@ -24,6 +24,7 @@ from benchmarks.figures.ratio_plot import ratio_plot
 from benchmarks.runtimes import measure_runtimes
 from benchmarks.sessions.conv_fusion import measure_conv_fusion, measure_rapidocr
 from benchmarks.sessions.encoder8 import measure_encoder8
+from benchmarks.sessions.encoder_sizes import measure_encoder_sizes
 from benchmarks.sessions.exactness import measure_exactness
 from benchmarks.sessions.hints import (
     HINTS,
@@ -59,6 +60,7 @@ BENCHMARKS: dict[str, Callable[[Path, int], list[Figure]]] = {
     "mixed_precision": measure_mixed_precision,
     "trim_padding": measure_trim_padding,
     "transformer_fusion": measure_transformer_fusion,
+    "encoder_sizes": measure_encoder_sizes,
     "long_texts": measure_long_texts,
     "conv_fusion": measure_conv_fusion,
     "rapidocr": measure_rapidocr,
@@ -83,6 +85,7 @@ TITLES = {
     "mixed_precision": "8-bit QDQ models, a quarter of the activations promoted",
     "trim_padding": "Padded batches on MiniLM-L6, beside plain onnxruntime",
     "transformer_fusion": "SmolLM2-135M and MiniLM-L6, fused beside plain onnxruntime",
+    "encoder_sizes": "Encoders of three sizes, fused beside plain onnxruntime: what is slower",
     "long_texts": "Layers of encoders on long texts, fused beside plain onnxruntime",
     "encoder8": "Sentence encoders by the recipe encoder8, beside float and other 8 bits",
     "runtimes": "Nets of six kinds, tuned for latency, beside onnxruntime and OpenVINO",
