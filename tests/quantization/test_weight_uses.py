@@ -2,10 +2,12 @@
 """Which constant matrices are found, how they are read, and which are refused, by name."""
 
 import re
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from builders.quantized_files import FORMATS, dequantised, kinds, read
 from builders.same_numbers import session
@@ -306,3 +308,54 @@ def test_a_rule_quantises_what_chooses_experts():
     assert row.bits == 0
     with pytest.raises(QuantizationError, match="':router' matches no node"):
         quantize(routed("labels"), rules=[Rule(":router", keep_float=False)])
+
+
+@pytest.mark.parametrize("pattern", ["*", "sc*", "re:cores"])
+def test_a_pattern_of_names_does_not_mean_what_chooses_experts(pattern):
+    """As in ``{"*": "float", "*mlp*": {"keep_float": False}}`` of docs/quantization.md."""
+    rules: dict[str, Any] = {pattern: {"keep_float": False}}
+    (row, *_) = quantize(routed("top of softmax"), rules=rules).report.nodes
+    assert (row.node, row.bits) == ("scores", 0) and "':router'" in row.reason
+    rules |= {":router": {"keep_float": False}}
+    (row, *_) = quantize(routed("top of softmax"), rules=rules).report.nodes
+    assert row.bits == 4
+
+
+def residual_stream(layers: int) -> ir.Model:
+    """Whose stream is an output, beside that of the head."""
+    lines = ["h0 = Identity(x)"]
+    for i in range(layers):
+        lines.append(f"n{i} = LayerNormalization(h{i}, g) [l{i}] d{i} = MatMul(n{i}, W)")
+        lines.append(f"b{i} = Add(d{i}, bias) h{i + 1} = Add(h{i}, b{i})")
+    text = f"""g (float[T, 32] x) => (float[T, 32] y, float[T, 32] h{layers}) {{
+        {" ".join(lines)} last = LayerNormalization(h{layers}, g)
+        [head] l = MatMul(last, V) c = Add(l, bias) t = Tanh(c) y = Mul(t, bias)
+    }}"""
+    return model_of(
+        text,
+        {
+            "W": normal(32, 32),
+            "V": normal(32, 32, seed=1),
+            "g": normal(32),
+            "bias": normal(32),
+        },
+    )
+
+
+def test_a_product_in_a_stream_that_is_an_output_is_no_head():
+    uses = [use for _, use in find_uses(residual_stream(3), ("MatMul",))]
+    heads = [use.label for use in uses if isinstance(use, WeightUse) and ":head" in use.roles]
+    assert heads == ["head"]
+
+
+def test_long_chains_of_sums_are_followed_in_a_moment():
+    lines = " ".join(
+        f"a{i + 1} = Add(a{i}, one) m{i + 1} = Mul(a{i + 1}, one)" for i in range(9)
+    )
+    sums = " ".join(f"s{i + 1} = Add(s{i}, one)" for i in range(1500))
+    text = f"""g (float[T, 32] x) => (float[T, 32] y) {{
+        [product] a0 = MatMul(x, W) {lines} s0 = Add(a9, one) {sums} y = Softmax(s1500)
+    }}"""
+    model = model_of(text, {"W": normal(32, 32), "one": normal(1)})
+    (use,) = (use for _, use in find_uses(model, ("MatMul",)))
+    assert isinstance(use, WeightUse) and use.roles == set()

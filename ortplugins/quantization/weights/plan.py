@@ -74,7 +74,10 @@ def plan_weights(
     )
     methods = dict.fromkeys(weight.method for weight in weights)
     groups = [group for method in methods for group in _grouped(weights, method)]
-    notes += recipe.without_effect(group.method for group in groups)
+    notes += recipe.without_effect(
+        (group.method for group in groups),
+        has_tables=any(weight.is_table for weight in weights),
+    )
     return WeightPlan(model, groups, nodes, covered, notes)
 
 

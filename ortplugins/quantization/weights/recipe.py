@@ -76,7 +76,8 @@ class Rule:
         bits: 2, 4 or 8.
         block_size: Elements along K that share a scale; -1 for a scale per column.
         is_symmetric: Signed codes without zero points; else unsigned ones with.
-        keep_float: Whether the weight stays in float; routers do unless a rule says False.
+        keep_float: Whether the weight stays in float; routers do, unless a rule for ":router",
+            or for one by its name, says False.
         optional: Whether a rule that matches no node is allowed.
     """
 
@@ -302,18 +303,34 @@ class Recipe:
         for rule in self.rules:
             if rule.means(use):
                 form, method = rule.changed(form), rule.method or method
-                if rule.keep_float is not None:
-                    kept = f"kept in float by {text_of(rule.nodes)!r}"
-                    reason = kept if rule.keep_float else ""
+                kept = f"kept in float by {text_of(rule.nodes)!r}"
+                if rule.keep_float:
+                    reason = kept
+                # What chooses experts is small, and nobody means it by a pattern of names.
+                elif rule.keep_float is False:
+                    named = rule.nodes == ":router" or rule.nodes in use.names
+                    reason = ROUTER if use.is_router and not named else ""
         return form, method, reason
 
-    def without_effect(self, methods: Iterable[str]) -> list[str]:
-        """Say which settings change nothing where weights are quantised by these methods."""
+    def without_effect(self, methods: Iterable[str], *, has_tables: bool) -> list[str]:
+        """Say which settings change nothing where weights are quantised by these methods.
+
+        ``has_tables`` says whether a Gather reads one of the weights.
+        """
+        notes = []
+        if self.half_scales and self.for_kernels:
+            notes.append(
+                "half_scales has no effect: MatMulNBits has scales of the weight's type"
+            )
+        if self.fuse_tables and not (has_tables or self.for_kernels):
+            notes.append("fuse_tables has no effect: no Gather reads a quantised weight")
+            if self.accuracy_level is not None:
+                notes.append("accuracy_level has no effect: no MatMulNBits is made")
         steps = {step for method in methods for step in METHODS[method]}
         readers = {
             step: [name for name in METHODS if step in METHODS[name]] for step in _SETTINGS
         }
-        return [
+        return notes + [
             f"{name} has no effect: no weight is quantised by {', '.join(readers[step])}"
             for step, names in _SETTINGS.items()
             for name in names

@@ -188,6 +188,11 @@ class _Run:
         for ready in self._calibrated(groups):
             yield from self._quantized(ready)
         chosen = _gain_most(groups, self._recipe.share_of_8_bits)
+        if self._recipe.share_of_8_bits and not chosen:
+            share = f"{self._recipe.share_of_8_bits:g} of all weights"
+            self._plan.notes.append(
+                f"share_of_8_bits has no effect: {share} is less than any weight that gains"
+            )
         parts = []
         for group in groups:
             wide = {w: _with_more_bits(w) for w in group.weights if w in chosen}

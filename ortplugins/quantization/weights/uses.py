@@ -224,10 +224,23 @@ def _use(node: ir.Node, index: int, operand: ir.Value, main: ir.Graph) -> Weight
 
 
 def _is_head(value: ir.Value) -> bool:
-    """Whether a product is an output of the model, or becomes one element by element."""
-    return value.is_graph_output() or any(
-        node.op_type in _BEHIND_HEAD and _is_head(node.outputs[0]) for node, _ in value.uses()
-    )
+    """Whether a product is an output of the model, or becomes one element by element.
+
+    Behind a bias, a scale and the like; a sum with another activation is a residual, and an
+    output of the stream that these make is no head of each product in it.
+    """
+    values, seen = [value], {value}
+    while values:
+        value = values.pop()
+        if value.is_graph_output():
+            return True
+        for node, index in value.uses():
+            others = [x for i, x in enumerate(node.inputs) if i != index and x is not None]
+            goes_on = node.op_type in _BEHIND_HEAD and node.outputs[0] not in seen
+            if goes_on and all(constant(other) is not None for other in others):
+                seen.add(node.outputs[0])
+                values.append(node.outputs[0])
+    return False
 
 
 def _are_factors(value: ir.Value) -> bool:
