@@ -142,23 +142,12 @@ def test_the_commands_take_a_decoder_as_it_is(form, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     onnx.save(decoder(form), "model.onnx")
     for arguments in (
-        "check model.onnx",
         "compare model.onnx model.onnx --runs 1",
-        "report model.onnx -o page.html --rounds 1",
-        "memory model.onnx",
         "quantize model.onnx -o q.onnx --method awq_lite --block-size 16",
     ):
         done = ortplugins_command(*arguments.split())
         assert done.returncode == 0, (arguments, done.stderr)
         assert "failed" not in done.stderr, done.stderr
-
-
-def test_memory_counts_one_row_and_an_empty_past(tmp_path):
-    onnx.save(decoder("torch"), tmp_path / "model.onnx")
-    done = ortplugins_command("memory", tmp_path / "model.onnx")
-    assert "counted as s10=1, s70=128, s43=1, s53=128, s15=0, s89=0" in done.stdout
-    done = ortplugins_command("memory", tmp_path / "model.onnx", "--dims", "s15=8,s70=1")
-    assert "counted as s10=1, s43=1, s53=9, s89=8" in done.stdout
 
 
 WINDOW = """g (float[batch, sequence] input, int64 sr) => (float[batch, 1, n] y)
@@ -354,7 +343,6 @@ def test_a_tokenizer_of_another_model_is_refused():
     "arguments",
     [
         "compare model.onnx model.onnx --runs 0",
-        "check model.onnx",
         "quantize model.onnx -o q.onnx --method gptq --block-size 16",
     ],
 )
