@@ -122,7 +122,13 @@ class Report:
                     item["name"],
                     float(item["seconds"]),
                     tuple(
-                        Remark(item["name"], r["node"], Outcome(r["outcome"]), r["reason"])
+                        Remark(
+                            item["name"],
+                            r["node"],
+                            Outcome(r["outcome"]),
+                            r["reason"],
+                            r.get("code", ""),
+                        )
                         for r in item["remarks"]
                     ),
                 )
@@ -158,17 +164,11 @@ class Report:
 
 def worded(remark: Remark) -> str:
     """Return a remark as text, a refusal with its code, which ``explain`` takes."""
-    if remark.outcome is not Outcome.REFUSED:
-        return str(remark)
-    from ortplugins.reasons import with_code
-
-    return with_code(str(remark))
+    return f"{remark} [{remark.code}]" if remark.code else str(remark)
 
 
 def _remark_to_dict(remark: Remark) -> dict[str, str]:
     found = {"node": remark.node, "outcome": remark.outcome.value, "reason": remark.reason}
     if remark.outcome is Outcome.REFUSED:
-        from ortplugins.reasons import code_of
-
-        found["code"] = code_of(remark.reason)
+        found["code"] = remark.code
     return found

@@ -33,12 +33,14 @@ class Remark:
         node: Name of the node; nodes without a name are called by their first output.
         outcome: Fired, refused, or a note about something that is neither.
         reason: What was done or what stood in the way, with the tensor's or node's name.
+        code: Of a refusal, what to do about it is under this code; empty where there is none.
     """
 
     pass_name: str
     node: str
     outcome: Outcome
     reason: str
+    code: str = ""
 
     def __str__(self) -> str:
         return f"{self.node}: {self.reason}"
@@ -57,7 +59,22 @@ class RewriteError(RuntimeError):
 
 
 class Refusal(Exception):
-    """A candidate cannot be rewritten; the text is the reason a user reads."""
+    """A candidate cannot be rewritten.
+
+    ``Refusal("ORP101", "what was found: what was expected")``. The code says what to do about
+    it (``ortplugins explain``); a pass of another package gives one of its own, or "".
+
+    Attributes:
+        code: The code of the reason.
+    """
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+    def behind(self, text: str) -> Refusal:
+        """Return the same refusal with text in front."""
+        return Refusal(self.code, f"{text}{self}")
 
 
 class Remarks:
@@ -83,15 +100,16 @@ class Remarks:
         """Record that ``node`` was rewritten."""
         self._add(node, Outcome.FIRED, reason)
 
-    def refused(self, node: str, reason: str) -> None:
-        """Record that ``node`` was left as it was, and why."""
-        self._add(node, Outcome.REFUSED, reason)
+    def refused(self, node: str, reason: Refusal | str) -> None:
+        """Record that ``node`` was left as it was, and why; a text has no code."""
+        code = reason.code if isinstance(reason, Refusal) else ""
+        self._add(node, Outcome.REFUSED, str(reason), code)
 
     def note(self, node: str, reason: str) -> None:
         """Record something about ``node`` that is neither a rewrite nor a refusal."""
         self._add(node, Outcome.NOTE, reason)
 
-    def failed(self, node: str, reason: str) -> None:
+    def failed(self, node: str, reason: Refusal | str) -> None:
         """Record that ``node`` was left because something broke that may work another time.
 
         The result is not final then: it is tried again at a later start.
@@ -109,9 +127,9 @@ class Remarks:
         except Exception as error:
             raise RewriteError(node, error) from error
 
-    def _add(self, node: str, outcome: Outcome, reason: str) -> None:
+    def _add(self, node: str, outcome: Outcome, reason: str, code: str = "") -> None:
         # A rule set may look at one node several times; an outcome is reported once.
-        remark = Remark(self.pass_name, node, outcome, reason)
+        remark = Remark(self.pass_name, node, outcome, reason, code)
         self._remarks.setdefault((node, reason, outcome), remark)
 
 

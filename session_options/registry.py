@@ -66,7 +66,7 @@ def find(name: str) -> type[Pass] | None:
     except (Exception, SystemExit) as error:  # whatever it does, sessions must start
         warn_caller(
             f"ortplugins skips pass {name!r} of {entry_point.value!r}: "
-            f"{type(error).__name__}: {error}",
+            f"{type(error).__name__}: {error} [ORP909]",
             PassWarning,
         )
         return None
@@ -90,7 +90,7 @@ def _installed_entry_points() -> dict[str, EntryPoint]:
             first = found[point.name].value if point.name in found else "ortplugins"
             warn_caller(
                 f"ortplugins skips pass {point.name!r} of {point.value!r}: {first!r} has the "
-                "name already",
+                "name already [ORP909]",
                 PassWarning,
             )
             continue

@@ -101,7 +101,7 @@ def _warn_of_changes(folder: str, wanted: Wanted) -> None:
 
 def warn_rebuilt(folder: str, damaged: list[str]) -> None:
     """Warn that an entry is built again because files of it changed on disk."""
-    text = f"{folder}: {', '.join(damaged)} changed on disk, and is built again"
+    text = f"{folder}: {', '.join(damaged)} changed on disk, and is built again [ORP905]"
     warn_caller(text, OrtpluginsWarning)
 
 
@@ -136,7 +136,8 @@ def build_entry(wanted: Wanted) -> Built:
         raise
     except OSError as error:
         warn_caller(
-            f"cannot write the cache {str(cache.root)!r}: {error}; continuing without it",
+            f"cannot write the cache {str(cache.root)!r}: {error}; "
+            "continuing without it [ORP903]",
             OrtpluginsWarning,
         )
     with contextlib.ExitStack() as unused:
@@ -273,7 +274,8 @@ def _made_by_child(wanted: Wanted, folder: Path) -> dict[str, Any] | None:
         )
     except subprocess.TimeoutExpired:
         raise PassError(
-            f"the process that optimises the model took more than {seconds} s and was stopped"
+            f"the process that optimises the model took more than {seconds} s and was "
+            "stopped [ORP908]"
         ) from None
     except OSError:
         return None

@@ -175,7 +175,7 @@ class ArtifactCache:
                 self._has_locks = False
                 warnings.warn(
                     f"{self.root}: its file system has no locks ({error}), so processes that "
-                    "start together may each build the same entry",
+                    "start together may each build the same entry [ORP904]",
                     OrtpluginsWarning,
                     stacklevel=2,
                 )

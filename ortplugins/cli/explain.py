@@ -1,48 +1,44 @@
 # SPDX-License-Identifier: MIT
-"""``ortplugins explain``: refusals by their codes."""
+"""``ortplugins explain``: what to do about a refusal or a warning."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated
 
 import typer
 
 from ortplugins.errors import UsageError
-from ortplugins.reasons import code_of, reasons
+from ortplugins.reasons import REASONS
 
 
 def explain(what: Annotated[str, typer.Argument()] = "") -> None:
     """Explain a refusal by its code or its text; without either, list all.
 
     Args:
-        what ([CODE|TEXT]): A code such as ORP101, or words of a remark.
+        what ([CODE|TEXT]): A code such as ORP101, a remark with its code, or words.
     """
     if not what:
-        typer.echo("\n".join(_refusals()))
+        typer.echo("\n".join(_tables()))
         return
-    found = [reason for reason in reasons() if what.upper() == reason.code]
-    found = found or [reason for reason in reasons() if reason.code == code_of(what)]
-    found = found or [
-        reason
-        for reason in reasons()
-        if what.lower() in "\n".join((reason.advice, *reason.texts)).lower()
+    named = re.findall(r"ORP\d+", what.upper())
+    found = [
+        (code, section, advice)
+        for section, rows in REASONS.items()
+        for code, advice in rows.items()
+        if code in named or (not named and what.lower() in f"{section}: {advice}".lower())
     ]
     if not found:
         raise UsageError(
             f"no refusal has the code or the words {what!r}: 'ortplugins explain' lists all"
         )
-    for reason in found:
-        typer.echo(f"{reason.code}  {reason.section}\n  {reason.advice}")
-        for text in reason.texts:
-            typer.echo(f"    {text}")
+    for code, section, advice in found:
+        typer.echo(f"{code}  {section}\n  {advice}")
 
 
-def _refusals() -> Iterator[str]:
+def _tables() -> Iterator[str]:
     """Yield all codes as the tables of docs/troubleshooting.md."""
-    section = ""
-    for reason in reasons():
-        if reason.section != section:
-            section = reason.section
-            yield from (f"\n### {section}", "", "| code | what to do |", "|---|---|")
-        yield f"| `{reason.code}` | {reason.advice} |"
+    for section, rows in REASONS.items():
+        yield from (f"\n### {section}", "", "| code | what to do |", "|---|---|")
+        yield from (f"| `{code}` | {advice} |" for code, advice in rows.items())

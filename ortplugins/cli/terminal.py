@@ -19,7 +19,6 @@ from rich.progress import (
 from rich.table import Table
 
 from ortplugins.cli.options import Printing
-from ortplugins.reasons import with_code
 from ortplugins.report import worded
 from rewrite_rules.remarks import Outcome
 
@@ -92,4 +91,4 @@ def print_report(report: Report, printing: Printing) -> None:
         line = f"{remark.outcome.value:8}{remark.pass_name}: {worded(remark)}"
         out.print(line, style=_REMARK_STYLES[remark.outcome], soft_wrap=True)
     for note in report.notes:
-        out.print(with_code(note), soft_wrap=True)
+        out.print(note, soft_wrap=True)

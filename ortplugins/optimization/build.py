@@ -186,7 +186,7 @@ def without_pass(request: BuildRequest, error: FailedPass) -> tuple[BuildRequest
     """
     if request.plan.strict:
         raise error
-    text = f"{error}; the model is optimised without this pass"
+    text = f"{error}; the model is optimised without this pass [ORP901]"
     warn_caller(text, OrtpluginsWarning)
     left = tuple(item for item in request.plan.passes if item.name != error.name)
     return request._replace(plan=request.plan._replace(passes=left)), text
@@ -225,7 +225,7 @@ def build_artifact(
             for path in () if folder is None else folder.iterdir():
                 path.unlink()
     for text in result.provisional:
-        warn_caller(f"{text}; a later start tries again", OrtpluginsWarning)
+        warn_caller(f"{text}; a later start tries again [ORP908]", OrtpluginsWarning)
     notes = (*result.report.notes, *failed)
     has_result = bool(result.files) or (folder is None and result.modified)
     content = serialized(result.model) if folder is None and has_result else None
@@ -279,7 +279,9 @@ def _optimized(
     try:
         model, baked = bake(path, settings, placed and placed.folder), True
     except PassError as error:
-        notes.append(f"not baked, so each start runs onnxruntime's optimisers: {error}")
+        notes.append(
+            f"not baked, so each start runs onnxruntime's optimisers: {error} [ORP907]"
+        )
         model, baked = load_result(path), False
     if placed is not None:
         for _, tensor in initializer_tensors(model):  # read without its data

@@ -60,7 +60,7 @@ def checked_feeds(source: CalibrationSource, model: ir.Model) -> Iterator[Feed]:
     if source is None:
         warnings.warn(
             "no calibration data, so random inputs are used: they say little about "
-            "the activations of real ones; give samples of real inputs",
+            "the activations of real ones; give samples of real inputs [ORP911]",
             OrtpluginsWarning,
             stacklevel=2,
         )

@@ -168,7 +168,7 @@ class Start:
             return self._open_given(_untouched(note))
         if given.have_external_weights():
             note = "external initializers were added to the SessionOptions"
-            return self._open_given(_untouched(note))
+            return self._open_given(_untouched(note, "ORP906"))
         try:
             wanted = self._wanted(entries, providers)
         except OSError as error:  # of a relative path, where the working directory is gone
@@ -292,7 +292,7 @@ class Start:
         settings = {**self._settings, **made["settings"]}
         if (added := given.added_initializer(made["initializers"])) is not None:
             note = f"initializer {added!r} was added to the SessionOptions"
-            return Opened("untouched", "", report, _untouched(note).notes)
+            return Opened("untouched", "", report, _untouched(note, "ORP906").notes)
         if settings and made["has_custom_operators"]:
             raise NotCopiedError("libraries of custom operators")
         self._open_with(made["content"], given, settings)
@@ -319,7 +319,7 @@ class Start:
             return Opened(source, "", report)
         if (added := given.added_initializer(artifact.initializers)) is not None:
             note = f"initializer {added!r} was added to the SessionOptions"
-            return Opened("untouched", "", report, _untouched(note).notes)
+            return Opened("untouched", "", report, _untouched(note, "ORP906").notes)
         if artifact.data:
             from ortplugins.model_io.data_in_place import folder_of
 
@@ -343,7 +343,8 @@ class Start:
             if self._options.enable_profiling:
                 os.unlink(self._session.end_profiling())
             self._open_with(model, given, settings, written)
-            notes = ["free dimensions are overridden, so onnxruntime optimises at this start"]
+            note = "free dimensions are overridden, so onnxruntime optimises at this start"
+            notes = [f"{note} [ORP907]"]
         return Opened(source, artifact.model, report, notes)
 
     def _overrides_dimensions(self, artifact: Artifact) -> bool:
@@ -499,8 +500,8 @@ def _warned(reason: str) -> Opened:
     return opened
 
 
-def _untouched(reason: str) -> Opened:
-    return Opened("untouched", notes=[f"{reason}; the untouched model runs"])
+def _untouched(reason: str, code: str = "ORP902") -> Opened:
+    return Opened("untouched", notes=[f"{reason}; the untouched model runs [{code}]"])
 
 
 def _has_providers(options: onnxruntime.SessionOptions) -> bool:

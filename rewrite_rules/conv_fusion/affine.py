@@ -80,15 +80,17 @@ class Affines:
         """
         if kind.op_type == "BatchNormalization":
             if rank - axis != 1:
-                raise Refusal("the channels are not its second axis")
+                raise Refusal("ORP651", "the channels are not its second axis")
             return _normalized(node, channels)
         array = self.constant(c)
         if array.ndim > rank:
-            raise Refusal(f"constant {c.name!r} may have more axes than its other operand")
+            raise Refusal(
+                "ORP651", f"constant {c.name!r} may have more axes than its other operand"
+            )
         aligned = (1,) * (axis - array.ndim) + array.shape
         others = (size for i, size in enumerate(aligned) if i != len(aligned) - axis)
         if aligned[-axis] not in (1, channels) or any(size != 1 for size in others):
-            raise Refusal(f"constant {c.name!r} is not one number for each channel")
+            raise Refusal("ORP651", f"constant {c.name!r} is not one number for each channel")
         return kind.read(np.broadcast_to(array.reshape(-1), channels))
 
     def constant(self, value: ir.Value) -> Float64:
@@ -99,7 +101,9 @@ class Affines:
         shape = tuple(tensor.shape.numpy())
         sizes = shape if reshaped is None else self._shapes.sizes(value)
         if tensor.dtype != ir.DataType.FLOAT or sizes is None:
-            raise Refusal(f"constant {source.name!r} is not float32 of a known shape")
+            raise Refusal(
+                "ORP653", f"constant {source.name!r} is not float32 of a known shape"
+            )
         return tensor.numpy().astype(np.float64).reshape(sizes)
 
     def number(self, value: ir.Value | None, like: ir.Value) -> float | None:
@@ -127,12 +131,12 @@ class Affines:
 def _normalized(node: ir.Node, channels: int) -> Affine:
     """Return what a BatchNormalization at inference computes."""
     if int_attribute(node, "training_mode", 0) or not int_attribute(node, "spatial", 1):
-        raise Refusal("it normalises by its input, or each element apart")
+        raise Refusal("ORP651", "it normalises by its input, or each element apart")
     parts = []
     for value, role in zip(node.inputs[1:5], ("scale", "bias", "mean", "var"), strict=True):
         value, tensor = require_constant(value, role)
         if tensor.dtype != ir.DataType.FLOAT or math.prod(tensor.shape.numpy()) != channels:
-            raise Refusal(f"{role} {value.name!r} is not a float32 for each channel")
+            raise Refusal("ORP651", f"{role} {value.name!r} is not a float32 for each channel")
         parts.append(tensor.numpy().astype(np.float64).reshape(-1))
     scale, bias, mean, variance = parts
     with np.errstate(divide="ignore", invalid="ignore"):

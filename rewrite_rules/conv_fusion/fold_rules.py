@@ -44,7 +44,7 @@ class Folding:
         self.shapes = ProvedShapes(model, on_demand=True)
         self.affines = Affines(self.shapes)
         self.sensitivity = Sensitivity(model)
-        self.refused: dict[ir.Node, str] = {}
+        self.refused: dict[ir.Node, Refusal] = {}
 
     def fired(self, node: ir.Node, what: str) -> None:
         """Record a rewrite."""
@@ -86,14 +86,18 @@ class FoldingRule(RewriteRuleClassBase):
             return result.fail("an operand is computed", node)
         try:
             if _is_gelu(values.get("x")):
-                raise Refusal("onnxruntime makes a Gelu of it and the nodes before it")
+                raise Refusal(
+                    "ORP655", "onnxruntime makes a Gelu of it and the nodes before it"
+                )
             self._found = self.find(out, **values)
             if self.rounds and (step := self._folding.sensitivity.reader(out)):
-                raise Refusal(f"rounded otherwise, it may come out as another step of {step}")
+                raise Refusal(
+                    "ORP652", f"rounded otherwise, it may come out as another step of {step}"
+                )
         except (Differs, Refusal) as refusal:
             if self.candidate and isinstance(refusal, Refusal):
                 stays = producer({"out": out, **values}[self.candidate])
-                self._folding.refused[stays] = str(refusal)
+                self._folding.refused[stays] = refusal.with_traceback(None)
             return result.fail(str(refusal), node)
         return result
 
@@ -139,7 +143,9 @@ class FoldBehind(FoldingRule):
         if "turned" in values:
             order = ints_attribute(producer(values["turned"]), "perm")
             if order is None or sorted(order) != list(range(rank)):
-                raise Refusal("the Transpose behind the weight is not one of its axes")
+                raise Refusal(
+                    "ORP651", "the Transpose behind the weight is not one of its axes"
+                )
             axis = rank - order.index(rank - axis)
         channels, node = linear.weight.outputs, producer(out)
         per_channel = self._folding.affines.per_channel
@@ -176,17 +182,17 @@ class FoldInFront(FoldingRule):
         x, scaled, node = values["x"], values["scaled"], producer(out)
         kind, affines, folded = self._kind, self._folding.affines, dict[ir.Node, Linear]()
         if scaled.is_graph_output():
-            raise Refusal(f"{scaled.name!r} is an output")
+            raise Refusal("ORP655", f"{scaled.name!r} is an output")
         for reader, index in scaled.uses():
             is_same = reader.op_type == self._op_type and not reader.domain
             if not is_same or index or reader.graph is not node.graph:
-                raise Refusal(f"{label(reader)!r} reads {scaled.name!r} as well")
+                raise Refusal("ORP655", f"{label(reader)!r} reads {scaled.name!r} as well")
             linear = self._folding.linears.read(reader)
             channels, rank, axis = linear.weight.inputs, linear.rank, linear.axis
             # A constant with more channels than x would have made them.
             if affines.channels(x, rank) != channels:
                 if kind.op_type == "BatchNormalization":
-                    raise Refusal(f"the channels of {x.name!r} are not known")
+                    raise Refusal("ORP651", f"the channels of {x.name!r} are not known")
                 rank = 1
             affine = affines.per_channel(
                 kind, producer(scaled), values["c"], channels, rank, axis

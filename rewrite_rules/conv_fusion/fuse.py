@@ -28,7 +28,7 @@ from rewrite_rules.graph.nodes import (
     walk,
 )
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
-from rewrite_rules.remarks import PassContext
+from rewrite_rules.remarks import PassContext, Refusal
 
 # What the rules end in, and what has to be there for any of them to gain.
 _ANCHORS = frozenset(
@@ -51,7 +51,7 @@ def fuse_convolutions(
         return
     if (opset := model.opset_imports.get("", 0)) < _MIN_OPSET:
         reason = f"opset {opset} is too old: convert the model to opset {_MIN_OPSET} or newer"
-        context.remarks.refused("model", reason)
+        context.remarks.refused("model", Refusal("ORP502", reason))
         return
     sort_nodes(model.graph)
     drop_copies(model, nodes)
@@ -70,9 +70,9 @@ def fuse_convolutions(
         _apply(model, [*normalizing_rules(folding), *forms], graphs)
     remove_unused(model)
     present = {*walk(model.graph)}
-    for node, reason in folding.refused.items():
+    for node, refusal in folding.refused.items():
         if node in present:
-            context.remarks.refused(label(node), reason)
+            context.remarks.refused(label(node), refusal)
 
 
 def _may_match(node: ir.Node) -> bool:

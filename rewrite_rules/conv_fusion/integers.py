@@ -30,8 +30,8 @@ from rewrite_rules.graph.parameters import constant
 from rewrite_rules.remarks import Refusal
 
 _REMARKS = {
-    "keep": "slow_kernels=float makes it a Conv, in .02 to .9 of the time",
-    "float": "its result is not multiplied by the scale of its input alone",
+    "keep": ("ORP656", "slow_kernels=float makes it a Conv, in .02 to .9 of the time"),
+    "float": ("ORP657", "its result is not multiplied by the scale of its input alone"),
 }
 
 
@@ -54,7 +54,7 @@ class UnsignedWeight(FoldingRule):
         if (tensor := weight.value.const_value) and tensor.dtype == ir.DataType.INT8:
             return weight
         if weight.is_depthwise:
-            raise Refusal(self._remark)
+            raise Refusal(*self._remark)
         raise Differs("its weight has no sign")
 
     def rewrite(self, op: Any, q: ir.Value, out: ir.Value, **_: Any) -> ir.Value:
@@ -89,15 +89,17 @@ class FloatConvolution(FoldingRule):
         source = made_by(values["q"], "DynamicQuantizeLinear")
         if source is None or source.inputs[0] is None:
             raise Refusal(
-                "its input is given in integers: there are no floats to compute with"
+                "ORP657", "its input is given in integers: there are no floats to compute with"
             )
         codes, scale, zero = source.outputs
         if values["q"] is not codes or input_of(node, 2) is not zero:
-            raise Refusal("its zero point is not the one that its input is quantised with")
+            raise Refusal(
+                "ORP657", "its zero point is not the one that its input is quantised with"
+            )
         product = made_by(values["s"], "Mul")
         factors = [each for each in product.inputs if each] if product else [values["s"]]
         if factors.count(scale) != 1:
-            raise Refusal(_REMARKS["float"])
+            raise Refusal(*_REMARKS["float"])
         factors.remove(scale)
         return linear, source.inputs[0], factors
 

@@ -54,7 +54,7 @@ class Affine:
     def __post_init__(self) -> None:
         """Refuse what is not finite, and an offset that rounds."""
         if not (np.isfinite(self.scale).all() and np.isfinite(self.offset).all()):
-            raise Refusal("a constant is 0 as a divisor, infinite or not a number")
+            raise Refusal("ORP652", "a constant is 0 as a divisor, infinite or not a number")
         self.check_offset(np.abs(self.scale))
 
     def check_offset(self, sizes: Float64) -> None:
@@ -62,7 +62,8 @@ class Affine:
         greatest = sizes.max(initial=0.0)
         if greatest and np.abs(self.offset).max(initial=0.0) > self.limit * greatest:
             raise Refusal(
-                f"an offset above {self.limit:.0f} times it rounds what it is added to"
+                "ORP652",
+                f"an offset above {self.limit:.0f} times it rounds what it is added to",
             )
 
 
@@ -70,7 +71,9 @@ def _check_left(sums: Float64, *parts: Float64) -> None:
     """Refuse sums that are small beside what was added up."""
     greatest = max(np.abs(part).max() for part in parts)
     if greatest > _MAX_CANCELLED * np.abs(sums).max():
-        raise Refusal("less than 1/8 of an offset is left where something cancels it")
+        raise Refusal(
+            "ORP652", "less than 1/8 of an offset is left where something cancels it"
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -161,11 +164,15 @@ class Weight:
         sums = self.sums(np.ones(self.inputs), magnitudes=True)
         factors = np.abs(np.concatenate([self.of_rows, self.of_columns.reshape(-1)]))
         if not np.all(sums <= _FLOAT32.max):
-            raise Refusal(f"folded, weight {self.value.name!r} overflows or is not a number")
+            raise Refusal(
+                "ORP652", f"folded, weight {self.value.name!r} overflows or is not a number"
+            )
         # Single channels may be as small: networks have some that do nothing.
         vanishes = 0 < sums.max() < _FLOAT32.tiny
         if vanishes or np.any((factors > 0) & (factors < _LEAST_FACTOR)):
-            raise Refusal(f"folded, weight {self.value.name!r} is too small for float32")
+            raise Refusal(
+                "ORP652", f"folded, weight {self.value.name!r} is too small for float32"
+            )
         return sums
 
 
@@ -201,7 +208,9 @@ class Linear:
         bias, weight = self.bias, self.weight.times(inputs=affine.scale)
         if affine.offset.any():
             if may_read_padding(self.node):
-                raise Refusal("padding would be read instead of an offset in front of it")
+                raise Refusal(
+                    "ORP654", "padding would be read instead of an offset in front of it"
+                )
             sizes = self.weight.sums(np.abs(affine.offset), magnitudes=True)
             bias = bias + self.weight.sums(affine.offset)
             # Where x is 0; and where it cancels the offset, which was exact before.
@@ -212,7 +221,7 @@ class Linear:
 
     def _checked(self, weight: Weight, bias: Float64) -> Linear:
         if not np.all(np.abs(bias) <= _FLOAT32.max):
-            raise Refusal(f"folded, the bias of {label(self.node)!r} leaves float32")
+            raise Refusal("ORP652", f"folded, the bias of {label(self.node)!r} leaves float32")
         return dataclasses.replace(self, weight=weight, bias=bias)
 
 
@@ -265,11 +274,13 @@ class Linears:
         is_conv, is_integer = node.op_type in _CONVOLUTIONS, node.op_type == "ConvInteger"
         if tensor.dtype != ir.DataType.FLOAT and not is_integer:
             kind = tensor.dtype.name.lower()
-            raise Refusal(f"weight {value.name!r} is {kind}: float32 folds")
+            raise Refusal("ORP653", f"weight {value.name!r} is {kind}: float32 folds")
         groups = int_attribute(node, "group", 1) if is_conv else 1
         fits = len(shape) >= 3 if is_conv else len(shape) == 2
         if not math.prod(shape) or not fits or groups < 1 or shape[0] % groups:
-            raise Refusal(f"weight {value.name!r} of shape {list(shape)} does not fit")
+            raise Refusal(
+                "ORP653", f"weight {value.name!r} of shape {list(shape)} does not fit"
+            )
         graph = owner(value)
         assert isinstance(graph, ir.Graph)
         turned = node.op_type == "Gemm" and int_attribute(node, "transB", 0) != 0
@@ -291,11 +302,13 @@ class Linears:
             return self._biases[value]
         shape = tuple(tensor.shape.numpy())
         if tensor.dtype != ir.DataType.FLOAT or math.prod(shape) not in (1, outputs):
-            raise Refusal(f"bias {value.name!r} of shape {list(shape)} does not fit")
+            raise Refusal("ORP653", f"bias {value.name!r} of shape {list(shape)} does not fit")
         if len(shape) > rank:
-            raise Refusal(f"constant {value.name!r} may have more axes than its other operand")
+            raise Refusal(
+                "ORP651", f"constant {value.name!r} may have more axes than its other operand"
+            )
         if math.prod(shape) > 1 and shape[-1] != outputs:
-            raise Refusal(f"bias {value.name!r} of shape {list(shape)} does not fit")
+            raise Refusal("ORP653", f"bias {value.name!r} of shape {list(shape)} does not fit")
         stored = tensor.numpy().astype(np.float64).reshape(-1)
         return np.array(np.broadcast_to(stored, outputs))
 
@@ -369,7 +382,9 @@ def _zero_points(node: ir.Node, outputs: int) -> Float64:
         return np.zeros(1)
     value, tensor = require_constant(value, "zero point")
     if tensor.size not in (1, outputs):
-        raise Refusal(f"zero point {value.name!r} of shape {list(tensor.shape)} does not fit")
+        raise Refusal(
+            "ORP657", f"zero point {value.name!r} of shape {list(tensor.shape)} does not fit"
+        )
     return tensor.numpy().astype(np.float64).reshape(-1)
 
 

@@ -29,7 +29,7 @@ from rewrite_rules.graph.nodes import (
 )
 from rewrite_rules.graph.parameters import constant, source_of
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
-from rewrite_rules.remarks import PassContext
+from rewrite_rules.remarks import PassContext, Refusal
 from rewrite_rules.weights.dequantized_operand import (
     dequantize_chain,
     is_layout_op,
@@ -47,13 +47,14 @@ def fuse(
     if not any(node.op_type == "DequantizeLinear" for node in all_nodes(model)):
         return
     if "" not in model.opset_imports:
-        context.remarks.refused("model", "it imports no opset of the default domain")
+        text = "it imports no opset of the default domain"
+        context.remarks.refused("model", Refusal("ORP204", text))
         return
     if model.functions:
         with context.remarks.at("functions"):
             # Whether a function's parameter is a constant shows only where it is called.
             for name, reason in inline_functions(model).items():
-                context.remarks.refused(name, reason)
+                context.remarks.refused(name, Refusal("ORP117", reason))
     run = FusionRun(model, options, context, only)
     # One sweep is enough: an Add comes after its MatMul, which is a MatMulNBits by then.
     # Rules are built per call: they hold the match between check and rewrite.
@@ -85,8 +86,11 @@ def _remark_unfused(model: ir.Model, run: FusionRun) -> None:
             if quantize is not None and _quantizes_constant(quantize):
                 remarks.refused(
                     label(node),
-                    f"its codes are made by QuantizeLinear {label(quantize)!r} from a "
-                    "constant at every inference: fold constants first",
+                    Refusal(
+                        "ORP102",
+                        f"its codes are made by QuantizeLinear {label(quantize)!r} from a "
+                        "constant at every inference: fold constants first",
+                    ),
                 )
             elif codes is not None and dequantize_chain(node.outputs[0]) is not None:
                 tensor = ir.convenience.get_const_tensor(codes)
@@ -95,9 +99,10 @@ def _remark_unfused(model: ir.Model, run: FusionRun) -> None:
                 )
                 for reason in _uses(node, run):
                     if is_code:
-                        remarks.refused(label(node), f"{reason}; it runs at every inference")
+                        text = f"{reason}; it runs at every inference"
+                        remarks.refused(label(node), Refusal(reason.code, text))
                     else:
-                        remarks.note(label(node), reason)
+                        remarks.note(label(node), str(reason))
 
 
 def _quantizes_constant(node: ir.Node) -> bool:
@@ -105,7 +110,7 @@ def _quantizes_constant(node: ir.Node) -> bool:
     return node.op_type == "QuantizeLinear" and constant(node.inputs[0]) is not None
 
 
-def _uses(node: ir.Node, run: FusionRun) -> Iterator[str]:
+def _uses(node: ir.Node, run: FusionRun) -> Iterator[Refusal]:
     """Yield what the output feeds, through renaming nodes, unless the rules reported it."""
 
     def follows(reader: ir.Node) -> bool:
@@ -113,7 +118,7 @@ def _uses(node: ir.Node, run: FusionRun) -> Iterator[str]:
 
     for value in renamed_values(node.outputs[0], follows):
         if value.is_graph_output():
-            yield f"output {value.name!r} is a graph output"
+            yield Refusal("ORP116", f"output {value.name!r} is a graph output")
         for reader, index in value.uses():
             renames = index == 0 and len(reader.outputs) == 1 and is_layout_op(reader)
             if not renames and not run.was_reported(reader, node):
@@ -121,4 +126,5 @@ def _uses(node: ir.Node, run: FusionRun) -> Iterator[str]:
                 if computes_in_integers(reader):
                     run.context.remarks.note(label(node), f"{what}, in integers")
                 else:
-                    yield f"{what}: weights of MatMul, Gemm, Gather and Conv fuse"
+                    text = f"{what}: weights of MatMul, Gemm, Gather and Conv fuse"
+                    yield Refusal("ORP116", text)

@@ -90,21 +90,22 @@ class FusionRun:
         """Refuse execution providers without the kernels, by name."""
         if foreign := sorted(set(self.context.providers) - _PROVIDERS):
             raise Refusal(
+                "ORP114",
                 f"execution provider {', '.join(foreign)} has no MatMulNBits kernel and "
-                "reads DequantizeLinear itself"
+                "reads DequantizeLinear itself",
             )
 
-    def check_float(self, operand: DequantizedOperand, reason: object) -> None:
+    def check_float(self, operand: DequantizedOperand, reason: Refusal) -> None:
         """Refuse, after ``reason``, where size or options forbid a float constant."""
         if self.options.slow_kernels == "keep":
-            raise Refusal(f"{reason}; kept, as slow_kernels=keep asks")
+            raise Refusal("ORP110", f"{reason}; kept, as slow_kernels=keep asks")
         if self.options.slow_kernels == "fuse":
-            raise Refusal(str(reason))
+            raise reason
         try:
             self.floats.check(operand)
         except Refusal as limit:
             raise Refusal(
-                f"{reason}; {limit}, or take accuracy_level=4, or quantise to 4 bits"
+                "ORP109", f"{reason}; {limit}, or take accuracy_level=4, or quantise to 4 bits"
             ) from None
 
     def is_small(self, operand: DequantizedOperand) -> bool:
@@ -117,8 +118,9 @@ class FusionRun:
         self._fired += 1
         self.context.remarks.fired(label(consumer), self._tell(consumer, dequantize, outcome))
 
-    def refused(self, consumer: ir.Node, dequantize: ir.Node, reason: object) -> None:
-        self.context.remarks.refused(label(consumer), self._tell(consumer, dequantize, reason))
+    def refused(self, consumer: ir.Node, dequantize: ir.Node, reason: Refusal) -> None:
+        text = self._tell(consumer, dequantize, reason)
+        self.context.remarks.refused(label(consumer), Refusal(reason.code, text))
 
     def folded(self, consumer: ir.Node, dequantize: ir.Node | None, what: str) -> None:
         """Record that a small constant became part of another; None where it was float."""
@@ -215,12 +217,14 @@ class OperandRule(RewriteRuleClassBase):
 def check_type(operand: DequantizedOperand) -> None:
     """Refuse types that no fused operator computes in, and what is rounded on its way."""
     if operand.bits > 8:
-        raise Refusal(f"weight {operand.codes.name!r} is int32: codes of 2, 4 or 8 bits fuse")
+        raise Refusal(
+            "ORP201", f"weight {operand.codes.name!r} is int32: codes of 2, 4 or 8 bits fuse"
+        )
     for dtype in operand.casts:
         if dtype not in _FLOATS:
             name = dtype.name.lower()
-            raise Refusal(f"the weight is cast to {name}: float32 and float16 fuse")
+            raise Refusal("ORP105", f"the weight is cast to {name}: float32 and float16 fuse")
     if any(dtype.bitwidth < operand.dtype.bitwidth for dtype in operand.casts[1:-1]):
-        raise NoKernel("the weight is rounded to float16 on its way")
+        raise NoKernel("ORP105", "the weight is rounded to float16 on its way")
     if ir.DataType.FLOAT16 in operand.casts and operand.may_exceed(_GREATEST_HALF):
-        raise NoKernel("the weight is too great for float16 and becomes infinite")
+        raise NoKernel("ORP105", "the weight is too great for float16 and becomes infinite")

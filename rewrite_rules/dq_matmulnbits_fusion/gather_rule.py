@@ -69,13 +69,14 @@ class GatherToGatherBlockQuantized(OperandRule):
         readers = {reader.op_type for reader in node.outputs[0].consumers()}
         if operand.bits == 8 and readers == {"QuantizeLinear"}:
             raise Refusal(
-                "only QuantizeLinear reads the rows: onnxruntime gathers the codes themselves"
+                "ORP115",
+                "only QuantizeLinear reads the rows: onnxruntime gathers the codes themselves",
             )
         check_type(operand)
         axis = axis_of(int_attribute(node, "axis", 0), len(operand.shape))
         tied = _is_tied(operand)
         if operand.bits < 8 and not tied and self._run.is_small(operand):
-            raise NoKernel("a small table is read faster as floats")
+            raise NoKernel("ORP111", "a small table is read faster as floats")
         write, note = table_writer(operand, axis, self._run.context.onnxruntime, tied=tied)
 
         def emit(op: Any) -> tuple[ir.Value, str]:
@@ -143,22 +144,25 @@ def _rows(
     name = operand.codes.name
     if axis != 0:
         raise NoKernel(
+            "ORP108",
             f"table {name!r} of {operand.bits}-bit codes is gathered along axis {axis}: axis "
-            "0 has a kernel"
+            "0 has a kernel",
         )
     if len(operand.shape) != 2:
-        raise NoKernel(f"table {name!r} has rank {len(operand.shape)}: 2 has one")
+        raise NoKernel("ORP108", f"table {name!r} has rank {len(operand.shape)}: 2 has one")
     weight = operand.matrix(k_axis=1)
     if weight.K * operand.bits % 8:
         raise NoKernel(
+            "ORP104",
             f"table {name!r} has {weight.K} columns: its rows of {operand.bits}-bit codes "
-            "don't fill bytes"
+            "don't fill bytes",
         )
     block_size = _packed_block_size(weight)
     if block_size < _SMALLEST_BLOCK:
         raise NoKernel(
+            "ORP108",
             f"blocks of {weight.block_size} in the rows of table {name!r} have no kernel: "
-            f"multiples of {_SMALLEST_BLOCK} have one"
+            f"multiples of {_SMALLEST_BLOCK} have one",
         )
     odd_blocks = operand.zero_points is not None and weight.blocks(block_size) % 2 == 1
     table_unsupported(version, bits=operand.bits, odd_blocks=odd_blocks)

@@ -94,9 +94,10 @@ def check_version(
     captured = zero_points is not None and owner(zero_points) is not graph
     if version and version < (1, 29) and cpu and captured and accuracy_level == 4:
         raise NoKernel(
+            "ORP113",
             f"onnxruntime {_text(version)} computes wrong numbers at accuracy_level 4 from "
             "zero points outside the subgraph of If, Loop or Scan: 1.29 is right, and so is "
-            "accuracy_level 0"
+            "accuracy_level 0",
         )
 
 
@@ -106,8 +107,9 @@ def table_unsupported(version: Version | None, *, bits: int, odd_blocks: bool) -
     _refuse_missing(version, ((1, 24), True, what), ((1, 27), bits == 2, what))
     if version is not None and version < (1, 27) and bits == 4 and odd_blocks:
         raise NoKernel(
+            "ORP113",
             f"onnxruntime {_text(version)} computes wrong numbers at {what} with zero points "
-            "for an odd number of blocks: 1.27 is right"
+            "for an odd number of blocks: 1.27 is right",
         )
 
 
@@ -116,7 +118,8 @@ def _refuse_missing(version: Version | None, *kernels: tuple[Version, bool, str]
     for first, needed, what in kernels:
         if needed and version is not None and version < first:
             raise NoKernel(
-                f"onnxruntime {_text(version)} has no kernel for {what}: {_text(first)} has"
+                "ORP112",
+                f"onnxruntime {_text(version)} has no kernel for {what}: {_text(first)} has",
             )
 
 
@@ -157,7 +160,7 @@ def kernel_block_size(weight: BlockQuantizedWeight) -> int:
             if weight.block_size > 1
             else f"weight {weight.operand.codes.name!r}, with a scale for each index of K,"
         )
-        raise NoKernel(f"{what} has no kernel: {sizes} and their multiples have one")
+        raise NoKernel("ORP103", f"{what} has no kernel: {sizes} and their multiples have one")
     return size
 
 

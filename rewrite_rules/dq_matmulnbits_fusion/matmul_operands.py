@@ -81,7 +81,7 @@ def read_product(node: ir.Node, index: int) -> Product:
     if node.op_type == "Gemm":
         beta = float_attribute(node, "beta", 1.0)
     elif int_attribute(node, "transBatchA", 0) or int_attribute(node, "transBatchB", 0):
-        raise Refusal(f"{node.op_type} transposes batches")
+        raise Refusal("ORP107", f"{node.op_type} transposes batches")
     own, other = bool(transposed[index]), bool(transposed[1 - index])
     on_left = index == 0
     return Product(node, index, int(own != on_left), other != on_left, alpha, beta)

@@ -94,8 +94,9 @@ class MultiplyByWeight(OperandRule):
         product = read_product(node, self.index)
         if operand.bits == 8 and _is_dequantized(product.x):
             raise Refusal(
+                "ORP115",
                 "its other operand is dequantised too: onnxruntime has kernels for that "
-                "(QLinearMatMul, MatMulIntegerToFloat)"
+                "(QLinearMatMul, MatMulIntegerToFloat)",
             )
         check_type(operand)
         weights = _weights(product, operand, run)
@@ -112,13 +113,14 @@ class MultiplyByWeight(OperandRule):
         check_version(operand, level.number, dtype, node.graph, context)
         avoids_slow = context.cpu_only and run.options.slow_kernels != "fuse"
         if avoids_slow and (slow := slow_kernel(operand.bits, block_size, level.number)):
-            raise NoKernel(slow)
+            raise NoKernel("ORP110", slow)
         columns = weights[0].N
         if columns % 16 and (operand.bits, level.number) == (4, 0) and run.is_small(operand):
             # It multiplies with what happens to be in memory behind the last column. Small
             # integers and addresses are denormal floats there: 60 times slower (1.31, 1.32).
             raise NoKernel(
-                f"N is {columns}: the kernel is slow where it is not a multiple of 16"
+                "ORP111",
+                f"N is {columns}: the kernel is slow where it is not a multiple of 16",
             )
         kernel = _Kernel(block_size, level, dtype)
         return functools.partial(self._emit_all, product, weights, kernel)
@@ -215,10 +217,11 @@ class ConvolveByWeight(OperandRule):
     def _plan(self, node: ir.Node, chain: list[ir.Node], operand: DequantizedOperand) -> Emit:
         if computes_in_integers(node):
             raise Refusal(
-                "its input and result are quantised, too: onnxruntime computes it in integers"
+                "ORP115",
+                "its input and result are quantised, too: onnxruntime computes it in integers",
             )
         check_type(operand)
-        raise NoKernel(f"{node.op_type} has no kernel for codes and float inputs")
+        raise NoKernel("ORP116", f"{node.op_type} has no kernel for codes and float inputs")
 
 
 class AddBias(RewriteRuleClassBase):
@@ -272,31 +275,41 @@ def _weights(
         if fused and product.on_left and product.x_rank(facts) == 1:
             # onnxruntime 1.31 ignores transA then: what it computes is not worth keeping,
             # and not ours to change.
-            raise NoKernel(f"weight {name!r} is on the left of a vector in FusedMatMul")
+            raise NoKernel(
+                "ORP107", f"weight {name!r} is on the left of a vector in FusedMatMul"
+            )
         if (product.transpose_x or product.on_left) and product.x_rank(facts) is None:
             raise NoKernel(
+                "ORP107",
                 f"weight {name!r} is on the left, or its other operand transposed, and that "
-                "one's rank is not proved: give the model's inputs a shape"
+                "one's rank is not proved: give the model's inputs a shape",
             )
         return [operand.matrix(product.k_axis)]
     batched = product.node.op_type != "Gemm"
     plain = batched and not product.transpose_x and not product.on_left
     if rank != 3 or not plain or product.alpha != 1.0:
         side = " on the left" if product.on_left else ""
-        raise NoKernel(f"weight {name!r} has shape {list(operand.shape)}{side}: rank 2 fuses")
+        raise NoKernel(
+            "ORP106", f"weight {name!r} has shape {list(operand.shape)}{side}: rank 2 fuses"
+        )
     groups, x_rank = operand.shape[0], product.x_rank(facts)
     if run.opset is not None and run.opset < 13 and (groups > 1 or (x_rank or 3) < 3):
         # Split and Unsqueeze have attributes before.
-        raise NoKernel(f"a weight of rank 3 fuses from opset 13 on, not at {run.opset}")
+        raise NoKernel(
+            "ORP106", f"a weight of rank 3 fuses from opset 13 on, not at {run.opset}"
+        )
     if groups == 1 and x_rank is not None:
         return [operand.matrix(product.k_axis)]
     if (facts.dims(product.x, 3) or [None])[0] != known(groups):
         raise NoKernel(
+            "ORP106",
             f"weight {name!r} has {groups} groups: they fuse where the other operand has "
-            f"shape [{groups}, M, K], {groups} being known"
+            f"shape [{groups}, M, K], {groups} being known",
         )
     if groups > _MAX_GROUPS:
-        raise NoKernel(f"weight {name!r} has {groups} groups: up to {_MAX_GROUPS} fuse")
+        raise NoKernel(
+            "ORP106", f"weight {name!r} has {groups} groups: up to {_MAX_GROUPS} fuse"
+        )
     return [operand.matrix(product.k_axis, group) for group in range(groups)]
 
 

@@ -36,7 +36,7 @@ def float_attribute(node: ir.Node, name: str, default: float) -> float:
     attribute = _attribute(node, name, ir.AttributeType.FLOAT)
     number = default if attribute is None else attribute.as_float()
     if not math.isfinite(number):
-        raise Refusal(f"attribute {name!r} of {node.op_type} is {number}")
+        raise Refusal("ORP204", f"attribute {name!r} of {node.op_type} is {number}")
     return number
 
 
@@ -46,13 +46,15 @@ def type_attribute(node: ir.Node, name: str) -> ir.DataType | None:
     try:
         return ir.DataType(number) if number else None
     except ValueError:
-        raise Refusal(f"{name} of {label(node)!r} is {number}, which is not a type") from None
+        raise Refusal(
+            "ORP204", f"{name} of {label(node)!r} is {number}, which is not a type"
+        ) from None
 
 
 def axis_of(axis: int, rank: int) -> int:
     """Count an axis from the front; refuse one that is out of range."""
     if not -rank <= axis < rank:
-        raise Refusal(f"axis {axis} is out of range for rank {rank}")
+        raise Refusal("ORP202", f"axis {axis} is out of range for rank {rank}")
     return axis % rank
 
 
@@ -60,7 +62,7 @@ def axes_of(axes: Sequence[int], rank: int) -> set[int]:
     """Count axes from the front; refuse those out of range or named twice."""
     found = {axis_of(axis, rank) for axis in axes}
     if len(found) != len(axes):
-        raise Refusal(f"axes {list(axes)} name one twice")
+        raise Refusal("ORP202", f"axes {list(axes)} name one twice")
     return found
 
 
@@ -69,7 +71,8 @@ def _attribute(node: ir.Node, name: str, expected: ir.AttributeType) -> ir.Attr 
     if attribute is not None and (attribute.is_ref() or attribute.type is not expected):
         kind = "a reference" if attribute.is_ref() else attribute.type.name.lower()
         raise Refusal(
-            f"attribute {name!r} of {node.op_type} is {kind}, not {expected.name.lower()}"
+            "ORP204",
+            f"attribute {name!r} of {node.op_type} is {kind}, not {expected.name.lower()}",
         )
     return attribute
 
@@ -133,16 +136,19 @@ def constant_ints(value: ir.Value | None) -> list[int] | None:
 def require_constant(value: ir.Value | None, role: str) -> tuple[ir.Value, ir.TensorProtocol]:
     """Return a constant input of a node and its tensor; refuse what a run can change."""
     if value is None:
-        raise Refusal(f"{role} is missing")
+        raise Refusal("ORP202", f"{role} is missing")
     value = source_of(value)
     if value.is_graph_input():
         raise Refusal(
+            "ORP101",
             f"{role} {value.name!r} is a graph input: a caller may feed another; make it an "
-            "initializer only"
+            "initializer only",
         )
     tensor = constant(value)
     if tensor is None:
-        raise Refusal(f"{role} {value.name!r} is computed at run time: initializers fuse")
+        raise Refusal(
+            "ORP102", f"{role} {value.name!r} is computed at run time: initializers fuse"
+        )
     check_payload(tensor, f"{role} {value.name!r}")
     return value, tensor
 
@@ -150,10 +156,10 @@ def require_constant(value: ir.Value | None, role: str) -> tuple[ir.Value, ir.Te
 def check_payload(tensor: ir.TensorProtocol, what: str) -> None:
     """Refuse a tensor whose stored data, outside of files, contradicts its shape or type."""
     if tensor.dtype in (ir.DataType.STRING, ir.DataType.UNDEFINED):
-        raise Refusal(f"{what} is of type {tensor.dtype.name.lower()}")
+        raise Refusal("ORP204", f"{what} is of type {tensor.dtype.name.lower()}")
     shape = tuple(tensor.shape.numpy())
     if any(size < 0 for size in shape):
-        raise Refusal(f"{what} has shape {list(shape)}, with a negative size")
+        raise Refusal("ORP204", f"{what} has shape {list(shape)}, with a negative size")
     if not isinstance(tensor, ir.TensorProtoTensor):
         return
     proto, dtype = tensor.raw, tensor.dtype
@@ -167,8 +173,9 @@ def check_payload(tensor: ir.TensorProtocol, what: str) -> None:
     name = dtype.name.lower()
     if len(stored) != expected:
         raise Refusal(
+            "ORP204",
             f"{what} holds {len(stored)} {unit}, but shape {list(shape)} of {name} takes "
-            f"{expected}"
+            f"{expected}",
         )
     if unit == "bytes" or dtype.bitwidth > 16:
         return
@@ -178,4 +185,4 @@ def check_payload(tensor: ir.TensorProtocol, what: str) -> None:
     numbers = np.array(stored, np.int64)
     wrong = numbers[(numbers < low) | (numbers > high)]
     if wrong.size:
-        raise Refusal(f"{what} holds {wrong[0]}, outside the range of {name}")
+        raise Refusal("ORP204", f"{what} holds {wrong[0]}, outside the range of {name}")

@@ -54,13 +54,14 @@ def _unpack(dequantize: ir.Node, floats: FloatConstants, context: PassContext) -
     try:
         operand = read_operand([dequantize])
         if int_attribute(dequantize, "block_size", 0) or operand.bits < 8:
-            raise Refusal(f"{operand.layout}: for MatMulNBits, see dq_matmulnbits_fusion")
+            raise Refusal(
+                "ORP315", f"{operand.layout}: for MatMulNBits, see dq_matmulnbits_fusion"
+            )
         floats.check(operand)
     except Refusal as reason:
         for use in readers:
-            context.remarks.refused(
-                label(use.node), f"{what}: {reason}; it runs at every inference"
-            )
+            text = f"{what}: {reason}; it runs at every inference"
+            context.remarks.refused(label(use.node), Refusal(reason.code, text))
         return
     value = floats.write(operand)
     for use in readers:

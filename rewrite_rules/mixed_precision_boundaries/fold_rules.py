@@ -71,7 +71,7 @@ class _Folds:
                 try:
                     step(producer(through.inputs[0]), through, last)
                 except Refusal as refusal:
-                    self._remarks.refused(label(last), f"not folded: {refusal}")
+                    self._remarks.refused(label(last), refusal.behind("not folded: "))
 
     def _fold_pair(self, before: ir.Node, through: ir.Node, last: ir.Node) -> None:
         codes = before.inputs[0]

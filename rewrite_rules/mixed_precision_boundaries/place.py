@@ -108,7 +108,7 @@ def place_boundaries(model: ir.Model, options: BoundaryOptions, context: PassCon
             ready.append(_planned(graph, region, groups, overridden, options))
         except Refusal as refusal:
             for seed in region.seeds:
-                context.remarks.refused(seed, str(refusal))
+                context.remarks.refused(seed, refusal)
     writer = RegionWriter(model)
     written = [_write(writer, planned, context.remarks) for planned in ready]
     if any(written):
@@ -121,7 +121,7 @@ class _Planned(NamedTuple):
     region: Region
     grids: Grids
     constants: list[ConstantChange]
-    biases: list[ConstantChange | tuple[ir.Node, str]]
+    biases: list[ConstantChange | tuple[ir.Node, Refusal]]
 
 
 def _planned(
@@ -132,8 +132,8 @@ def _planned(
     options: BoundaryOptions,
 ) -> _Planned:
     """Choose the grids and constants of a region; refused where the graph forbids it."""
-    if region.refusal:
-        raise Refusal(region.refusal)
+    if region.refusal is not None:
+        raise region.refusal
     grids = choose_grids(region, groups, overridden, options.ranges)
     for tensor, plan in region.plans.items():
         # Beside calibrated ranges, the Relu and Clip nodes that a grid replaces have stayed.
@@ -182,15 +182,19 @@ def _check_plan(
     fixed = tensor.quantize is None or tensor.codes_are_read
     if fixed and grids.get((tensor, own), tensor.grid) != tensor.grid:
         raise Refusal(
+            "ORP303",
             f"codes {tensor.codes.name!r} are read or fed as they are, by {tensor.grid}: "
-            "their parameters can't change"
+            "their parameters can't change",
         )
     if plan.produced == ir.DataType.FLOAT and plan.types() - {own, ir.DataType.FLOAT}:
-        raise Refusal(f"tensor {tensor.name!r} would be float and of another type at once")
+        raise Refusal(
+            "ORP305", f"tensor {tensor.name!r} would be float and of another type at once"
+        )
     if plan.produced == ir.DataType.FLOAT and plan.clipped and graph.opset < _OPSET_OF_CLIP:
         raise Refusal(
+            "ORP313",
             f"tensor {tensor.name!r} needs a Clip of opset {_OPSET_OF_CLIP}, and the model is "
-            f"of opset {graph.opset}; convert the model"
+            f"of opset {graph.opset}; convert the model",
         )
 
 
@@ -207,9 +211,10 @@ def _check_sharing(
             same = groups.find(other) is groups.find(tensor)
             if same and written not in (read, ir.DataType.FLOAT):
                 raise Refusal(
+                    "ORP305",
                     f"node {label(node)!r} moves data by one grid, but would read "
                     f"{tensor.name!r} as {type_name(read)} and write {other.name!r} as "
-                    f"{type_name(written)}; give both one type"
+                    f"{type_name(written)}; give both one type",
                 )
 
 
@@ -268,9 +273,8 @@ def _checked_promotions(
         if name in graph.by_name or not all(pairs):
             found.append(name)
         elif nodes:
-            context.remarks.refused(
-                name, f"it is a {nodes[0].op_type}: name its tensor, or the nodes around it"
-            )
+            text = f"it is a {nodes[0].op_type}: name its tensor, or the nodes around it"
+            context.remarks.refused(name, Refusal("ORP306", text))
         elif name in graph.stay:
             context.remarks.refused(name, graph.stay[name])
         else:

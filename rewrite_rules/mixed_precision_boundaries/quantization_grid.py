@@ -36,14 +36,19 @@ class QuantizationGrid:
 
     def __post_init__(self) -> None:
         if self.dtype not in GRID_TYPES:
-            raise Refusal(f"codes of type {self.dtype.name.lower()} are not activations")
+            raise Refusal(
+                "ORP306", f"codes of type {self.dtype.name.lower()} are not activations"
+            )
         # A session may take subnormal numbers for 0 (session.set_denormal_as_zero).
         if not _LEAST <= float(self.scale) < np.inf:
-            raise Refusal(f"scale is {float(self.scale)}; it has to be positive and normal")
+            raise Refusal(
+                "ORP309", f"scale is {float(self.scale)}; it has to be positive and normal"
+            )
         if not self.low <= self.zero_point <= self.high:
             raise Refusal(
+                "ORP309",
                 f"zero point {self.zero_point} lies outside the range of "
-                f"{self.dtype.name.lower()}"
+                f"{self.dtype.name.lower()}",
             )
         stored = np.asarray(self.scale)
         object.__setattr__(self, "_stored", (stored.dtype.name, stored.tobytes()))
@@ -62,7 +67,7 @@ class QuantizationGrid:
         is not finite, or whose scale is too small for the float type.
         """
         if not (np.isfinite(rmin) and np.isfinite(rmax) and rmin <= rmax):
-            raise Refusal(f"{rmin}..{rmax} is not a range of values")
+            raise Refusal("ORP312", f"{rmin}..{rmax} is not a range of values")
         low, high = int(dtype.min), int(dtype.max)
         rmin, rmax = min(rmin, 0.0), max(rmax, 0.0)
         if symmetric:
@@ -74,7 +79,8 @@ class QuantizationGrid:
             if rmax > rmin:
                 # onnxruntime gives it the scale 1, which leaves nothing of the values.
                 raise Refusal(
-                    f"scale {scale:.3g} of {rmin}..{rmax} is not a normal {float_dtype}"
+                    "ORP308",
+                    f"scale {scale:.3g} of {rmin}..{rmax} is not a normal {float_dtype}",
                 )
             return QuantizationGrid(dtype, float_dtype.type(1.0), 0)
         middle = np.round((low + high) / 2) if symmetric else np.round(low - rmin / scale)
@@ -157,14 +163,17 @@ class QuantizationGrid:
         """
         bits = dtype.bitwidth - self.bits
         if bits < 0:
-            raise Refusal(f"{self.dtype.name.lower()} is not refined to {dtype.name.lower()}")
+            raise Refusal(
+                "ORP310", f"{self.dtype.name.lower()} is not refined to {dtype.name.lower()}"
+            )
         scale = self.float_dtype.type(float(self.scale) / (1 << bits))
         zero_point = (self.zero_point - self.low << bits) + int(dtype.min)
         fine = QuantizationGrid(dtype, scale, zero_point)
         if bits and not (self.keeps_values(fine, fine) and self.keeps_codes(self)):
             raise Refusal(
+                "ORP308",
                 f"scale {float(self.scale)} / 256 as {self.float_dtype} moves values, or they "
-                "overflow; have the model in float32, or promote in mode 'float'"
+                "overflow; have the model in float32, or promote in mode 'float'",
             )
         return fine
 

@@ -46,12 +46,14 @@ _RENAMED = "_QuantizeLinear_Input"
 def read_grid(node: ir.Node) -> QuantizationGrid:
     """Read the grid of a Q or DQ; refused unless it is constant, sound and per tensor."""
     if int_attribute(node, "block_size", 0):
-        raise Refusal("it is quantised in blocks; per tensor is rewritten")
+        raise Refusal("ORP301", "it is quantised in blocks; per tensor is rewritten")
     if input_of(node, 0) is None or input_of(node, 1) is None:
-        raise Refusal(f"{node.op_type} {label(node)!r} has no scale")
+        raise Refusal("ORP204", f"{node.op_type} {label(node)!r} has no scale")
     tensor = _single(node.inputs[1], "scale")
     if not tensor.dtype.is_floating_point():
-        raise Refusal(f"scale {tensor.name!r} is of type {tensor.dtype.name.lower()}")
+        raise Refusal(
+            "ORP309", f"scale {tensor.name!r} is of type {tensor.dtype.name.lower()}"
+        )
     scale = tensor.numpy().reshape(-1)[0]
     for attribute in ("output_dtype", "precision"):
         named = type_attribute(node, attribute)
@@ -59,15 +61,18 @@ def read_grid(node: ir.Node) -> QuantizationGrid:
         of_values = attribute == "precision" or is_dequantize_linear(node)
         if named and of_values and named != tensor.dtype:
             raise Refusal(
+                "ORP311",
                 f"{attribute} of {label(node)!r} is {named.name.lower()}, but the "
-                f"scale is {tensor.dtype.name.lower()}"
+                f"scale is {tensor.dtype.name.lower()}",
             )
     zero_point = input_of(node, 2)
     if zero_point is None:
         return QuantizationGrid(_type_without_zero_point(node), scale, 0)
     tensor = _single(zero_point, "zero point")
     if tensor.dtype.is_floating_point() or tensor.dtype.bitwidth < 8:
-        raise Refusal(f"codes of type {tensor.dtype.name.lower()} are not activations")
+        raise Refusal(
+            "ORP306", f"codes of type {tensor.dtype.name.lower()} are not activations"
+        )
     return QuantizationGrid(tensor.dtype, scale, int(tensor.numpy().reshape(-1)[0]))
 
 
@@ -75,8 +80,9 @@ def _single(value: ir.Value | None, role: str) -> ir.TensorProtocol:
     value, tensor = require_constant(value, role)
     if tensor.size != 1 or len(tensor.shape) > 1:
         raise Refusal(
+            "ORP301",
             f"{role} {value.name!r} has shape {list(tensor.shape.numpy())}; one for the whole "
-            "tensor is rewritten"
+            "tensor is rewritten",
         )
     return tensor
 
@@ -89,7 +95,9 @@ def _type_without_zero_point(node: ir.Node) -> ir.DataType:
     if (producer := codes.producer()) is not None and is_quantize_linear(producer):
         return read_grid(producer).dtype
     if codes.dtype is None:
-        raise Refusal(f"the type of {codes.name!r} is not known, and it has no zero point")
+        raise Refusal(
+            "ORP311", f"the type of {codes.name!r} is not known, and it has no zero point"
+        )
     return codes.dtype
 
 
@@ -147,12 +155,12 @@ class QuantizedGraph:
 
     def __init__(self, model: ir.Model) -> None:
         self.tensors: list[QuantizedTensor] = []
-        self.refused: dict[str, str] = {}
+        self.refused: dict[str, Refusal] = {}
         self.opset = model.opset_imports.get("", 0)
         # Several where a float tensor is quantised twice.
         self.by_name: dict[str, list[QuantizedTensor]] = {}
-        self._by_value: dict[ir.Value, QuantizedTensor | str] = {}
-        self._written: dict[ir.Value, list[QuantizedTensor | str]] = defaultdict(list)
+        self._by_value: dict[ir.Value, QuantizedTensor | Refusal] = {}
+        self._written: dict[ir.Value, list[QuantizedTensor | Refusal]] = defaultdict(list)
         self._grid = functools.cache(read_grid)
         self.by_label: dict[str, list[ir.Node]] = {}
         for graph in model.graphs():
@@ -162,7 +170,10 @@ class QuantizedGraph:
             self._read(codes, tuple(dequantizes))
         # By name, why a tensor stays as it is; constants, too.
         self.stay = {
-            name: "it is a constant: what those are stored as is chosen when quantising"
+            name: Refusal(
+                "ORP306",
+                "it is a constant: what those are stored as is chosen when quantising",
+            )
             for graph in model.graphs()
             for name in graph.initializers
         } | self.refused
@@ -177,21 +188,23 @@ class QuantizedGraph:
         values = (source, codes, *(node.outputs[0] for node in dequantizes))
         found = (value.name for value in values if value is not None)
         names = tuple(dict.fromkeys(filter(None, (name, *found))))
-        readings: QuantizedTensor | str
+        readings: QuantizedTensor | Refusal
         try:
             if quantize is not None and source is None:
-                raise Refusal(f"{quantize.op_type} {label(quantize)!r} has no input")
+                raise Refusal("ORP204", f"{quantize.op_type} {label(quantize)!r} has no input")
             nodes = [node for node in (quantize, *dequantizes) if node is not None]
             grids = {self._grid(node) for node in nodes}
             if len(grids) > 1:
                 listed = ", ".join(sorted(map(str, grids)))
-                raise Refusal(f"it is quantised and dequantised by different grids: {listed}")
+                raise Refusal(
+                    "ORP302", f"it is quantised and dequantised by different grids: {listed}"
+                )
             grid = grids.pop()
             _check_value_type(source, grid)
             tensor = QuantizedTensor(name, names, codes, quantize, dequantizes, grid)
         except Refusal as refusal:
-            readings = str(refusal)
-            self.refused.update(dict.fromkeys(names, readings))
+            readings = refusal.with_traceback(None)
+            self.refused.update(dict.fromkeys(names, refusal))
         else:
             readings = tensor
             self.tensors.append(tensor)
@@ -229,12 +242,14 @@ class QuantizedGraph:
 
 
 def _described(
-    node: ir.Node, does: str, found: Iterator[QuantizedTensor | str | None]
+    node: ir.Node, does: str, found: Iterator[QuantizedTensor | Refusal | None]
 ) -> list[QuantizedTensor]:
     tensors: dict[QuantizedTensor, None] = {}
     for item in found:
-        if isinstance(item, str):
-            raise Refusal(f"node {label(node)!r} {does} an activation that stays: {item}")
+        if isinstance(item, Refusal):
+            raise Refusal(
+                "ORP304", f"node {label(node)!r} {does} an activation that stays: {item}"
+            )
         if item is not None:
             tensors[item] = None
     return list(tensors)
@@ -284,6 +299,7 @@ def _check_value_type(source: ir.Value | None, grid: QuantizationGrid) -> None:
         return
     if source.dtype.numpy() != grid.float_dtype:
         raise Refusal(
+            "ORP311",
             f"{source.name!r} is {source.dtype.name.lower()}, but its scale is "
-            f"{grid.float_dtype}; one type for both is rewritten"
+            f"{grid.float_dtype}; one type for both is rewritten",
         )

@@ -89,7 +89,7 @@ def constant_changes(region: Region, graph: QuantizedGraph) -> Iterator[Constant
             fine = grid.refine(dtype)
             _, tensor = require_constant(dequantize.inputs[0], "codes")
         except Refusal as refusal:
-            raise Refusal(f"constant {name!r}: {refusal}") from None
+            raise Refusal(refusal.code, f"constant {name!r}: {refusal}") from None
         codes = fine.quantize(grid.dequantize(tensor.numpy()))
         zero_point = np.asarray(fine.zero_point, dtype.numpy())
         scale = np.asarray(fine.scale)
@@ -98,7 +98,7 @@ def constant_changes(region: Region, graph: QuantizedGraph) -> Iterator[Constant
 
 def bias_changes(
     region: Region, graph: QuantizedGraph, grids: Grids, most_bits: int
-) -> Iterator[ConstantChange | tuple[ir.Node, str]]:
+) -> Iterator[ConstantChange | tuple[ir.Node, Refusal]]:
     """The changes of int32 biases of nodes that read another grid now, or why one stays.
 
     Grids of more than ``most_bits`` have kernels that read a bias at its own scale, or none.
@@ -121,7 +121,7 @@ def bias_changes(
         try:
             yield _rescaled(dequantize, ratio, nodes)
         except Refusal as refusal:
-            yield nodes[0], f"bias {label(dequantize)!r} stays: {refusal}"
+            yield nodes[0], refusal.behind(f"bias {label(dequantize)!r} stays: ")
 
 
 def _check_float_bias(node: ir.Node, tensor: QuantizedTensor, grid: QuantizationGrid) -> None:
@@ -142,8 +142,9 @@ def _check_float_bias(node: ir.Node, tensor: QuantizedTensor, grid: Quantization
     most = min(np.iinfo(np.int32).max, float(ml_dtypes.finfo(grid.float_dtype).max))
     if steps[0] <= most < steps[1]:
         raise Refusal(
+            "ORP308",
             f"float bias {bias.name!r} is {steps[1]:.3g} steps of the new scale, beyond "
-            "int32, which onnxruntime makes it; quantise it, or promote in mode 'float'"
+            "int32, which onnxruntime makes it; quantise it, or promote in mode 'float'",
         )
 
 
@@ -171,13 +172,14 @@ def _rescaled(dequantize: ir.Node, ratio: float, nodes: list[ir.Node]) -> Consta
     greatest = float(np.abs(wide).max(initial=0))
     if greatest > np.iinfo(np.int32).max:
         raise Refusal(
+            "ORP308",
             f"times {ratio:.6g}, its greatest code is {greatest:.0f}, beyond int32; a greater "
-            "weight scale makes room"
+            "weight scale makes room",
         )
     old = scale.numpy()
     fine = (old.astype(np.float64) / ratio).astype(old.dtype)
     if not np.allclose(fine.astype(np.float64) * ratio, old.astype(np.float64), 1e-6, 0):
-        raise Refusal(f"its scale / {ratio:.6g} is too small for {old.dtype}")
+        raise Refusal("ORP308", f"its scale / {ratio:.6g} is too small for {old.dtype}")
     return ConstantChange(dequantize, tuple(nodes), wide.astype(np.int32), fine, None)
 
 

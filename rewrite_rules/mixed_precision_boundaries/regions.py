@@ -76,7 +76,7 @@ class Region:
 
     seeds: list[str] = dataclasses.field(default_factory=list)
     plans: dict[QuantizedTensor, TensorPlan] = dataclasses.field(default_factory=dict)
-    refusal: str = ""
+    refusal: Refusal | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +164,7 @@ class _Requests:
         self._converts: dict[QuantizedTensor, TensorOverride] = {}
         # What the user named, and nodes that can't be what they are asked.
         self._seeds: dict[Hashable, str] = {}
-        self._refused: dict[Hashable, str] = {}
+        self._refused: dict[Hashable, Refusal] = {}
 
     def override(self, tensor: QuantizedTensor, name: str, override: TensorOverride) -> None:
         """Ask for what an override of a tensor says."""
@@ -224,7 +224,7 @@ class _Requests:
                 read, written = self._graph.read_by(node), self._graph.written_by(node)
             except Refusal as refusal:
                 # Its neighbours still belong together: they are refused with it.
-                self._refused[node] = str(refusal)
+                self._refused[node] = refusal.with_traceback(None)
                 continue
             for tensor in read:
                 self._consume(tensor, node, request)
@@ -341,7 +341,7 @@ def choose_grids(
             try:
                 grid = _shared_grid(group, dtype, region, overridden, ranges)
             except Refusal as refusal:
-                raise Refusal(f"tensor {group[0].name!r}: {refusal}") from None
+                raise Refusal(refusal.code, f"tensor {group[0].name!r}: {refusal}") from None
             for tensor in group:
                 grids[tensor, dtype] = grid
     return grids
@@ -375,8 +375,9 @@ def _shared_grid(
         return own.refine(dtype)
     if span is None:
         raise Refusal(
+            "ORP312",
             f"its {dtype.name.lower()} parameters are not known: give 'scale' and "
-            "'zero_point', or 'rmin' and 'rmax'"
+            "'zero_point', or 'rmin' and 'rmax'",
         )
     return QuantizationGrid.of_range(dtype, *span, own.float_dtype)
 

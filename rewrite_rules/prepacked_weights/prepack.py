@@ -38,26 +38,31 @@ def prepack(model_path: Path, context: PassContext, *, limit_mb: int, seconds: i
     try:
         outcome = _prepack(model_path, context, limit_mb, seconds)
     except _Broken as failure:
-        context.remarks.failed(name, str(failure))
+        context.remarks.failed(name, failure)
     except Refusal as refusal:
-        context.remarks.refused(name, str(refusal))
+        context.remarks.refused(name, refusal)
     else:
         context.remarks.fired(name, outcome)
 
 
 def _prepack(model_path: Path, context: PassContext, limit_mb: int, seconds: int) -> str:
     if not context.cpu_only:
-        raise Refusal(f"packs for the CPU only, not for {', '.join(context.providers)}")
+        raise Refusal(
+            "ORP701", f"packs for the CPU only, not for {', '.join(context.providers)}"
+        )
     if not context.final_graph:
         raise Refusal(
+            "ORP701",
             "onnxruntime's optimisers would replace the nodes whose weights are packed: they "
-            "have to run first (ortplugins.bake=1; optimize(..., bake=True); --bake)"
+            "have to run first (ortplugins.bake=1; optimize(..., bake=True); --bake)",
         )
     before = sum(file.stat().st_size for file in model_path.parent.iterdir())
     # Packed weights take about as much as the weights themselves.
     expected = 2.2 * before / 1e6
     if limit_mb and expected > limit_mb:
-        raise Refusal(f"would take about {expected:.0f} MB of disk, above limit_mb={limit_mb}")
+        raise Refusal(
+            "ORP702", f"would take about {expected:.0f} MB of disk, above limit_mb={limit_mb}"
+        )
     with tempfile.TemporaryDirectory(prefix=".prepack-", dir=model_path.parent) as scratch:
         folder = Path(scratch)
         result = _run_child(model_path, folder, seconds, context)
@@ -77,7 +82,9 @@ def _run_child(
     model_path: Path, folder: Path, seconds: int, context: PassContext
 ) -> dict[str, Any]:
     if context.child_python is None:
-        raise Refusal("no Python interpreter to pack with: set ORTPLUGINS_PYTHON to one")
+        raise Refusal(
+            "ORP706", "no Python interpreter to pack with: set ORTPLUGINS_PYTHON to one"
+        )
     python, environment = context.child_python
     job = {
         "model": os.fspath(model_path.absolute()),
@@ -100,9 +107,13 @@ def _run_child(
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise _Broken(f"packing took more than {seconds} s and was stopped") from None
+        raise _Broken(
+            "ORP705", f"packing took more than {seconds} s and was stopped"
+        ) from None
     except OSError as error:
-        raise _Broken(f"the packing process could not be started: {error}") from error
+        raise _Broken(
+            "ORP705", f"the packing process could not be started: {error}"
+        ) from error
     finally:
         os.close(theirs)
         os.close(ours)
@@ -114,24 +125,26 @@ def _run_child(
     if done.returncode and result.get(RUNNING) != ORIGINAL:
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]
         text = last[0][:_ERROR_CHARACTERS]
-        raise _Broken(f"the packing process ended with {done.returncode}: {text}")
+        raise _Broken("ORP705", f"the packing process ended with {done.returncode}: {text}")
     if not result:
-        raise _Broken("the packing process gave no result")
+        raise _Broken("ORP705", "the packing process gave no result")
     return result
 
 
 def _check(result: dict[str, Any], limit_mb: int) -> None:
     if not result["weights"]:
-        raise Refusal("no kernel of this model packs weights that can be kept")
+        raise Refusal("ORP703", "no kernel of this model packs weights that can be kept")
     if result["damaged"]:
-        raise Refusal(f"the bytes of {', '.join(result['damaged'])} differ in the new file")
+        raise Refusal(
+            "ORP704", f"the bytes of {', '.join(result['damaged'])} differ in the new file"
+        )
     if result["different"]:
-        raise Refusal(f"with packed weights outputs {result['different']} differ")
+        raise Refusal("ORP704", f"with packed weights outputs {result['different']} differ")
     if not result["in_use"]:
-        raise Refusal(f"a session uses none of {result['recorded']} blobs")
+        raise Refusal("ORP704", f"a session uses none of {result['recorded']} blobs")
     taken = result["data_bytes"] / 1e6
     if limit_mb and taken > limit_mb:
-        raise Refusal(f"takes {taken:.1f} MB of disk, above limit_mb={limit_mb}")
+        raise Refusal("ORP702", f"takes {taken:.1f} MB of disk, above limit_mb={limit_mb}")
 
 
 def _replace(model_path: Path, folder: Path) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import onnx_ir as ir
 
 from rewrite_rules.graph.nodes import all_nodes, is_custom, label, walk
-from rewrite_rules.remarks import PassContext
+from rewrite_rules.remarks import PassContext, Refusal
 from rewrite_rules.shape_size_reorder.search import (
     GraphOrder,
     SimulatedOrder,
@@ -54,8 +54,11 @@ def reorder(
         # A Shape that reads another value moves the walk that onnxruntime's default order is.
         context.remarks.refused(
             _GRAPH,
-            f"several custom operators, {custom[0].op_type} {label(custom[0])!r} first, "
-            "may hold state: the pass could change the order in which they run",
+            Refusal(
+                "ORP401",
+                f"several custom operators, {custom[0].op_type} {label(custom[0])!r} first, "
+                "may hold state: the pass could change the order in which they run",
+            ),
         )
         return
     simplify_shapes(model, context)
@@ -95,8 +98,11 @@ def _without_pattern(order: GraphOrder, context: PassContext) -> None:
     if spread > _MAX_SPREAD * order.ours.peak:
         context.remarks.refused(
             _SESSION,
-            "memory patterns stay on: without them tensors would lie on "
-            f"{spread / 1e6:.1f} MB for a peak of {_mb(order.ours)}, which takes longer",
+            Refusal(
+                "ORP401",
+                "memory patterns stay on: without them tensors would lie on "
+                f"{spread / 1e6:.1f} MB for a peak of {_mb(order.ours)}, which takes longer",
+            ),
         )
         return
     context.session_settings.update(_NO_PATTERN)
@@ -135,18 +141,16 @@ def _write_default_order(
             _GRAPH, f"by default it now runs with a peak of {_mb(file.ours)}; {_peaks(order)}"
         )
     else:
-        context.remarks.refused(
-            _GRAPH, f"no file runs better by default than it does; {_peaks(order)}"
-        )
+        text = f"no file runs better by default than it does; {_peaks(order)}"
+        context.remarks.refused(_GRAPH, Refusal("ORP401", text))
 
 
 def _run_in_file_order(order: GraphOrder, context: PassContext) -> None:
     if not order.worthwhile:
-        context.remarks.refused(
-            _GRAPH,
+        text = (
             "left in its order: onnxruntime's default runs a Shape late, and holds less so; "
-            + _peaks(order),
         )
+        context.remarks.refused(_GRAPH, Refusal("ORP401", text + _peaks(order)))
     elif _is_better(order) or (context.final_graph and order.default.peak >= _LEAN_BYTES):
         # A session that makes the final graph itself gives its nodes other places than the
         # file has: what that one's default order would be, nobody knows.
@@ -154,10 +158,8 @@ def _run_in_file_order(order: GraphOrder, context: PassContext) -> None:
         context.session_settings.update(_IN_FILE_ORDER)
         context.remarks.fired(_GRAPH, _peaks(order))
     else:
-        context.remarks.refused(
-            _GRAPH,
-            f"left in its order, which is as good as any that was found; {_peaks(order)}",
-        )
+        text = f"left in its order, which is as good as any that was found; {_peaks(order)}"
+        context.remarks.refused(_GRAPH, Refusal("ORP401", text))
 
 
 def _is_better(order: GraphOrder) -> bool:

@@ -36,7 +36,7 @@ from rewrite_rules.graph.nodes import (
     subgraphs,
     walk,
 )
-from rewrite_rules.remarks import PassContext
+from rewrite_rules.remarks import PassContext, Refusal
 from rewrite_rules.shapes.dimensions import Dim, Dims, Shape
 from rewrite_rules.shapes.node_facts import Integers
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
@@ -62,7 +62,7 @@ def simplify_shapes(model: ir.Model, context: PassContext) -> None:
         for graph in graphs:
             sort_nodes(graph)  # what is earlier is only known then
     except ValueError as error:
-        context.remarks.refused("model", f"it can't be sorted: {error}")
+        context.remarks.refused("model", Refusal("ORP402", f"it can't be sorted: {error}"))
         return
     with context.remarks.at("model"):
         facts = ProvedShapes(model)
@@ -427,9 +427,9 @@ def _explain_the_rest(
             if maker is None:  # nothing is earlier than an input
                 continue
             unranked = isinstance(facts.shape(source), int)
-            context.remarks.refused(
-                label(node),
+            text = (
                 f"{maker.op_type} {label(maker)!r} decides the "
                 f"{'rank and the sizes' if unranked else 'sizes'} of {source.name!r}: nothing "
-                "earlier has them in every run",
+                "earlier has them in every run"
             )
+            context.remarks.refused(label(node), Refusal("ORP401", text))

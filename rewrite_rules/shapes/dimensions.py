@@ -48,7 +48,7 @@ def known(size: int) -> Dim:
     """Return the dimension of a size that is a number; refuse what no tensor holds."""
     dim = int64(size)
     if dim is None:
-        raise Refusal(f"{size} is beyond int64")
+        raise Refusal("ORP602", f"{size} is beyond int64")
     return dim
 
 

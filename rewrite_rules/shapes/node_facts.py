@@ -56,7 +56,7 @@ def sliced(size: int, start: int, end: int, step: int) -> range:
     and what starts backwards from before the front takes the first element.
     """
     if step == 0:
-        raise Refusal("slices by steps of 0")
+        raise Refusal("ORP602", "slices by steps of 0")
     last = size - 1 if step < 0 else size
     start = min(max(start + size if start < 0 else start, 0), last)
     if is_open(end):
@@ -109,7 +109,7 @@ class Site:
         """An input; refused if it is missing."""
         value = self.node.inputs[index] if index < len(self.node.inputs) else None
         if value is None:
-            raise Refusal(f"lacks input {index}")
+            raise Refusal("ORP204", f"lacks input {index}")
         return value
 
     def shape(self, index: int) -> Shape:
@@ -119,7 +119,9 @@ class Site:
         """The dimensions of an input; refused if not even their number is known."""
         shape = self.shape(index)
         if isinstance(shape, int):
-            raise Refusal(f"reads {self.input(index).name!r}, whose rank is not known")
+            raise Refusal(
+                "ORP602", f"reads {self.input(index).name!r}, whose rank is not known"
+            )
         return shape
 
     def numbers(self, index: int) -> tuple[Dim | None, ...]:
@@ -130,7 +132,9 @@ class Site:
         shape = self.shape(index)
         count = number(shape[0]) if isinstance(shape, tuple) and len(shape) == 1 else None
         if count is None or count > 64:
-            raise Refusal(f"reads {self.input(index).name!r}, whose length is not known")
+            raise Refusal(
+                "ORP504", f"reads {self.input(index).name!r}, whose length is not known"
+            )
         return (None,) * count
 
     def element(self, index: int, place: int, known: Dim | None = None) -> Hashable:
@@ -167,7 +171,7 @@ class Site:
         integers = self.facts.integers(self.input(index))
         constants = None if integers is None else integers.constants
         if constants is None:
-            raise Refusal(f"reads {self.input(index).name!r}, which is not constant")
+            raise Refusal("ORP504", f"reads {self.input(index).name!r}, which is not constant")
         return constants
 
     def integer(self, name: str, default: int) -> int:
@@ -182,7 +186,7 @@ class Site:
         if attribute is None:
             return default
         if attribute.is_ref() or attribute.type is not ir.AttributeType.STRING:
-            raise Refusal(f"attribute {name!r} is not a string")
+            raise Refusal("ORP602", f"attribute {name!r} is not a string")
         return attribute.as_string()
 
     def axes(self, index: int, name: str = "axes") -> tuple[int, ...] | None:
@@ -205,5 +209,5 @@ class Site:
         axes = tuple(range(len(starts))) if axes is None else axes
         steps = (1,) * len(axes) if steps is None else steps
         if not len(starts) == len(ends) == len(axes) == len(steps):
-            raise Refusal("has starts, ends, axes and steps of different lengths")
+            raise Refusal("ORP602", "has starts, ends, axes and steps of different lengths")
         return starts, ends, axes, steps

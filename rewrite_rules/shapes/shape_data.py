@@ -109,7 +109,7 @@ def _slice(site: Site) -> Integers | None:
         for *ends_of, axis, step in zip(starts, ends, axes, steps, strict=True):
             start, end = map(number, ends_of)
             if start is None or end is None:
-                raise Refusal("starts or ends where only a run tells")
+                raise Refusal("ORP602", "starts or ends where only a run tells")
             places = places.take(sliced(places.shape[axis], start, end, step), axis)
         return places
 

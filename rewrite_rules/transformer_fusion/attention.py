@@ -146,7 +146,7 @@ class FuseAttention(RewriteRuleClassBase):
             try:
                 self._read(softmax, mixed, guarded, **bound)
             except Refusal as refusal:
-                self._remarks.refused(label(node), f"attention: {refusal}")
+                self._remarks.refused(label(node), refusal.behind("attention: "))
                 return result.fail(str(refusal), node)
         return result
 
@@ -162,12 +162,14 @@ class FuseAttention(RewriteRuleClassBase):
         dims = self._facts.dims(softmax)
         axis = int_attribute(producer(softmax), "axis", -1)
         if axis != -1 and (dims is None or axis != len(dims) - 1):
-            raise Refusal(f"its weights are over axis {axis}, not known to be the last")
+            raise Refusal(
+                "ORP603", f"its weights are over axis {axis}, not known to be the last"
+            )
         match = Match(softmax, mixed, out, guarded == 1, cut)
         found = read_attention(match, self._facts)
-        for applies, reason in _REFUSALS:
+        for applies, code, reason in _REFUSALS:
             if applies(self, found):
-                raise Refusal(reason)
+                raise Refusal(code, reason)
         return found
 
     def rewrite(self, op: Any, mixed: ir.Value, out: ir.Value, **bound: Any) -> Any:
@@ -335,41 +337,52 @@ class FuseAttention(RewriteRuleClassBase):
         return self._masks[key]
 
 
-_REFUSALS: tuple[tuple[Callable[[FuseAttention, Attention], bool], str], ...] = (
+_REFUSALS: tuple[tuple[Callable[[FuseAttention, Attention], bool], str, str], ...] = (
     (
         lambda rule, found: not found.cached and not rule._standard,
+        "ORP608",
         "without a cache it needs the kernel of onnxruntime 1.24",
     ),
     (
         # The standard operator caps what a mask hides as well, and knows no sinks; of 128
         # tokens, GroupQueryAttention takes 1.3 x the time of nodes for caps, 1.1 x for sinks.
         lambda rule, found: not (found.cached or found.is_plain),
+        "ORP603",
         "its scores are capped, or have sinks, without a cache",
     ),
-    (lambda rule, found: found.never_fits, "its sizes are known not to fit each other"),
+    (
+        lambda rule, found: found.never_fits,
+        "ORP601",
+        "its sizes are known not to fit each other",
+    ),
     (
         lambda rule, found: found.stretches,
+        "ORP601",
         "a value may stand for several keys, of any number",
     ),
     (
         lambda rule, found: not found.cached and found.read_keys.merge is not None,
+        "ORP602",
         "the batch of its heads is not known to be their own",
     ),
     (
         # 0.99 to 1.04 x the time of SmolLM2's tokens, and 1.03 x its memory in float.
         lambda rule, found: found.layout.in_rows and not (found.cached and rule._cache),
+        "ORP610",
         "its query heads share keys without copies: no form is faster",
     ),
     (
         lambda rule, found: bool(
             found.cached and rule._cache and not (found.fits_kernel and found.appends_tokens)
         ),
+        "ORP609",
         "GroupQueryAttention, which kv_cache=shared needs, can't compute it",
     ),
     (
         lambda rule, found: bool(
             found.cached and rule._cache and not rule._cache.takes(found)
         ),
+        "ORP609",
         "it is not known which inputs are a mask [B, T] and tokens [B, S] of this cache",
     ),
 )
@@ -413,15 +426,16 @@ def refuse_the_rest(
             continue
         kind = product.inputs[0] and product.inputs[0].dtype
         if product.graph not in graphs:
-            reason = "it stands in a subgraph"
+            refusal = Refusal("ORP603", "it stands in a subgraph")
         elif kind not in (None, ir.DataType.FLOAT):
-            reason = f"computes in {kind}, not in float32"
+            refusal = Refusal("ORP605", f"computes in {kind}, not in float32")
         elif between:
-            reason = f"its weights go through {', '.join(between)}"
+            refusal = Refusal("ORP603", f"its weights go through {', '.join(between)}")
         else:
             reader = ", ".join(node.op_type for node in readers)
-            reason = f"its result goes to {reader}, not to a Transpose of heads"
-        remarks.refused(label(product), f"attention: {reason}")
+            text = f"its result goes to {reader}, not to a Transpose of heads"
+            refusal = Refusal("ORP603", text)
+        remarks.refused(label(product), refusal.behind("attention: "))
 
 
 def _is_zero(value: ir.Value | None) -> bool:

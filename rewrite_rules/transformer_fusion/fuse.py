@@ -22,7 +22,7 @@ from rewrite_rules.graph.opset_conversion import convert_opset
 from rewrite_rules.graph.parameters import int_attribute
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.graph.value_types import derive_types
-from rewrite_rules.remarks import Outcome, PassContext, Remarks
+from rewrite_rules.remarks import Outcome, PassContext, Refusal, Remarks
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.attention import (
     FuseAttention,
@@ -143,7 +143,7 @@ def _raise_opset(model: ir.Model, options: TransformerOptions, context: PassCont
     reason = convert_opset(model, wanted)
     if reason:
         text = f"opset {opset} was not converted to {wanted}: {reason}"
-        context.remarks.refused("model", text)
+        context.remarks.refused("model", Refusal("ORP607", text))
 
 
 def _has_standard_attention(context: PassContext) -> bool:

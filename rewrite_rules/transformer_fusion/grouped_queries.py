@@ -49,7 +49,7 @@ class GroupQueries(RewriteRuleClassBase):
             try:
                 heads = self._read(left, right)
             except Refusal as refusal:
-                self._remarks.refused(label(node), f"heads stay repeated: {refusal}")
+                self._remarks.refused(label(node), refusal.behind("heads stay repeated: "))
                 return result.fail(str(refusal), node)
         return result if heads else result.fail("repeats no heads", node)
 
@@ -91,9 +91,13 @@ class GroupQueries(RewriteRuleClassBase):
             return None
         query_heads = heads.groups * heads.repeats
         if rows is None or len(rows) != len(columns):
-            raise Refusal(f"the rank of {left.name!r} is not known to be {len(columns)}")
+            raise Refusal(
+                "ORP602", f"the rank of {left.name!r} is not known to be {len(columns)}"
+            )
         if (own := count_query_heads(left, self._facts)) != query_heads:
-            raise Refusal(f"{left.name!r} has {own or 'unknown'} heads, not {query_heads}")
+            raise Refusal(
+                "ORP603", f"{left.name!r} has {own or 'unknown'} heads, not {query_heads}"
+            )
         return heads
 
 

@@ -53,12 +53,12 @@ class GroupedLayout:
     def dims(self, shape: Dims, name: str | None) -> tuple[Dim | None, ...]:
         """Return the sizes of a mask for ``[B, H, S, T]``; None for what a run tells."""
         if len(shape) > self.rank:
-            raise Refusal(f"mask {name!r} has {len(shape)} axes, not {self.rank}")
+            raise Refusal("ORP603", f"mask {name!r} has {len(shape)} axes, not {self.rank}")
         shape = ((1, ()),) * (self.rank - len(shape)) + shape
         if not self.own_axis:
             return shape if self.repeats == 1 else (*shape[:2], None, shape[3])
         if number(shape[2]) != 1:
-            raise Refusal(f"mask {name!r} may differ from head to head")
+            raise Refusal("ORP603", f"mask {name!r} may differ from head to head")
         return (*shape[:2], *shape[3:])
 
     def emit(self, op: Any, mask: ir.Value) -> ir.Value:

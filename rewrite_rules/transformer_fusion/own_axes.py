@@ -24,7 +24,7 @@ from onnxscript import TapeBuilder
 
 from rewrite_rules.graph.nodes import label, made_by, producer
 from rewrite_rules.graph.parameters import constant, int_attribute
-from rewrite_rules.remarks import Remarks
+from rewrite_rules.remarks import Refusal, Remarks
 from rewrite_rules.shapes.dimensions import Dim, Dims, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.head_layout import SPLIT_HEADS, ints
@@ -361,8 +361,8 @@ def _multiply(node: ir.Node, facts: ProvedShapes, remarks: Remarks) -> Sequence[
         return ()
     made = _product_of(op, node, facts)
     if made is None:
-        reason = f"Einsum {label(node)!r} is not known to be a product of matrices"
-        remarks.refused(label(node), f"attention: {reason}")
+        text = f"attention: Einsum {label(node)!r} is not known to be a product of matrices"
+        remarks.refused(label(node), Refusal("ORP603", text))
         return ()
     assert node.graph is not None
     node.graph.insert_before(node, op.nodes)

@@ -89,9 +89,9 @@ def read_attention(match: Match, facts: ProvedShapes) -> Attention:
     parts = _read_parts(match, facts)
     for whole in (parts.keys, parts.values):
         _note_heads(whole.source.producer(), facts)
-    for applies, reason in _REFUSALS:
+    for applies, code, reason in _REFUSALS:
         if applies(parts):
-            raise Refusal(reason.format(parts.query))
+            raise Refusal(code, reason.format(parts.query))
     heads, size, keys = parts.heads, parts.size, parts.keys
     assert heads is not None and size is not None
     found = Attention(
@@ -108,7 +108,7 @@ def _read_parts(match: Match, facts: ProvedShapes) -> _Parts:
     cut = None if match.cut is None else producer(match.cut)
     scores = read_logits(producer(match.softmax), cut, facts)
     if scores is None:
-        raise Refusal(f"{match.softmax.name!r} is not scaled scores and masks")
+        raise Refusal("ORP603", f"{match.softmax.name!r} is not scaled scores and masks")
     (keys, keys_apart), (values, values_apart) = (
         _heads(operand, what, facts)
         for operand, what in (
@@ -117,7 +117,7 @@ def _read_parts(match: Match, facts: ProvedShapes) -> _Parts:
         )
     )
     if not keys.transposed or values.transposed:
-        raise Refusal("keys or values are laid out in another way")
+        raise Refusal("ORP603", "keys or values are laid out in another way")
     query, scale, _ = unscaled(scores.product.inputs[0])
     assert query is not None
     layout = GroupedLayout()
@@ -142,7 +142,7 @@ def _heads(
     once, source = before_stretch(operand, facts), before_unsqueeze(operand, facts)
     heads = read_repeated_heads(once or source or operand, facts, once=True)
     if heads is None:
-        raise Refusal(f"{what} {operand.name!r} are not known to be [B, H, T, D]")
+        raise Refusal("ORP602", f"{what} {operand.name!r} are not known to be [B, H, T, D]")
     return dataclasses.replace(heads, stretched=once is not None), source is not None
 
 
@@ -185,15 +185,17 @@ def _check_masks(parts: _Parts, cached: bool) -> None:
         shape, name = parts.facts.dims(mask.value), mask.value.name
         behind *= mask.scale
         if shape is None:
-            raise Refusal(f"the axes of mask {name!r} are not known")
+            raise Refusal("ORP602", f"the axes of mask {name!r} are not known")
         dims = parts.layout.dims(shape, name)
         shared = cached and parts.heads != parts.keys.groups
         if mask.lowest is not None and not mask.lowest * behind <= highest:
             low = f"{mask.lowest * behind:g}"
-            raise Refusal(f"Where by {name!r} puts {low} for scores, which may be as low")
+            raise Refusal(
+                "ORP604", f"Where by {name!r} puts {low} for scores, which may be as low"
+            )
         # One query head would be repeated for the heads of a mask.
         if (shared or parts.heads == 1) and number(dims[1]) not in (1, parts.heads):
-            raise Refusal(f"mask {name!r} may differ from head to head")
+            raise Refusal("ORP603", f"mask {name!r} may differ from head to head")
 
 
 def _moves_heads(parts: _Parts) -> bool:
@@ -227,28 +229,43 @@ def keeps_order(facts: ProvedShapes, reshape: ir.Node, *wanted: Container[Dim | 
     return sum(proved) >= len(wanted) - 1
 
 
-_REFUSALS: tuple[tuple[Callable[[_Parts], bool], str], ...] = (
-    (lambda parts: bool(parts.values.scalings), "the values are scaled"),
+_REFUSALS: tuple[tuple[Callable[[_Parts], bool], str, str], ...] = (
+    (lambda parts: bool(parts.values.scalings), "ORP603", "the values are scaled"),
     (
         lambda parts: parts.keys.repeats != parts.values.repeats,
+        "ORP603",
         "keys and values are repeated differently",
     ),
     (
         lambda parts: {parts.keys_apart, parts.values_apart} != {parts.layout.own_axis},
+        "ORP603",
         "keys, values and queries are grouped differently",
     ),
     (
         lambda parts: parts.query.dtype != ir.DataType.FLOAT,
+        "ORP605",
         "computes in {0.dtype}, not in float32",
     ),
     # GroupQueryAttention takes 0 for no scale at all, and Attention takes positive ones only.
-    (lambda parts: not 0 < parts.scale < math.inf, "its scale is not a positive number"),
-    (lambda parts: not abs(parts.scores.cap) < math.inf, "its scores are capped by no number"),
-    (_are_read_elsewhere, "its scores or weights are read elsewhere"),
-    (_sinks_differ, "its sinks are not known to be one of each head"),
-    (_sizes_differ, "keys and values are not known to have heads of one size"),
-    (lambda parts: parts.heads is None, "how many heads {0.name!r} has is not known"),
-    (_moves_heads, "the result is laid out in another way"),
+    (
+        lambda parts: not 0 < parts.scale < math.inf,
+        "ORP603",
+        "its scale is not a positive number",
+    ),
+    (
+        lambda parts: not abs(parts.scores.cap) < math.inf,
+        "ORP603",
+        "its scores are capped by no number",
+    ),
+    (_are_read_elsewhere, "ORP601", "its scores or weights are read elsewhere"),
+    (_sinks_differ, "ORP603", "its sinks are not known to be one of each head"),
+    (_sizes_differ, "ORP602", "keys and values are not known to have heads of one size"),
+    (
+        lambda parts: parts.heads is None,
+        "ORP602",
+        "how many heads {0.name!r} has is not known",
+    ),
+    (_moves_heads, "ORP603", "the result is laid out in another way"),
 )
 
 

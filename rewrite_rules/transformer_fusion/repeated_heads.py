@@ -88,7 +88,7 @@ def read_repeated_heads(
         if found is not None:
             order = _order(value, [node for node, _ in chain[::-1]], facts)
             if order not in _HEADS_FIRST:
-                raise Refusal(f"{label(chain[0][0])!r} mixes heads with other axes")
+                raise Refusal("ORP603", f"{label(chain[0][0])!r} mixes heads with other axes")
             return _laid_out(found, order, chain)
         index = 0 if node.op_type == "Transpose" else scaled_input(node)
         if index is None:
@@ -178,7 +178,9 @@ def _merged_as_asked(
         return None
     heads_once = (repeated[0], (groups, ()), *repeated[3:])
     if target != (repeated[0], (groups * repeats, ()), *repeated[3:]):
-        raise Refusal(f"Reshape {label(node)!r} does not merge each head with its repeats")
+        raise Refusal(
+            "ORP603", f"Reshape {label(node)!r} does not merge each head with its repeats"
+        )
     same = facts.shape(source) == heads_once
     return RepeatedHeads(source, groups, repeats, None if same else node)
 
@@ -258,7 +260,7 @@ def _expanded_single_head(node: ir.Node, facts: ProvedShapes) -> RepeatedHeads |
     if repeats is None or repeats < 2:
         return None
     if (before[0], *before[2:]) != (after[0], *after[2:]):
-        raise Refusal(f"Expand {label(node)!r} may stretch more than the heads")
+        raise Refusal("ORP602", f"Expand {label(node)!r} may stretch more than the heads")
     return RepeatedHeads(source, 1, repeats)
 
 
@@ -275,7 +277,7 @@ def _order(heads: ir.Value, chain: Sequence[ir.Node], facts: ProvedShapes) -> tu
     """Follow the axes of heads to the MatMul; return which of them is where."""
     dims = facts.dims(heads, _RANK)
     if dims is None:
-        raise Refusal(f"the rank of {heads.name!r} is not known")
+        raise Refusal("ORP602", f"the rank of {heads.name!r} is not known")
     axes = [*range(_RANK)]
     for node in chain:
         if node.op_type == "Transpose":
@@ -288,7 +290,7 @@ def _order(heads: ir.Value, chain: Sequence[ir.Node], facts: ProvedShapes) -> tu
             a == b or dims[a] == dims[b] == (1, ()) for a, b in zip(axes, order, strict=True)
         ):
             return order
-    raise Refusal(f"{label(chain[-1])!r} mixes heads with other axes")
+    raise Refusal("ORP603", f"{label(chain[-1])!r} mixes heads with other axes")
 
 
 _READERS = {"Gather": _gathered, "Expand": _expanded_single_head, "Reshape": _merged}

@@ -74,7 +74,7 @@ class Rotary(RewriteRuleClassBase):
         try:
             found = self._read(**bound)
         except Refusal as refusal:
-            self._remarks.refused(label(node), f"rotary: {refusal}")
+            self._remarks.refused(label(node), refusal.behind("rotary: "))
             return result.fail(str(refusal), node)
         return result if found is not None else result.fail("it is not a rotation", node)
 
@@ -99,14 +99,14 @@ class Rotary(RewriteRuleClassBase):
         if kind is None:
             return None
         if self._facts.dims(cos) != self._facts.dims(sin):
-            raise Refusal("cos and sin are not known to have one shape")
+            raise Refusal("ORP603", "cos and sin are not known to have one shape")
         dims, tokens = self._facts.dims(cos, 4), token_dims(x, self._facts)
         if (
             dims is None
             or tokens is None
             or not all(map(rows_are, (dims[0], dims[2]), tokens, [self._facts] * 2))
         ):
-            raise Refusal("cos and sin may have more rows than there are tokens")
+            raise Refusal("ORP602", "cos and sin may have more rows than there are tokens")
         if len(parts) == 1:
             self._check_tables(cos, sin, *kind)
         return _Rotation(x, size, kind[0], width == size)
@@ -134,7 +134,9 @@ class Rotary(RewriteRuleClassBase):
             low[...], high[...] = -sign * second, first
             if len(parts) == 1 and np.array_equal(actual[0], expected):
                 return interleaved, sign
-        raise Refusal(f"what {x.name!r} becomes is neither its halves nor its pairs turned")
+        raise Refusal(
+            "ORP603", f"what {x.name!r} becomes is neither its halves nor its pairs turned"
+        )
 
     def _check_tables(
         self, cos: ir.Value, sin: ir.Value, interleaved: bool, sign: int
@@ -144,9 +146,9 @@ class Rotary(RewriteRuleClassBase):
             try:
                 first, second = _halves(columns(table, self._facts), interleaved)
             except CannotEvaluate as error:
-                raise Refusal(str(error)) from error
+                raise Refusal("ORP603", str(error)) from error
             if not np.array_equal(factor * first, second):
-                raise Refusal("the halves of cos or sin differ")
+                raise Refusal("ORP603", "the halves of cos or sin differ")
 
     def rewrite(
         self, op: Any, cos: ir.Value, sin: ir.Value, out: ir.Value, **bound: ir.Value

@@ -76,7 +76,7 @@ def read_scores(logits: ir.Value | None, depth: int = _MAX_MASKS) -> Scores | No
     if node.op_type == "Tanh":
         found = read_scores(node.inputs[0], depth)
         if found is not None and (found.masks or found.cap):
-            raise Refusal("the scores are soft-capped behind a mask")
+            raise Refusal("ORP603", "the scores are soft-capped behind a mask")
         return found and Scores(
             found.product, found.scale * scale, (), (*found.steps, *steps), scale
         )
@@ -130,5 +130,7 @@ def _chosen(node: ir.Node, other: ir.Value, hides: bool) -> Mask:
     lowest = float(np.asarray(tensor.numpy()).max()) if tensor and tensor.size else math.nan
     is_one = tensor is not None and tensor.size == 1 and len(tensor.shape.numpy()) <= 1
     if not is_one or condition is None:
-        raise Refusal(f"Where {label(node)!r} chooses something else than the lowest number")
+        raise Refusal(
+            "ORP604", f"Where {label(node)!r} chooses something else than the lowest number"
+        )
     return Mask(condition, lowest=lowest, hides=hides)

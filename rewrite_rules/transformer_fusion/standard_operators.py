@@ -61,7 +61,7 @@ def use_kernels(
                 _check_types(node)
                 rewrite(node, shapes)
             except Refusal as refusal:
-                remarks.refused(name, f"{kind}: {refusal}")
+                remarks.refused(name, refusal.behind(f"{kind}: "))
             else:
                 remarks.fired(name, f"{kind} by a kernel")
                 fired = True
@@ -73,7 +73,7 @@ def use_kernels(
 def _check_types(node: ir.Node) -> None:
     for value in node.inputs:
         if value is not None and value.dtype is not ir.DataType.FLOAT:
-            raise Refusal(f"computes in {value.dtype}, not in float32")
+            raise Refusal("ORP605", f"computes in {value.dtype}, not in float32")
 
 
 def _attention(node: ir.Node, shapes: ProvedShapes) -> None:
@@ -90,7 +90,9 @@ def _attention(node: ir.Node, shapes: ProvedShapes) -> None:
         or not query[:2] == key[:2] == value[:2]
         or product((query[2], known(groups))) != product((key[2], known(heads)))
     ):
-        raise Refusal("the sizes of its queries, keys and values are not known to fit")
+        raise Refusal(
+            "ORP602", "the sizes of its queries, keys and values are not known to fit"
+        )
     for index in _DECAY_AND_BETA:
         read = input_of(node, index)
         if read is not None and (shapes.dims(read, 3) or ())[:2] != query[:2]:
@@ -107,10 +109,10 @@ def _convolution(node: ir.Node, shapes: ProvedShapes) -> None:
         # Nodes take one of any length, the kernel a token less than its weights have.
         held, kernel = (None if each is None else number(each[2]) for each in (past, weight))
         if held is None or kernel != held + 1:
-            raise Refusal("the length of its past is not known to fit its weights")
+            raise Refusal("ORP602", "the length of its past is not known to fit its weights")
     length = None if dims is None else number(dims[2])
     if length is not None and length > _FEW_TOKENS:
-        raise Refusal(f"nodes are faster for {length} tokens")
+        raise Refusal("ORP603", f"nodes are faster for {length} tokens")
     if length is not None:
         node.domain = _MICROSOFT
         return

@@ -47,8 +47,9 @@ from rewrite_rules.trim_padding.token_axes import (
 from rewrite_rules.trim_padding.token_flow import Picks, Rule, Side, Site, TokenFlow
 
 _MICROSOFT = "com.microsoft"
-_MOVED = "leaves positions out, so that others move: leave them out of the results"
-_UNSURE = "takes positions that may be padding: only the first is sure to be real"
+_MOVED = "ORP503", "leaves positions out, so that others move: leave them out of the results"
+_CHANGED = "ORP503", "changes the axis of the sequence"
+_UNSURE = "ORP503", "takes positions that may be padding: only the first is sure to be real"
 
 # Every token by itself
 
@@ -76,7 +77,7 @@ def _merged(parts: Collection[Axis], beside: Collection[Sequence], row: PerToken
         # Heads that were merged, beside a vector of all features.
         numbers = [[f for f in part if isinstance(f, int)] for part in longest]
         if len({math.prod(part) for part in numbers}) > 1 or numbers != [*map(list, longest)]:
-            raise Refusal(UNFIT)
+            raise Refusal(*UNFIT)
         return max(longest, key=len)
     result = list(longest[0])
     for i, factor in enumerate(result):
@@ -137,7 +138,7 @@ def _quantized(site: Site) -> Axes:
 
 
 def _dynamic_quantize(site: Site) -> Axes:
-    raise Refusal("takes one scale from all tokens, padding included")
+    raise Refusal("ORP509", "takes one scale from all tokens, padding included")
 
 
 def _where(site: Site) -> Axes:
@@ -186,7 +187,7 @@ def _softmax(site: Site) -> Axes:
     along = range(len(axes))[site.axis(-1 if last_only else 1) :][: 1 if last_only else None]
     others = [axis for i, axis in enumerate(axes) if i not in along]
     if sequences_of(*(axes[i] for i in along)) and not sees_itself(site.flow, site.input(0)):
-        raise Refusal("mixes positions, and no mask leaves padding out")
+        raise Refusal("ORP503", "mixes positions, and no mask leaves padding out")
     mixes = site.mixes([axes[i] for i in along], "low", others)
     is_log = site.node.op_type == "LogSoftmax"
     inside = [mixes and i in along for i in range(len(axes))]
@@ -208,7 +209,7 @@ def _product(site: Site, one: Axes, other: Axes) -> Axes:
     )
     if plain([one[-1]]) != plain([other[-2]]):
         if size_of(one[-1]) != size_of(other[-2]):
-            raise Refusal(UNFIT)
+            raise Refusal(*UNFIT)
         both = (Sequence(),) * len(both)
     rows = tuple(factor for factor in one[-1] if factor == BATCH)
     mixes = site.mixes([(*rows, *both)], "zero", (*one[:-1], *other[:-2], other[-1]))
@@ -245,7 +246,7 @@ def _matmul(site: Site) -> Axes:
 def _gemm(site: Site) -> Axes:
     one, other = site.tokens(0), site.tokens(1)
     if len(one) != 2 or len(other) != 2:
-        raise Refusal(UNFIT)
+        raise Refusal(*UNFIT)
     one = one[::-1] if site.integer("transA", 0) else one
     other = other[::-1] if site.integer("transB", 0) else other
     result = _product(site, one, other)
@@ -258,9 +259,9 @@ def _einsum(site: Site) -> Axes:
     terms, operands, letters = sides.split(","), site.operands(), set(sides) - {","}
     sizes = [[len(each), len({*each})] for each in (*terms, result)]
     if sizes != [[len(axes)] * 2 for axes in (*operands, result)] or not letters >= {*result}:
-        raise Refusal(UNFIT)  # an ellipsis, or a diagonal
+        raise Refusal(*UNFIT)  # an ellipsis, or a diagonal
     if not arrow:
-        raise Refusal("is not known to work token by token")
+        raise Refusal("ORP503", "is not known to work token by token")
     found = {
         letter: [
             a[t.index(letter)] for t, a in zip(terms, operands, strict=True) if letter in t
@@ -287,16 +288,16 @@ def _attention(site: Site) -> list[Axes | Side]:
     others = site.node.outputs[1:]
     is_read = any(output.uses() or output.is_graph_output() for output in others)
     if any(map(site.has, table.absent)) or is_read:
-        raise Refusal("has a cache, or returns more than one output")
+        raise Refusal("ORP503", "has a cache, or returns more than one output")
     query, key, value = (site.tokens(i) for i in table.keys)
     is_causal = site.integer("is_causal", site.integer("unidirectional", 0))
     rows = {axes[0] for axes in (query, key, value)}
     if len(rows) != 1 or plain([key[-2]]) != plain([value[-2]]):
-        raise Refusal(UNFIT)
+        raise Refusal(*UNFIT)
     if is_causal and plain([key[-2]]) != plain([query[-2]]):
-        raise Refusal("hides what comes later in another sequence")
+        raise Refusal("ORP503", "hides what comes later in another sequence")
     if is_causal and not site.node.domain and site.has(table.counted):
-        raise Refusal("counts later keys from the last of each row")
+        raise Refusal("ORP503", "counts later keys from the last of each row")
     masks = [(i, How.NUMBERS) for i in table.masks if site.has(i)]
     if site.has(table.counted):
         is_count = len(site.flow.roles.dims(site.input(table.counted)) or ()) == 1
@@ -309,7 +310,7 @@ def _attention(site: Site) -> list[Axes | Side]:
         # Masks of fewer axes have none of rows, unless they say which keys count.
         of_rows = axes[: index == table.counted or len(axes) == 4]
         if any(BATCH in axis for axis in axes[len(of_rows) :]) or sequences_of(*axes[:-2]):
-            raise Refusal("is under a mask that has its axes at other places")
+            raise Refusal("ORP503", "is under a mask that has its axes at other places")
     hides = any(one.low for axes in seen for one in sequences_of(axes[-1]))
     hides = hides and all(keeps_order(site.flow, site.node, *mask) for mask in masks)
     fill, scale = (
@@ -328,7 +329,7 @@ def _by_matrix(site: Site) -> Axes:
     *rows, last = site.tokens()
     after = site.made()
     if len(after) != len(rows) + 1:
-        raise Refusal(UNFIT)
+        raise Refusal(*UNFIT)
     site.fixes(0)
     site.mixes([last], beside=rows)
     return (*changed(rows, Sequence.reworked), site.sizes.axis(after[-1]))
@@ -388,7 +389,7 @@ def _arg_reduce(site: Site) -> Axes | Side:
 def _cumulative_sum(site: Site) -> Axes:
     axes, number = site.tokens(), constant_ints(site.input(1))
     if number is None:
-        raise Refusal("sums along an axis that is not constant")
+        raise Refusal("ORP504", "sums along an axis that is not constant")
     axis = axes[axis_of(number[0], len(axes))]
     if not site.exact or site.integer("reverse", 0) or len(axis) != 1:
         site.mixes([axis], beside=axes)
@@ -416,11 +417,11 @@ def _rotary(site: Site) -> Axes:
         place = 1
     if site.has(3):
         if sequences_of(*angles[0], *angles[1]):
-            raise Refusal(UNFIT)
+            raise Refusal(*UNFIT)
         angles = [_looked_up(site, 3)]
     own = plain((axes[0], axes[place]))
     if any(plain(each) not in (own, ((), own[1])) for each in angles):
-        raise Refusal(UNFIT)
+        raise Refusal(*UNFIT)
     site.mixes(axis for i, axis in enumerate(axes) if i not in (0, place))
     wild = any(one.wild for table in tables for one in sequences_of(*table))
     return changed(
@@ -435,7 +436,7 @@ def _transpose(site: Site) -> Axes:
     axes = site.tokens()
     perm = site.ints("perm") or range(len(axes))[::-1]
     if len(axes_of(perm, len(axes))) != len(axes):
-        raise Refusal(UNFIT)
+        raise Refusal(*UNFIT)
     return tuple(axes[i] for i in perm)
 
 
@@ -446,7 +447,7 @@ def _repeated(site: Site) -> Axes:
     for axis, dim in zip(((),) * (len(after) - len(axes)) + axes, after, strict=True):
         same = sizes.is_of(axis, dim)
         if not same and any(not isinstance(factor, int) for factor in axis):
-            raise Refusal("changes the axis of the sequence" if sequences_of(axis) else UNFIT)
+            raise Refusal(*_CHANGED if sequences_of(axis) else UNFIT)
         result.append(axis if same else sizes.axis(dim))
     return tuple(result)
 
@@ -465,7 +466,7 @@ def _rows_picked(site: Site, axes: Axes, *along: int) -> Axes:
 def _concat(site: Site) -> Axes:
     parts, axis = site.operands(), site.axis(0)
     if any(sequences_of(axes[axis]) for axes in parts):
-        raise Refusal("changes the axis of the sequence")
+        raise Refusal("ORP503", "changes the axis of the sequence")
     made = site.sizes.axis(site.made()[axis])
     if len(parts) > 1:
         parts = [_rows_picked(site, axes, axis) for axes in parts]
@@ -476,7 +477,7 @@ def _concat(site: Site) -> Axes:
 def _split(site: Site) -> list[Axes | Side]:
     axes, axis = site.tokens(), site.axis(0)
     if sequences_of(axes[axis]):
-        raise Refusal("changes the axis of the sequence")
+        raise Refusal("ORP503", "changes the axis of the sequence")
     axes = _rows_picked(site, axes, axis)
     parts = [site.sizes.axis(site.made(i)[axis]) for i in range(len(site.node.outputs))]
     return [(*axes[:axis], part, *axes[axis + 1 :]) for part in parts]
@@ -495,9 +496,9 @@ def _slice(site: Site) -> Axes:
             continue
         if sequences_of(before):
             if step == 1 and start and end and (start[0] > 0 or (in_front and end[0] < 0)):
-                raise Refusal(_MOVED)
+                raise Refusal(*_MOVED)
             if not in_front or after != known(1) or len(before) != 1:
-                raise Refusal(_UNSURE)
+                raise Refusal(*_UNSURE)
             axes[axis] = ()
             continue
         axes = list(_rows_picked(site, tuple(axes), axis))
@@ -506,7 +507,7 @@ def _slice(site: Site) -> Axes:
             # As many rows of a table as there are positions, which it has: L <= rows.
             is_table = len(before) == 1 and isinstance(before[0], int) and before[0] > 1
             if not (in_front and is_table and end and site.flow.roles.same(end, after)):
-                raise Refusal(UNFIT)
+                raise Refusal(*UNFIT)
     site.made()
     return tuple(axes)
 
@@ -536,10 +537,10 @@ def _positions(site: Site, before: Axes, place: Axis, behind: Axes, how: Picks) 
     of_rows = plain([place])[0] in ((BATCH, Sequence()), (Sequence(),))
     one_row = BATCH in place or all(len(mask) == 1 for mask in site.flow.samples.masks)
     if not isinstance(index, Side) or not of_rows or not one_row:
-        raise Refusal(_UNSURE)
+        raise Refusal(*_UNSURE)
     indices = site.tokens(1)[: -1 if how is Picks.PAIRS else None]
     if sequences_of(*before, *indices, *behind):
-        raise Refusal(_UNSURE)
+        raise Refusal(*_UNSURE)
     site.read.pop(1, None)
     site.flow.picked[site.node, 1] = how
     site.flow.unpackable = "padding may be pooled"
@@ -550,7 +551,7 @@ def _gather_block_quantized(site: Site) -> Axes:
     indices, after = _looked_up(site), site.made()
     site.fixes(1)
     if len(after) != len(indices) + 1 or site.integer("gather_axis", 0):
-        raise Refusal(UNFIT)
+        raise Refusal(*UNFIT)
     return (*indices, site.sizes.axis(after[-1]))
 
 
@@ -567,7 +568,7 @@ def _embedded(site: Site) -> list[Axes | Side]:
     if site.has(7):
         mask = site.flow.value(site.input(7))
         if not isinstance(mask, Side):
-            raise Refusal("counts the ones of what is no mask")
+            raise Refusal("ORP503", "counts the ones of what is no mask")
         ones = ((array == 1).sum(1).astype(np.int32) for array in mask.arrays)
         counts = site.flow.side(site.node.outputs[1], ones)
     return [made, counts, made]
@@ -578,13 +579,13 @@ def _gather_elements(site: Site) -> Axes:
     if sequences_of(data[axis]):
         row = data[:1]
         if axis != 1 or indices[:1] != row or plain(data[2:]) != plain(indices[2:]):
-            raise Refusal(_UNSURE)
+            raise Refusal(*_UNSURE)
         _positions(site, (), (*row[0], *data[1]), (), Picks.IN_ROW)
         return indices
     data = _rows_picked(site, data, axis)
     beside = [(*axes[:axis], *axes[axis + 1 :]) for axes in (data, indices)]
     if plain(beside[0]) != plain(beside[1]):
-        raise Refusal(UNFIT)
+        raise Refusal(*UNFIT)
     kept = _broadcast(beside)
     return (*kept[:axis], *plain(indices[axis : axis + 1]), *kept[axis:])
 
@@ -594,11 +595,11 @@ def _scatter_elements(site: Site) -> Axes:
     data, indices, updates, axis = *map(site.tokens, range(3)), site.axis(0)
     others = [i for i in range(len(data)) if i != axis]
     if plain(indices) != plain(updates) or len(data) != len(indices):
-        raise Refusal(UNFIT)
+        raise Refusal(*UNFIT)
     if sequences_of(*data, *(indices[i] for i in others)):
-        raise Refusal("is not known to work token by token")
+        raise Refusal("ORP503", "is not known to work token by token")
     if any(plain([data[i]]) != plain([indices[i]]) for i in others):
-        raise Refusal(UNFIT)
+        raise Refusal(*UNFIT)
     how = site.text("reduction", "none")
     keeps = how == "add" or (how == "max" and _is_zero(site.flow, site.input(0)))
     wild = any(one.wild for one in sequences_of(updates[axis]))
@@ -625,12 +626,12 @@ def _gather_nd(site: Site) -> Axes:
     data, skipped = site.tokens(), site.integer("batch_dims", 0)
     (depth,) = site.tokens(1)[-1] or (1,)
     if not isinstance(depth, int):
-        raise Refusal(UNFIT)
+        raise Refusal(*UNFIT)
     picked = data[: skipped + depth]
     if any(map(sequences_of, picked)):
         place = tuple(factor for axis in picked for factor in axis)
         if skipped or len(picked) != 2:
-            raise Refusal(_UNSURE)
+            raise Refusal(*_UNSURE)
         return _positions(site, (), place, data[2:], Picks.PAIRS)
     data = _rows_picked(site, data, *range(skipped, skipped + depth))
     return (*_looked_up(site)[:-1], *data[skipped + depth :])

@@ -263,7 +263,9 @@ class PaddingNodes:
         if isinstance(side, Side):
             whole.dtype = ir.DataType.from_numpy(side.arrays[0].dtype)
         elif whole.dtype is None:
-            raise Refusal(f"{value.name!r} has no type: infer the shapes of the model")
+            raise Refusal(
+                "ORP504", f"{value.name!r} has no type: infer the shapes of the model"
+            )
         return self._questions.seen(whole, how)
 
     def _picks(self) -> Iterator[ir.Value]:
@@ -383,7 +385,7 @@ class PaddingNodes:
             return op.Gather(op.Shape(value), op.integers([axis]), axis=0)
         how, parts = roles.recipe(unknown)
         if not how:
-            raise Refusal(UNFIT)
+            raise Refusal(*UNFIT)
         sizes = [self._size(part) for part in parts]
         return op.Div(*sizes) if how == "Div" else op.extreme(how, *sizes)
 

@@ -66,7 +66,7 @@ class SampleMasks:
             for a, m in zip(arrays, self.masks, strict=True)
             for i in places_of(axes)
         ):
-            raise Refusal(UNFIT)
+            raise Refusal(*UNFIT)
         found = {place: self._flags(arrays, axes, place) for place in places_of(axes)}
         return tuple((found[i],) if i in found else axis for i, axis in enumerate(axes))
 

@@ -56,8 +56,8 @@ class Sequence:
 
 
 BATCH = "batch"
-MIXED_ROWS = "mixes rows, and no mask leaves their padding out"
-UNFIT = "has sizes that do not follow from the length: export with a dynamic one"
+MIXED_ROWS = "ORP503", "mixes rows, and no mask leaves their padding out"
+UNFIT = "ORP504", "has sizes that do not follow from the length: export with a dynamic one"
 # A number, the sequence, or another size by its name.
 Factor = int | str | Sequence
 # The factors in row-major order, without ones.
@@ -88,7 +88,7 @@ class Sizes:
         count, unknowns = dim
         result = (*self._named(unknowns), *((count,) if count != 1 else ()))
         if len(result) > 1 and sequences_of(result):
-            raise Refusal(UNFIT)
+            raise Refusal(*UNFIT)
         return result
 
     def _named(self, unknowns: Iterable[int]) -> list[Factor]:
@@ -110,7 +110,7 @@ class Sizes:
                 if isinstance(factor, int):
                     common = math.gcd(factor, count)
                     if common < 2:
-                        raise Refusal(UNFIT)
+                        raise Refusal(*UNFIT)
                     if common < factor:
                         factors.insert(0, factor // common)
                     count //= common
@@ -118,19 +118,19 @@ class Sizes:
                     continue
                 own = Sequence() if isinstance(factor, Sequence) else factor
                 if own not in left:
-                    raise Refusal(UNFIT)
+                    raise Refusal(*UNFIT)
                 left.remove(own)
                 axis.append(factor)
             result.append(tuple(axis))
         if factors:
-            raise Refusal(UNFIT)
+            raise Refusal(*UNFIT)
         return tuple(result)
 
 
 def check_rows(axes: Axes) -> None:
     """Refuse positions of two rows at once: which of them are real is not followed."""
     if sequences_of(*axes) and sum(axis.count(BATCH) for axis in axes) > 1:
-        raise Refusal(MIXED_ROWS)
+        raise Refusal(*MIXED_ROWS)
 
 
 def sequences_of(*axes: Axis) -> list[Sequence]:

@@ -95,8 +95,8 @@ class Picks(enum.Enum):
 class Stopped(Refusal):
     """The walk ended at a node, with ``nodes_before`` before it."""
 
-    def __init__(self, text: str, nodes_before: int) -> None:
-        super().__init__(text)
+    def __init__(self, code: str, text: str, nodes_before: int) -> None:
+        super().__init__(code, text)
         self.nodes_before = nodes_before
 
 
@@ -135,7 +135,9 @@ class TokenFlow:
         self.sizes = Sizes(rows, length)
         if not self.sizes.fits:
             raise Stopped(
-                f"{mask.name!r} has no length of its own: export with a dynamic one", 0
+                "ORP504",
+                f"{mask.name!r} has no length of its own: export with a dynamic one",
+                0,
             )
         self.samples = SampleMasks.usual(one_row=not rows[1])
         self.opset = model.opset_imports.get("", 0)
@@ -159,10 +161,12 @@ class TokenFlow:
             try:
                 outputs = self._outputs(node)
             except Refusal as refusal:
-                raise Stopped(f"{node.op_type} {label(node)!r} {refusal}", i) from None
+                raise Stopped(
+                    refusal.code, f"{node.op_type} {label(node)!r} {refusal}", i
+                ) from None
             self.values.update(zip(node.outputs, outputs, strict=False))
         if not self.masked_by:
-            raise Stopped(f"{mask.name!r} masks nothing", 0)
+            raise Stopped("ORP501", f"{mask.name!r} masks nothing", 0)
 
     def _input(self, value: ir.Value) -> Value:
         if value is self.mask:
@@ -175,7 +179,7 @@ class TokenFlow:
         try:
             return Tokens(tuple(map(self.sizes.axis, dims)))
         except Refusal as refusal:
-            raise Stopped(f"input {value.name!r} {refusal}", 0) from None
+            raise Stopped(refusal.code, f"input {value.name!r} {refusal}", 0) from None
 
     def value(self, value: ir.Value) -> Value:
         """Return what is known of a value; refused if nothing is."""
@@ -183,7 +187,9 @@ class TokenFlow:
         if found is None:
             tensor = constant(value)
             if tensor is None:
-                raise Refusal(f"reads {value.name!r}, which is not computed before it")
+                raise Refusal(
+                    "ORP505", f"reads {value.name!r}, which is not computed before it"
+                )
             found = self.values[value] = self._constant(tensor)
         return found
 
@@ -196,12 +202,12 @@ class TokenFlow:
         if key not in self._flagged:
             dims = self.roles.dims(value)
             if dims is None:
-                raise Refusal(f"reads {value.name!r}, whose shape is not known")
+                raise Refusal("ORP504", f"reads {value.name!r}, whose shape is not known")
             axes = tuple(map(self.sizes.axis, dims))
             if how is How.COUNT:
                 if axes != ((BATCH,),):
                     raise Refusal(
-                        f"reads {value.name!r}, which has more than a length per row"
+                        "ORP504", f"reads {value.name!r}, which has more than a length per row"
                     )
                 axes = (*axes, (Sequence(),))
             seen = self.samples.seen(found.arrays, how)
@@ -281,7 +287,7 @@ class TokenFlow:
         inputs = [None if value is None else self.value(value) for value in node.inputs]
         inside = list(subgraphs(node))
         if inside and (any(map(_changes, inputs)) or any(map(self._reads_sequence, inside))):
-            raise Refusal("reads the sequence inside of a subgraph")
+            raise Refusal("ORP505", "reads the sequence inside of a subgraph")
         if not any(isinstance(value, Tokens) for value in inputs):
             try:
                 return self._evaluate(node, inputs)
@@ -302,10 +308,10 @@ class TokenFlow:
 
     def _by_rule(self, node: ir.Node) -> list[Value]:
         if (node.domain, node.op_type) in self._functions:
-            raise Refusal("is a function of the model: inline it")
+            raise Refusal("ORP505", "is a function of the model: inline it")
         rule = self._rules.get((node.domain, node.op_type))
         if rule is None:
-            raise Refusal("is not known to work token by token")
+            raise Refusal("ORP503", "is not known to work token by token")
         site = Site(node, self)
         found = rule(site)
         each = found if isinstance(found, list) else [found] * len(node.outputs)
@@ -363,7 +369,7 @@ class Site(node_facts.Site):
         value = self.input(index)
         found = self.flow.tokens(value, how)
         if found.axes is None:
-            raise Refusal(f"reads {value.name!r}, whose shape is not known")
+            raise Refusal("ORP504", f"reads {value.name!r}, whose shape is not known")
         if isinstance(self.flow.value(value), Side) and not self.flow.is_constant(value):
             self.read[index] = found.axes, how
         self.exact = self.exact and found.exact
@@ -404,7 +410,7 @@ class Site(node_facts.Site):
         """Return the sizes of an output; refused where they do not follow from inputs'."""
         dims = self.flow.roles.dims(self.node.outputs[output])
         if dims is None or not self.flow.roles.follow(self.node.outputs[output]):
-            raise Refusal(UNFIT)
+            raise Refusal(*UNFIT)
         return dims
 
     def axis(self, default: int) -> int:
@@ -420,11 +426,11 @@ class Site(node_facts.Site):
         found = sequences_of(*axes)
         # Of two at once, nothing is known where both are at padded positions.
         if len(found) > 1 or not all(flag and getattr(one, flag) for one in found):
-            raise Refusal("mixes positions, and no mask leaves padding out")
+            raise Refusal("ORP503", "mixes positions, and no mask leaves padding out")
         left_out = all(flag and getattr(one, flag) for one in sequences_of(*beside))
         if any(BATCH in axis for axis in axes) and not left_out:
             if not self.exact:
-                raise Refusal(MIXED_ROWS)
+                raise Refusal(*MIXED_ROWS)
             self.flow.unpackable = "padded positions count for others"
         if found:
             self.flow.masked_by.append(self.node)

@@ -27,7 +27,7 @@ from rewrite_rules.trim_padding.token_flow import Side, Stopped, TokenFlow, Toke
 
 _MODEL = "model"
 _FUSED = (
-    "; attention is in branches of If, as TransformerFusion writes it: run TrimPadding first, "
+    "attention is in branches of If, as TransformerFusion writes it: run TrimPadding first, "
     "or both passes at once"
 )
 _MIN_OPSET = 11  # Pad takes its sizes as an input
@@ -69,7 +69,9 @@ def trim_padding(
         nodes = PaddingNodes(model, names, flow)
         nodes.count(sizes, multiple, repeated, keeps_one)
     except Refusal as refusal:
-        context.remarks.refused(_MODEL, f"{refusal}{_FUSED if _is_fused(model) else ''}")
+        if _is_fused(model):
+            refusal = Refusal("ORP508", f"{refusal}; {_FUSED}")
+        context.remarks.refused(_MODEL, refusal)
         return
     declared = [value.shape for value in model.graph.outputs]
     remove_unused(model)  # of which nothing is known
@@ -136,8 +138,9 @@ def _names(values: Iterable[ir.Value]) -> str:
 def _find_mask(model: ir.Model, name: str) -> TokenFlow:
     if model.opset_imports.get("", 0) < _MIN_OPSET:
         raise Refusal(
+            "ORP502",
             f"opset {model.opset_imports.get('', 0)} is too old: convert the model to opset "
-            f"{_MIN_OPSET} or newer"
+            f"{_MIN_OPSET} or newer",
         )
     proofs: list[TokenFlow] = []
     stopped: list[Stopped] = []
@@ -147,6 +150,7 @@ def _find_mask(model: ir.Model, name: str) -> TokenFlow:
                 flow = TokenFlow(model, mask, RULES, asks_finite)
                 if not name and not flow.is_mask():
                     raise Stopped(
+                        "ORP501",
                         f"{mask.name!r} is only multiplied and added up, as any matrix: name "
                         "it by trim_padding.mask if it is 0 at padding",
                         0,
@@ -157,8 +161,9 @@ def _find_mask(model: ir.Model, name: str) -> TokenFlow:
                 stopped.append(refusal.with_traceback(None))  # which holds the proof
     if len(proofs) > 1:
         raise Refusal(
+            "ORP501",
             f"{_names(flow.mask for flow in proofs)} may each be the mask: name it by "
-            "trim_padding.mask"
+            "trim_padding.mask",
         )
     if not proofs:
         raise max(stopped, key=lambda refusal: refusal.nodes_before)
@@ -172,18 +177,21 @@ def _candidates(model: ir.Model, name: str) -> list[ir.Value]:
     if name:
         found = [value for value in inputs if value.name == name]
         if not found:
-            raise Refusal(f"no input {name!r} to take the mask from: {_names(inputs)}")
+            raise Refusal(
+                "ORP501", f"no input {name!r} to take the mask from: {_names(inputs)}"
+            )
         if not _may_be_mask(found[0]):
-            raise Refusal(f"{name!r} {_is_no_mask(found[0])}")
+            raise Refusal("ORP501", f"{name!r} {_is_no_mask(found[0])}")
         return found
     candidates = [v for v in inputs if _may_be_mask(v) and not any(tables_below(v))]
     if not candidates:
         for value in inputs:
             if role_of(value).kind in (Kind.MASK, Kind.BIAS):
-                raise Refusal(f"{value.name!r} {_is_no_mask(value)}")
+                raise Refusal("ORP501", f"{value.name!r} {_is_no_mask(value)}")
         raise Refusal(
+            "ORP501",
             "no input says which positions are padding: export the model with its attention "
-            "mask, of shape [batch, sequence], as an input"
+            "mask, of shape [batch, sequence], as an input",
         )
     return candidates
 
@@ -212,17 +220,20 @@ def _sequence_axes(model: ir.Model, flow: TokenFlow) -> dict[ir.Value, dict[int,
         if not found:
             continue
         if any(len(axes[i]) > 1 for i in found):
-            raise Refusal(f"{value.name!r} has the sequence joined with another axis")
+            raise Refusal(
+                "ORP506", f"{value.name!r} has the sequence joined with another axis"
+            )
         if value.dtype not in _PADDED_TYPES:
             kind = "no type" if value.dtype is None else value.dtype.name.lower()
-            raise Refusal(f"{value.name!r} is of {kind}, which Pad does not take")
+            raise Refusal("ORP506", f"{value.name!r} is of {kind}, which Pad does not take")
         if value.is_graph_input() and value in model.graph.outputs:
-            raise Refusal(f"{value.name!r} is an input and an output")
+            raise Refusal("ORP506", f"{value.name!r} is an input and an output")
         for behind in () if value.is_graph_input() else found.values():
             if not behind.uniform and behind.set_by_mask:
                 raise Refusal(
+                    "ORP506",
                     f"{value.name!r} is set behind the longest row by the model itself, to "
-                    "different values"
+                    "different values",
                 )
         result[value] = found
     return result

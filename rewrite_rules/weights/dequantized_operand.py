@@ -118,7 +118,7 @@ class DequantizedOperand:
         groups = batch[0] if batch else Run(1, 0)
         if k is None or n is None or groups is None:
             raise Unrepresentable(
-                f"the numbers of weight {self.codes.name!r} lie at uneven steps"
+                "ORP103", f"the numbers of weight {self.codes.name!r} lie at uneven steps"
             )
         if (n.size == 1 or n.codes == 1) and (k.size == 1 or k.codes == n.size):
             order = 0
@@ -126,12 +126,13 @@ class DequantizedOperand:
             order = 1
         else:
             raise Unrepresentable(
-                f"weight {self.codes.name!r} is stored neither as [K, N] nor as [N, K]"
+                "ORP103",
+                f"weight {self.codes.name!r} is stored neither as [K, N] nor as [N, K]",
             )
         first = group * groups.codes
         if first * self.bits % 8:
             raise Unrepresentable(
-                f"a group of weight {self.codes.name!r} starts within a byte"
+                "ORP104", f"a group of weight {self.codes.name!r} starts within a byte"
             )
         first_scale = group // groups.block * groups.scales
         return BlockQuantizedWeight(self, k, n, order, first, first_scale)
@@ -320,25 +321,31 @@ def _read_dequantize(dq: ir.Node) -> DequantizedOperand:
 
     if code_tensor.dtype not in _CODE_TYPES:
         raise Refusal(
-            f"weight {codes.name!r} is {_type_name(code_tensor)}: codes of 2, 4 or 8 bits fuse"
+            "ORP201",
+            f"weight {codes.name!r} is {_type_name(code_tensor)}: codes of 2, 4 or 8 "
+            "bits fuse",
         )
     shape = tuple(code_tensor.shape.numpy())
     if 0 in shape:
-        raise Refusal(f"weight {codes.name!r} of shape {list(shape)} is empty")
+        raise Refusal("ORP202", f"weight {codes.name!r} of shape {list(shape)} is empty")
     if len(shape) > _MAX_AXES:
-        raise Refusal(f"weight {codes.name!r} has rank {len(shape)}: {_MAX_AXES} at most fuse")
+        raise Refusal(
+            "ORP202", f"weight {codes.name!r} has rank {len(shape)}: {_MAX_AXES} at most fuse"
+        )
     if scale_tensor.dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16):
         raise Refusal(
+            "ORP201",
             f"scale {scales.name!r} is {_type_name(scale_tensor)}: float32 or float16 scales "
-            "fuse"
+            "fuse",
         )
     dtype = type_attribute(dq, "output_dtype") or scale_type or scale_tensor.dtype
     axes, blocks = _axes(dq, codes, shape, scales, tuple(scale_tensor.shape.numpy()))
     if zero_points is not None and zero_point_tensor is not None:
         if zero_point_tensor.dtype != code_tensor.dtype:
             raise Refusal(
+                "ORP202",
                 f"zero point {zero_points.name!r} is {_type_name(zero_point_tensor)} but "
-                f"weight {codes.name!r} is {_type_name(code_tensor)}"
+                f"weight {codes.name!r} is {_type_name(code_tensor)}",
             )
         found, expected = (
             list(tensor.shape.numpy()) for tensor in (zero_point_tensor, scale_tensor)
@@ -346,10 +353,11 @@ def _read_dequantize(dq: ir.Node) -> DequantizedOperand:
         # [] and [1] both stand for a single one.
         if found != expected and found + expected != [1]:
             raise Refusal(
-                f"zero point {zero_points.name!r} has shape {found}: {expected} is needed"
+                "ORP202",
+                f"zero point {zero_points.name!r} has shape {found}: {expected} is needed",
             )
         if code_tensor.dtype is ir.DataType.INT32 and zero_point_tensor.numpy().any():
-            raise Refusal(f"zero point {zero_points.name!r} of int32 codes is not 0")
+            raise Refusal("ORP309", f"zero point {zero_points.name!r} of int32 codes is not 0")
     zero = "" if zero_points is None else ", zero points"
     operand = DequantizedOperand(
         dequantize=dq,
@@ -383,7 +391,7 @@ def _axes(
     steps = row_major(shape)
     block_size = int_attribute(dq, "block_size", 0)
     if block_size < 0:
-        raise Refusal(f"block_size {block_size} is negative")
+        raise Refusal("ORP103", f"block_size {block_size} is negative")
     plain = [(Run(size, step),) for size, step in zip(shape, steps, strict=True)]
     if block_size == 0 and math.prod(scale_shape) == 1 and len(scale_shape) <= 1:
         return tuple(plain), "one scale"
@@ -392,21 +400,25 @@ def _axes(
     if block_size == 0:
         if scale_shape != (shape[axis],):
             raise Refusal(
+                "ORP202",
                 f"scale {scales.name!r} has shape {list(scale_shape)}: weight {codes.name!r} "
-                f"of shape {list(shape)} needs [], [1] or, for axis {axis}, [{shape[axis]}]"
+                f"of shape {list(shape)} needs [], [1] or, for axis {axis}, [{shape[axis]}]",
             )
         plain[axis] = (Run(shape[axis], steps[axis], 1),)
         return tuple(plain), f"a scale for each index of axis {axis}"
 
     # A single block may have any size: onnxruntime's quantizer writes K for whole columns.
     if block_size & (block_size - 1) and block_size < shape[axis]:
-        raise Refusal(f"block_size {block_size} of weight {codes.name!r} is not a power of 2")
+        raise Refusal(
+            "ORP103", f"block_size {block_size} of weight {codes.name!r} is not a power of 2"
+        )
     expected = list(shape)
     expected[axis] = -(-shape[axis] // block_size)
     if list(scale_shape) != expected:
         raise Refusal(
+            "ORP202",
             f"scale {scales.name!r} has shape {list(scale_shape)}: weight {codes.name!r} of "
-            f"shape {list(shape)} in blocks of {block_size} on axis {axis} needs {expected}"
+            f"shape {list(shape)} in blocks of {block_size} on axis {axis} needs {expected}",
         )
     scale_steps = row_major(expected)
     return (
@@ -431,21 +443,25 @@ def _renamed(operand: DequantizedOperand, node: ir.Node) -> DequantizedOperand:
         given = ints_attribute(node, "perm")
         perm = order[::-1] if given is None else given
         if sorted(perm) != order:
-            raise Refusal(f"{label} has perm {perm}: the weight has rank {len(order)}")
+            raise Refusal(
+                "ORP202", f"{label} has perm {perm}: the weight has rank {len(order)}"
+            )
         axes = tuple(operand.axes[i] for i in perm)
         return dataclasses.replace(operand, axes=axes, renamed=True)
     try:
         shape = _new_shape(operand.shape, node)
     except Refusal as reason:
-        raise Refusal(f"{label}: {reason}") from None
+        raise Refusal(reason.code, f"{label}: {reason}") from None
     if shape is None or math.prod(shape) != math.prod(operand.shape):
-        raise Refusal(f"{label} does not give {list(operand.shape)} a constant shape")
+        raise Refusal(
+            "ORP102", f"{label} does not give {list(operand.shape)} a constant shape"
+        )
     if len(shape) > _MAX_AXES:
-        raise Refusal(f"{label} gives rank {len(shape)}: {_MAX_AXES} at most fuse")
+        raise Refusal("ORP202", f"{label} gives rank {len(shape)}: {_MAX_AXES} at most fuse")
     reshaped = reshape(operand.axes, shape)
     if reshaped is None:
         raise Unrepresentable(
-            f"{label} cuts {list(operand.shape)} in the middle of blocks or axes"
+            "ORP103", f"{label} cuts {list(operand.shape)} in the middle of blocks or axes"
         )
     return dataclasses.replace(operand, axes=reshaped, renamed=True)
 
@@ -484,7 +500,8 @@ def _check_scales(operand: DequantizedOperand) -> None:
         if not finite.all():
             at = int(np.argmin(finite))
             raise Refusal(
-                f"scale {operand.scales.name!r} holds {chunk[at]} (element {start + at})"
+                "ORP203",
+                f"scale {operand.scales.name!r} holds {chunk[at]} (element {start + at})",
             )
         any_zero = any_zero or not chunk.all()
     if not any_zero:
@@ -497,8 +514,9 @@ def _check_scales(operand: DequantizedOperand) -> None:
         if chunk.any():
             at = int(np.argmin(scales != 0))
             raise Refusal(
+                "ORP203",
                 f"scale {operand.scales.name!r} is 0 (element {at}) where the codes of weight "
-                f"{operand.codes.name!r} differ from the zero point: their numbers are lost"
+                f"{operand.codes.name!r} differ from the zero point: their numbers are lost",
             )
 
 

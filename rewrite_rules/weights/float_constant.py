@@ -28,8 +28,9 @@ class FloatConstants:
         if not self.fits(operand):
             used, size = self._bytes / 1e6, float_bytes(operand) / 1e6
             raise Refusal(
+                "ORP316",
                 f"as a float constant it would take {size:.0f} MB, above what "
-                f"float_limit_mb={self._limit_mb} leaves ({used:.0f} MB used): raise it"
+                f"float_limit_mb={self._limit_mb} leaves ({used:.0f} MB used): raise it",
             )
 
     def fits(self, operand: DequantizedOperand) -> bool:

@@ -16,7 +16,6 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from rewrite_rules.facts.input_roles import Kind, Role, made_up_values, role_of
-from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
 # Sizes of axes that count anything else than tokens.
@@ -102,7 +101,7 @@ class DecoderInputs:
         self.has_cache = bool(self.all(Kind.CACHE, "past"))
         self.has_mask = bool(self.all(Kind.MASK, "total"))
         if not self.runs(TRIED):
-            raise Refusal("no made-up run has the sizes that the inputs declare")
+            raise ValueError("no made-up run has the sizes that the inputs declare")
 
     def all(self, kind: Kind, counts: str) -> list[ir.Value]:
         """Return the inputs of a kind that have an axis for what is counted."""
@@ -227,7 +226,7 @@ def _axes_of_scores(mask: ir.Value, facts: ProvedShapes) -> tuple[str, ...]:
 def _role(value: ir.Value, facts: ProvedShapes) -> Role:
     """Return what an input is, by rank and sizes where its name says nothing."""
     if value.dtype is None or value.shape is None:
-        raise Refusal(f"input {value.name!r} has no declared type and shape")
+        raise ValueError(f"input {value.name!r} has no declared type and shape")
     role, rank, floating = role_of(value), len(value.shape), value.dtype.is_floating_point()
     on_scores = _axes_of_scores(value, facts) if role.kind is Kind.MASK else ()
     if on_scores and (rank != len(_TOKENS) or on_scores == _SCORES[2:]):

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import ortplugins
-from ortplugins.reasons import code_of
 
 _SETTING = re.compile(r"(\w+): (.+)")
 _EACH = re.compile(r"^each (.+): (.+)\n", re.MULTILINE)
@@ -91,7 +90,7 @@ def _each(title: str, text: str) -> Iterator[tuple[str, list[str]]]:
 
 def codes_of(report: ortplugins.Report) -> list[str]:
     """Return the codes of a report's refusals, sorted, each once."""
-    return sorted({code_of(remark.reason) for remark in report.refused})
+    return sorted({remark.code for remark in report.refused})
 
 
 def markdown(rows: Iterable[Sequence[str]]) -> str:

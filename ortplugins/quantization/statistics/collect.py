@@ -215,7 +215,7 @@ def _batches(
             warnings.warn(
                 f"calibrating {request.name!r} takes {need / 2**20:.0f} MiB, more than "
                 f"max_calibration_memory ({budget / 2**20:.0f} MiB); use shorter samples to "
-                "stay below it",
+                "stay below it [ORP911]",
                 OrtpluginsWarning,
                 stacklevel=3,
             )

@@ -90,7 +90,7 @@ def _folds(value: ir.Value, channels: int, depth: int) -> list[Fold]:
     """Constants to divide so that a value is; its readers are known to agree."""
     node = value.producer()
     if node is None or depth > _DEEPEST or value.index() != 0:
-        raise Refusal("not computed by a node that scales")
+        raise Refusal("ORP804", "not computed by a node that scales")
     if indices := _NORMALISATIONS.get((node.domain, node.op_type)):
         _check_last_axis(node)
         given = [i for i in indices if i < len(node.inputs) and node.inputs[i] is not None]
@@ -107,7 +107,7 @@ def _folds(value: ir.Value, channels: int, depth: int) -> list[Fold]:
         return [fold for index in (0, 1) for fold in _operand(node, index, channels, depth)]
     if kind in ("MatMul", "Gemm"):
         return _linear(node, channels)
-    raise Refusal(f"{node.op_type} does not scale")
+    raise Refusal("ORP804", f"{node.op_type} does not scale")
 
 
 def _operand(node: ir.Node, index: int, channels: int, depth: int) -> list[Fold]:
@@ -115,7 +115,7 @@ def _operand(node: ir.Node, index: int, channels: int, depth: int) -> list[Fold]
     if constant(value) is not None:
         return [_vector(node, index, channels)]
     if value is None or value.is_graph_output() or len(value.uses()) != 1:
-        raise Refusal("read by others")
+        raise Refusal("ORP804", "read by others")
     return _folds(value, channels, depth + 1)
 
 
@@ -133,15 +133,15 @@ def _fits(fold: Fold, scales: Floats) -> bool:
 def _linear(node: ir.Node, channels: int) -> list[Fold]:
     product = read_product(node, 1)
     if product.transpose_x and node.op_type != "Gemm":
-        raise Refusal("an operand is transposed")
+        raise Refusal("ORP804", "an operand is transposed")
     weight = node.inputs[1]
     tensor = constant(weight)
     if weight is None or tensor is None:
-        raise Refusal("a Mul of two activations")
+        raise Refusal("ORP804", "a Mul of two activations")
     axis = 0 if product.k_axis == 1 else -1
     shape = tuple(tensor.shape.numpy())
     if len(shape) != 2 or shape[axis] != channels:
-        raise Refusal(f"weight {weight.name!r} has shape {shape}")
+        raise Refusal("ORP804", f"weight {weight.name!r} has shape {shape}")
     _check_private(weight, node)
     folds = [Fold(weight, axis)]
     if product.bias is not None:
@@ -153,11 +153,11 @@ def _vector(node: ir.Node, index: int, channels: int) -> Fold:
     value = node.inputs[index]
     tensor = constant(value)
     if value is None or tensor is None:
-        raise Refusal("not a constant")
+        raise Refusal("ORP804", "not a constant")
     shape = tuple(tensor.shape.numpy())
     # A scalar would have to become a vector, and [channels, 1] does not lie along K.
     if not shape or shape[-1] != channels or tensor.size != channels:
-        raise Refusal(f"constant {value.name!r} has shape {shape}")
+        raise Refusal("ORP804", f"constant {value.name!r} has shape {shape}")
     _check_private(value, node)
     return Fold(value)
 
@@ -166,11 +166,11 @@ def _check_private(value: ir.Value, node: ir.Node) -> None:
     """Refuse a constant that others read, or that a caller may see or feed."""
     tensor = value.const_value
     if not value.is_initializer() or tensor is None or tensor.dtype not in _FLOATS:
-        raise Refusal(f"{value.name!r} is not a float initializer")
+        raise Refusal("ORP804", f"{value.name!r} is not a float initializer")
     if value.is_graph_input() or value.is_graph_output() or len(value.uses()) != 1:
-        raise Refusal(f"{value.name!r} is read by others")
+        raise Refusal("ORP804", f"{value.name!r} is read by others")
     if node.graph is not value.graph:
-        raise Refusal(f"{value.name!r} is read in a subgraph")
+        raise Refusal("ORP804", f"{value.name!r} is read in a subgraph")
 
 
 def _check_last_axis(node: ir.Node) -> None:
@@ -179,7 +179,7 @@ def _check_last_axis(node: ir.Node) -> None:
         return
     shape = None if node.inputs[0] is None else node.inputs[0].shape
     if shape is None or axis.as_int() != len(shape) - 1:
-        raise Refusal("normalises over several axes")
+        raise Refusal("ORP804", "normalises over several axes")
 
 
 def insert_mul(

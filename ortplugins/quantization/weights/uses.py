@@ -178,8 +178,9 @@ def _use(node: ir.Node, index: int, operand: ir.Value, main: ir.Graph) -> Weight
     if root.is_graph_input():
         if root.is_initializer():
             raise Refusal(
+                "ORP101",
                 f"weight {root.name!r} is a graph input: a caller may feed another; make it "
-                "an initializer only"
+                "an initializer only",
             )
         return None
     tensor = constant(root)
@@ -191,20 +192,25 @@ def _use(node: ir.Node, index: int, operand: ir.Value, main: ir.Graph) -> Weight
         if gathers:
             return None  # shapes and indices, mostly
         kind_of = tensor.dtype.name.lower()
-        raise Refusal(f"weight {root.name!r} is {kind_of}: float32 and float16 are quantised")
+        raise Refusal(
+            "ORP801", f"weight {root.name!r} is {kind_of}: float32 and float16 are quantised"
+        )
     if len(shape) < 2:
         return None
     if len(shape) > 2:
         raise Refusal(
+            "ORP802",
             f"weight {root.name!r} has shape {list(shape)}: a stack of matrices has no "
-            "MatMulNBits; split the MatMul or leave it in float"
+            "MatMulNBits; split the MatMul or leave it in float",
         )
     if 0 in shape:
-        raise Refusal(f"weight {root.name!r} has shape {list(shape)}: it is empty")
+        raise Refusal("ORP802", f"weight {root.name!r} has shape {list(shape)}: it is empty")
     _check_not_beside_codes(node, 1 - index)
     if gathers:
         if int_attribute(node, "axis", 0) not in (0, -2):
-            raise Refusal(f"table {root.name!r} is not gathered by rows: axis 0 is quantised")
+            raise Refusal(
+                "ORP802", f"table {root.name!r} is not gathered by rows: axis 0 is quantised"
+            )
         no_statistics = "rows of a table are picked, not multiplied"
         return WeightUse(node, 0, root, tensor, not swapped, True, None, no_statistics)
     product = read_product(node, index)
@@ -278,7 +284,9 @@ def _check_not_beside_codes(node: ir.Node, index: int) -> None:
         if codes is not None and codes is not node and _multiplies_codes(codes):
             given = {source for each in codes.inputs if each for source in _sources(each)}
             if not given.isdisjoint(_sources(node.inputs[index])):
-                raise Refusal(f"already quantised: it adds what {label(codes)!r} lacks")
+                raise Refusal(
+                    "ORP803", f"already quantised: it adds what {label(codes)!r} lacks"
+                )
 
 
 def _multiplies_codes(node: ir.Node) -> bool:
@@ -324,7 +332,7 @@ def _check_not_quantised(value: ir.Value) -> None:
             if maker is not None and maker.op_type == "QuantizeLinear" and maker.inputs:
                 source = maker.inputs[0]
             if constant(source) is not None:
-                raise Refusal(f"already quantised, by {label(node)!r}")
+                raise Refusal("ORP803", f"already quantised, by {label(node)!r}")
             return
         if source is None or node.op_type not in _RESHAPING:
             return
@@ -332,7 +340,8 @@ def _check_not_quantised(value: ir.Value) -> None:
         value = source_of(source)
         if constant(value) is not None:
             raise Refusal(
+                "ORP802",
                 f"weight {value.name!r} goes through {', '.join(through)} first: fold the "
-                "constants, with onnxruntime's or onnx_ir's own optimiser"
+                "constants, with onnxruntime's or onnx_ir's own optimiser",
             )
         node = value.producer()

@@ -22,7 +22,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ortplugins
-from ortplugins.reasons import code_of
 from rewrite_rules.graph.nodes import is_quantize_linear
 from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
@@ -116,7 +115,7 @@ def test_regions(name: str):
         assert serialized(model) == before
         case.expect(f"error: {error}")
         return
-    codes = sorted({code_of(each.reason) for each in remarks if each.outcome is not FIRED})
+    codes = sorted({each.code for each in remarks if each.outcome is not FIRED})
     if serialized(model) == before:
         case.expect(" ".join(["stays", *filter(None, codes)]))
         return
@@ -281,7 +280,7 @@ def test_a_float_bias_that_onnxruntime_makes_an_int32_fits(asked, is_refused):
             wf = DequantizeLinear <axis = 0> (w, s)
             [A] y = Conv(x, wf, b) }""")
     remarks = place(model, promote=frozenset({asked}))
-    assert ("ORP308" in {code_of(remark.reason) for remark in remarks}) == is_refused
+    assert ("ORP308" in {remark.code for remark in remarks}) == is_refused
     fold_pairs(model, "cpu", PassContext(Remarks("test")))
     (y,) = run(model, {"x": np.ones((1, 1, 1, 1), np.float32)}, optimised=True)
     assert y.item() == pytest.approx(1.5, abs=1e-3)

@@ -18,8 +18,6 @@ from builders.same_numbers import session as opened
 from builders.text_models import normal, proto_of
 from numpy.typing import NDArray
 
-from ortplugins.reasons import code_of
-
 # Prompts, single tokens, chunks after a cache; rows that see nothing come from FEEDS.
 SIZES = (Run(1, 6, 0), Run(3, 6, 0), Run(2, 6, 5), Run(1, 1, 5), Run(3, 1, 6), Run(1, 1, 0),
          Run(2, 33, 0), Run(1, 2, 31))  # fmt: skip
@@ -42,7 +40,7 @@ def runs_taken(
 
 def agrees(model: onnx.ModelProto, feeds: list[Mapping[str, NDArray]]) -> tuple[int, str]:
     """Compare the model with its fusion; return how many runs it takes, and what it became."""
-    result, remarks, _ = fused(model)
+    result, remarks, context = fused(model)
     for node in result.graph.all_nodes():
         for value in node.outputs:
             value.shape = None  # as in files, which write few down
@@ -52,7 +50,7 @@ def agrees(model: onnx.ModelProto, feeds: list[Mapping[str, NDArray]]) -> tuple[
         for a, b in pairs:
             greatest = np.abs(b[np.isfinite(b)]).max(initial=1)
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * greatest)
-    became = sorted({*remarks["fired"], *map(code_of, remarks["refused"])})
+    became = sorted({*remarks["fired"], *(x.code for x in context.remarks if x.code)})
     return taken, "; ".join(became) or "stays"
 
 

@@ -14,8 +14,6 @@ from builders.decoders import CASES
 from builders.exports import DECODERS, ENCODERS, exported, fused
 from builders.text_cases import assert_page_has, markdown
 
-from ortplugins.reasons import code_of
-
 PAGE = Path(__file__).parents[3] / "docs" / "transformer-fusion.md"
 FAMILIES = {
     "bert": "BERT, MiniLM, BGE, GTE, E5",
@@ -37,11 +35,11 @@ FAMILIES = {
 
 def outcome(model: onnx.ModelProto) -> str:
     """Return the kernels that compute attention, or the codes of refusals."""
-    _, remarks, _ = fused(model)
+    _, remarks, context = fused(model)
     found = {text for text in remarks["fired"] if text.startswith("attention: ")}
     if found:
         return "; ".join(sorted(text.removeprefix("attention: ") for text in found))
-    return ", ".join(sorted({code_of(reason) for reason in remarks["refused"]})) or "-"
+    return ", ".join(sorted({x.code for x in context.remarks if x.code})) or "-"
 
 
 def rows() -> Iterator[list[str]]:

@@ -20,7 +20,6 @@ from onnxruntime.quantization import quantize_dynamic
 from test_trim_padding_attacks import attack, proved
 
 from ortplugins.quantization import quantize
-from ortplugins.reasons import code_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "trim-padding.md"
 FAMILIES = {
@@ -71,9 +70,8 @@ def outcome(model: onnx.ModelProto) -> str:
     _, remark = proved(model, pack=True)
     if remark.outcome.value == "fired":
         return "packed" if "on real tokens only" in remark.reason else "cut"
-    code = code_of(remark.reason)
-    assert code is not None, remark.reason
-    return code
+    assert remark.code, remark.reason
+    return remark.code
 
 
 def forms(family: str) -> Iterator[tuple[str, list[Callable[[], onnx.ModelProto]]]]:
