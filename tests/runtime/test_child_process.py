@@ -60,7 +60,7 @@ def test_a_program_taken_for_an_interpreter_is_started_once(model_path, tmp_path
     assert log.read_text() == "started\n"
 
 
-@pytest.mark.filterwarnings("ignore:ortplugins works without its cache")
+@pytest.mark.filterwarnings("ignore:cannot write the cache")
 @pytest.mark.parametrize("cache_is_usable", [True, False])
 def test_missing_data_keeps_its_error(model_path, cache_dir, cache_is_usable):
     if not cache_is_usable:
