@@ -595,7 +595,7 @@ def test_packed_weights_are_not_on_the_heap(tmp_path):
             Candidate(path, settings=entries_of(names, options, cache_dir=cache))
             for names in ([fusion], [fusion, packing])
         ],
-        rounds=1,
+        rounds=4,
         warmed=True,
     )
     assert plain.started_private and packed.started_private and packed.report
@@ -603,6 +603,6 @@ def test_packed_weights_are_not_on_the_heap(tmp_path):
     records = read_records(onnx.load(artifact, load_external_data=False))
     blob_bytes = sum(b[1] for found in records.values() for r in found for b in r.blobs)
     assert blob_bytes > 20e6
-    saved = plain.started_private.median - packed.started_private.median
-    # Packing frees what it has compared, and glibc keeps some of that for the next who asks.
-    assert saved >= 0.4 * blob_bytes
+    # Packing frees what it has compared; in some processes glibc keeps that for who asks next.
+    saved = min(plain.started_private.values) - min(packed.started_private.values)
+    assert saved >= 0.5 * blob_bytes
