@@ -31,6 +31,7 @@ from rewrite_rules.graph.parameters import constant
 # Tokens of a text, and how many of them are padding in one batch. Hardly a size of anything
 # else, so an axis that long counts tokens.
 _LENGTH, _PADDING = 19, 6
+_ATTEMPTS = 8  # at sizes that the original runs with
 # Of the greatest number of an output, and what counts as none; rounding stays far below.
 _MOST, _ZERO = 0.1, 1e-5
 _TO_CODES = ("DynamicQuantizeLinear", "QuantizeLinear")
@@ -106,12 +107,13 @@ def _batches(model: ir.Model, run: Run) -> Iterator[tuple[Feed, Sizes]]:
 
     With each comes how many places count along axes of a size.
     """
-    for feed in MadeUpInputs(model.graph.inputs, length=_LENGTH).fitted_feeds(run):
+    one = MadeUpInputs(model.graph.inputs, length=_LENGTH)
+    for feed in one.fitted_feeds(run, attempts=_ATTEMPTS):
         yield feed, {}
     with contextlib.suppress(UsageError, ModelFileError):  # it takes one text
         two = MadeUpInputs(model.graph.inputs, {"batch": 2}, length=_LENGTH)
         real = dict[int, int]()
-        feed = next(two.fitted_feeds(run, seed=1))
+        feed = next(two.fitted_feeds(run, seed=1, attempts=_ATTEMPTS))
         for value in model.graph.inputs:
             mask = feed.get(str(value.name), np.zeros(0))
             if role_of(value).kind is Kind.MASK and mask.ndim == 2 < mask.shape[1]:

@@ -126,7 +126,9 @@ class MadeUpInputs:
                 if step is not None:
                     yield step
 
-    def fitted_feeds(self, run: Run, count: int = 1, *, seed: int = 0) -> Iterator[Feed]:
+    def fitted_feeds(
+        self, run: Run, count: int = 1, *, seed: int = 0, attempts: int = _MAX_ATTEMPTS
+    ) -> Iterator[Feed]:
         """Return :meth:`feeds` of sizes that the model runs with; strings are refused."""
         for value, _ in self._inputs:
             if value.dtype is ir.DataType.STRING:
@@ -134,11 +136,14 @@ class MadeUpInputs:
                     f"input {value.name!r} takes strings, which cannot be made up: "
                     "give samples"
                 )
-        self.fit(run)
+        self.fit(run, attempts)
         return self.feeds(count, seed=seed, run=run)
 
-    def fit(self, run: Run) -> None:
-        """Find sizes that the model runs with, for dimensions of which nothing is known."""
+    def fit(self, run: Run, most: int = _MAX_ATTEMPTS) -> None:
+        """Find sizes that the model runs with, for dimensions of which nothing is known.
+
+        ``most`` are how many are tried.
+        """
         # Nothing is known of them, neither by their role nor by the user.
         open_names = [
             name
@@ -153,7 +158,7 @@ class MadeUpInputs:
         error: Exception | None = None
         self._tried = dict.fromkeys(open_names, 1)
         limit = max(self._most_elements(), _MAX_ELEMENTS)  # known sizes are as they are
-        for sizes in attempts[:_MAX_ATTEMPTS]:
+        for sizes in attempts[:most]:
             self._tried = dict(zip(open_names, sizes, strict=False))
             if self._most_elements() > limit:
                 continue
