@@ -110,6 +110,8 @@ OF_ONNXRUNTIME = (
     "session.x64quantprecision",
 )
 
+_GENERAL_DEFAULTS = {BAKE_KEY: "1", IN_MEMORY_KEY: "0", HINT_KEY: ""}
+
 # Returns a session entry, or None where it was never set.
 Lookup = Callable[[str], str | None]
 
@@ -125,11 +127,13 @@ def option_key(pass_name: str, option_name: str) -> str:
 
 
 def is_default(key: str, text: str) -> bool:
-    """Whether an entry of one of our passes says what counts without it, too."""
+    """Whether an entry of ours says what counts without it, too."""
     _, _, rest = key.partition(".")
     name, _, option = rest.partition(".")
     if rest.startswith("enable_"):
         return text == "0"
+    if key in _GENERAL_DEFAULTS:
+        return _GENERAL_DEFAULTS[key] == text
     return OPTIONS.get(name, {}).get(option) == text
 
 

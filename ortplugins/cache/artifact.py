@@ -12,7 +12,6 @@ import onnxruntime
 
 from ortplugins._version import __version__
 from ortplugins.cache.folder import (
-    DIGEST_CHARACTERS,
     cache_folder,
     data_locations,
     digest_of,
@@ -214,7 +213,6 @@ class Artifact:
         # The model's own data that it reads: names of files by location.
         self.data: dict[str, str] = fields["data"]
         self.baked: bool = fields["baked"]  # whether onnxruntime's optimisers ran
-
         # Of each input of the user's model, "1" where a dimension is free, else "0".
         self.free: dict[str, str] = fields["free"]
         # Whether it has operators of a library, which copies of SessionOptions lack.
@@ -259,7 +257,7 @@ class Artifact:
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> Artifact | None:
-        """Return what a folder says of itself; None where it is no entry, or damaged."""
+        """Return the artifact of an entry's folder; None without one, or if it is damaged."""
         if (fields := read_fields(os.path.join(folder, ARTIFACT))) is None:
             return None
         groups, place = [], 2
@@ -354,8 +352,3 @@ def note_use(folder: str | os.PathLike[str]) -> bool:
     except OSError:
         pass  # a read-only cache
     return True
-
-
-def is_key(name: str) -> bool:
-    """Whether a name is that of an entry's folder."""
-    return len(name) == DIGEST_CHARACTERS and all(x in "0123456789abcdef" for x in name)

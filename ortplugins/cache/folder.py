@@ -16,12 +16,13 @@ has imported.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import stat
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 try:
     from _blake2 import blake2b  # hashlib takes milliseconds to import
@@ -140,9 +141,16 @@ def processor() -> str:
 
 def state_of(path: str | os.PathLike[str]) -> str:
     """Return what shows that a file is another one, or was written to."""
+    with _opened(path) as file:
+        return _state_of_open(file)
+
+
+@contextlib.contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[int]:
+    """Open a file for reading, and close it."""
     file = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
     try:
-        return _state_of_open(file)
+        yield file
     finally:
         os.close(file)
 
@@ -172,8 +180,7 @@ def file_digest(path: str | os.PathLike[str], root: str) -> str:
         OSError: If it can't be read, or changes while it is.
     """
     name, started = os.path.realpath(path), time.time()
-    file = os.open(name, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-    try:
+    with _opened(name) as file:
         state = _state_of_open(file)
         is_large = os.fstat(file).st_size >= INDEXED_BYTES
         if is_large:
@@ -184,8 +191,6 @@ def file_digest(path: str | os.PathLike[str], root: str) -> str:
         digest = _digest_of_open(file)
         if _state_of_open(file) != state:
             raise OSError(f"{name}: changed while it was read")
-    finally:
-        os.close(file)
     is_settled = int(state.rpartition(" ")[2]) / 1e9 < started - SETTLED_SECONDS
     if is_large and is_settled:
         for place in _places(root):
@@ -200,11 +205,8 @@ def read_digest(path: str | os.PathLike[str]) -> str:
     Raises:
         OSError: If it can't be read.
     """
-    file = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-    try:
+    with _opened(path) as file:
         return _digest_of_open(file)
-    finally:
-        os.close(file)
 
 
 def _digest_of_open(file: int) -> str:

@@ -61,6 +61,7 @@ class BuildResult:
     session_settings: Mapping[str, str]
     provisional: tuple[str, ...]  # what broke and may work another time
     modified: bool  # whether a pass changed anything
+    content: bytes | None = None  # the model, where nothing may be written
     placed: PlacedData | None = None  # of data that was left where it lies
 
 
@@ -131,6 +132,7 @@ def build(
         runs.needs_of_session(),
         tuple(runs.provisional),
         runs.modified,
+        serialized(model) if request.in_memory and runs.modified else None,
         placed if files else None,
     )
     if runs.modified:
@@ -147,12 +149,10 @@ def _check(request: BuildRequest, result: BuildResult, path: Path | None) -> Non
         settings["graph_optimization_level"] = "ORT_DISABLE_ALL"
     if result.placed is not None:
         settings[DATA_FOLDER_KEY] = str(result.placed.folder)
-    after: Path | bytes | None = path
+    after = result.content or path
     with contextlib.ExitStack() as stack:
         scratch = None
-        if request.in_memory:
-            after = serialized(result.model)
-        else:
+        if not request.in_memory:
             scratch = Path(stack.enter_context(scratch_within(None)))
         if after is None:
             after = Path(str(scratch), "after.onnx")
@@ -170,9 +170,12 @@ def _first_wrong(request: BuildRequest) -> Pass:
     for count in range(1, len(passes)):
         plan = request.plan._replace(passes=passes[:count])
         fewer = request._replace(plan=plan)
-        with scratch_within(None) as scratch:
+        with contextlib.ExitStack() as stack:
+            output = None
+            if not request.in_memory:
+                output = Path(stack.enter_context(scratch_within(None)), "model.onnx")
             try:
-                build(fewer, fewer.load(), Path(scratch, "model.onnx"))
+                build(fewer, fewer.load(), output)
             except WrongResult:
                 return passes[count - 1]
     return passes[-1]
@@ -227,11 +230,10 @@ def build_artifact(
     for text in result.provisional:
         warn_caller(f"{text}; a later start tries again [ORP908]", OrtpluginsWarning)
     notes = (*result.report.notes, *failed)
-    has_result = bool(result.files) or (folder is None and result.modified)
-    content = serialized(result.model) if folder is None and has_result else None
+    has_result = bool(result.files or result.content)
     return {
         **described,
-        "content": content,
+        "content": result.content,
         "baked": result.baked,
         "settings": dict(result.session_settings) if has_result else {},
         "report": dataclasses.replace(result.report, notes=notes).to_dict(),

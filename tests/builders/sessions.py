@@ -19,6 +19,14 @@ CPU = ["CPUExecutionProvider"]
 # The default level is onnxruntime's own where it would fuse a node: int8 activations.
 EXACT = ortplugins.DqMatMulNBitsFusion(accuracy_level=0)
 
+# All passes that keep the numbers, but for that which packs weights.
+PASSES = (
+    ortplugins.TrimPadding(),
+    ortplugins.DqMatMulNBitsFusion(accuracy_level=0),
+    ortplugins.TransformerFusion(),
+    ortplugins.ConvFusion(),
+    ortplugins.ShapeSizeReorder(),
+)
 # What the builder of an entry says of it.
 MADE: dict[str, Any] = {
     "settings": {}, "data": {}, "baked": False, "has_custom_operators": False, "free": {},
@@ -58,6 +66,19 @@ def source(model: str | bytes | os.PathLike[str], *args: Any, **general: Any) ->
 def check(session: ort.InferenceSession, case: DequantizedMatMul) -> None:
     feed = case.feed()
     assert relative_error(session.run(None, {"x": feed})[0], case.reference(feed)) <= 1e-5
+
+
+# Facts of a session's model that ``get_modelmeta`` returns.
+META = (
+    "custom_metadata_map", "description", "domain", "graph_description", "graph_name",
+    "producer_name", "version",
+)  # fmt: skip
+
+
+def facts(session: ort.InferenceSession) -> list[object]:
+    """What a session says of its inputs, its outputs and its model."""
+    values, meta = (*session.get_inputs(), *session.get_outputs()), session.get_modelmeta()
+    return [*map(str, values), *(getattr(meta, name) for name in META)]
 
 
 def files(folder: Path) -> dict[str, tuple[int, int]]:

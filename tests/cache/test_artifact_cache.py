@@ -522,7 +522,7 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 NO_PARTS: dict[str, dict[str, Any]] = {
     "what the result does not depend on": {
-        "entries": entries_of([EXACT, ORDER], cache_limit="1GB", strict=True)
+        "entries": entries_of([EXACT, ORDER], cache_limit="1GB", strict=True, bake=True)
     },
     "a name twice": {"providers": (*CPU, *CPU)},
     "defaults": {"entries": {

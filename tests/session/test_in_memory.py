@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: MIT
 """``ortplugins.in_memory``: a model that a program decrypts never touches the disk."""
 
+import dataclasses
 import json
 
 import onnx_ir as ir
+import pytest
 from builders.dequantized_models import DequantizedMatMul
 from builders.processes import python
 from builders.sessions import EXACT, check, options, start
 
 import ortplugins
+from ortplugins.optimization import build
+from session_options import registry
 
 CASE = DequantizedMatMul(512, 64, 32)
 WATCHED = """
@@ -54,6 +58,32 @@ def test_passes_that_work_on_files_are_left_out_with_a_note():
         check(session, CASE)
     (note,) = session.ortplugins_report.notes
     assert note == "prepacked_weights works on files, and in_memory allows none"
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrong(ortplugins.Pass):
+    """Makes the outputs a number too large for the smoke check."""
+
+    name = "wrong"
+    summary = "is wrong"
+
+    def rewrite(self, model: ir.Model, context: object) -> bool:
+        scales = next(x for x in model.graph.initializers.values() if x.name == "w_scale")
+        scales.const_value = ir.tensor(100 * scales.const_value.numpy(), name="w_scale")
+        return True
+
+
+def test_a_wrong_result_is_withdrawn_without_a_file(monkeypatch):
+    def scratch_within(_: object) -> None:
+        raise AssertionError("a folder is made")
+
+    monkeypatch.setitem(registry.BUILTIN_PASSES, Wrong.name, Wrong)
+    monkeypatch.setattr(build, "scratch_within", scratch_within)
+    content = ir.to_proto(CASE.model()).SerializeToString()
+    with pytest.warns(ortplugins.OrtpluginsWarning, match="'wrong'"):
+        session = start(content, options(Wrong(), EXACT, in_memory=True))
+    assert len(session.ortplugins_report.fired) == 1
+    check(session, CASE)
 
 
 def test_what_no_pass_changes_runs_untouched():

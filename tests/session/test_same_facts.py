@@ -9,29 +9,12 @@ import onnxruntime
 import pytest
 from builders.exports import DECODERS, ENCODERS, exported
 from builders.layout_matrix import EXHAUSTIVE
-from builders.sessions import CPU
+from builders.sessions import CPU, PASSES, facts
 from builders.text_models import proto_of
 
 import ortplugins
 
-PASSES = (
-    ortplugins.TrimPadding(),
-    ortplugins.DqMatMulNBitsFusion(accuracy_level=0),
-    ortplugins.TransformerFusion(),
-    ortplugins.ConvFusion(),
-    ortplugins.ShapeSizeReorder(),
-)
-META = (
-    "custom_metadata_map", "description", "domain", "graph_description", "graph_name",
-    "producer_name", "version",
-)  # fmt: skip
 NAMES = [*ENCODERS, *DECODERS][:: 1 if EXHAUSTIVE else 9]
-
-
-def facts(session: onnxruntime.InferenceSession) -> list[object]:
-    values = (*session.get_inputs(), *session.get_outputs())
-    meta = session.get_modelmeta()
-    return [*map(str, values), *(getattr(meta, name) for name in META)]
 
 
 def same_facts(path: Path, *passes: ortplugins.Pass) -> None:

@@ -232,8 +232,8 @@ def _use(node: ir.Node, index: int, operand: ir.Value, main: ir.Graph) -> Weight
 def _is_head(value: ir.Value) -> bool:
     """Whether a product is an output of the model, or becomes one element by element.
 
-    Behind a bias, a scale and the like; a sum with another activation is a residual, and an
-    output of the stream that these make is no head of each product in it.
+    Behind a bias, a scale and the like. A sum with another activation is a residual: where
+    such a stream is an output, the products that are added to it are not heads.
     """
     values, seen = [value], {value}
     while values:

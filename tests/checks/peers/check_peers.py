@@ -18,24 +18,13 @@ import onnx.numpy_helper
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from builders.sessions import CPU
+from builders.sessions import CPU, PASSES, facts
 from onnx.backend.test.case.node import collect_testcases
 
 import ortplugins
 from ortplugins.runtime.stock_session import quiet_runner
 from ortplugins.samples.made_up import MadeUpInputs
 
-PASSES = (
-    ortplugins.TrimPadding(),
-    ortplugins.DqMatMulNBitsFusion(accuracy_level=0),
-    ortplugins.TransformerFusion(),
-    ortplugins.ConvFusion(),
-    ortplugins.ShapeSizeReorder(),
-)
-META = (
-    "custom_metadata_map", "description", "domain", "graph_description", "graph_name",
-    "producer_name", "version",
-)  # fmt: skip
 BY_CHANCE = ("Bernoulli", "Multinomial", "Random", "Dropout")
 # Of the greatest number of an output.
 BOUND = 1e-5
@@ -57,12 +46,6 @@ def options() -> onnxruntime.SessionOptions:
     so.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     so.log_severity_level, so.intra_op_num_threads = 4, 1
     return so
-
-
-def facts(session: onnxruntime.InferenceSession) -> list[object]:
-    values = (*session.get_inputs(), *session.get_outputs())
-    meta = session.get_modelmeta()
-    return [*map(str, values), *(getattr(meta, name) for name in META)]
 
 
 def same(one: Any, other: Any) -> bool:
