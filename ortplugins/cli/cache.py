@@ -4,19 +4,21 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from cyclopts import App, Parameter
 from rich.filesize import decimal
 
-from ortplugins.cache.artifact import REPORT
+from ortplugins.cache.artifact import REPORT, Artifact
 from ortplugins.cache.folder import cache_folder
 from ortplugins.cache.store import KEY_CHARACTERS, ArtifactCache
 from ortplugins.cli import options as opt
 from ortplugins.cli.terminal import print_table
+from ortplugins.errors import UsageError
 from session_options import PrepackedWeights
 from session_options.keys import parse_amount
 from session_options.plan import HINT_KEY
@@ -24,74 +26,37 @@ from session_options.plan import HINT_KEY
 if TYPE_CHECKING:
     from ortplugins.cache.store import Entry
 
-cache = typer.Typer(
-    help="Fill, show, check or empty the cache of sessions.",
-    no_args_is_help=True,
-    add_completion=False,
-)
+cache = App(name="cache", help="Fill, show, check or empty the cache of sessions.")
 
-_WARM_PASSES = [*opt.DEFAULT_PASSES, PrepackedWeights.name]
+_WARM_PASSES = (*opt.DEFAULT_PASSES, PrepackedWeights.name)
 _AGES = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
-def parse_age(text: str) -> float:
-    """Read an age as seconds: 45min, 12h, 30d, 2w."""
-    if (age := parse_amount(text, _AGES)) is None:
-        expected = "an age such as 45min, 12h, 30d or 2w is expected"
-        raise typer.BadParameter(f"{text!r}: {expected}")
-    return age
+def age(_: type, tokens: Sequence[Any]) -> float:
+    """Convert an age to seconds: 45min, 12h, 30d, 2w."""
+    text = tokens[0].value
+    if (seconds := parse_amount(text, _AGES)) is None:
+        raise ValueError(f"{text!r}: an age such as 45min, 12h, 30d or 2w is expected")
+    return seconds
 
 
-def _store(cache_dir: str = "") -> Any:
+def _store(cache_dir: str) -> ArtifactCache:
     return ArtifactCache(Path(cache_folder(cache_dir)))
 
 
-def _session_start(
-    context: typer.Context,
-    passes: opt.Passes = _WARM_PASSES,
-    settings: opt.Settings = None,
-    session_entries: Annotated[list[str] | None, typer.Option("--session-entry")] = None,
-    optimization_level: str = "all",
-    cache_dir: str = "",
-) -> Any:
-    """Return what a start depends on besides its model, as ``warm`` takes it.
-
-    Args:
-        session_entries (KEY=VALUE): An entry of the sessions' SessionOptions; repeatable.
-        optimization_level: Of the sessions: disable, basic, extended, layout or all.
-    """
-    entries = opt.parse_settings(session_entries, "--session-entry")
-    if entries.get(HINT_KEY) and not opt.is_given(context, "passes"):
-        passes = []
-    return {
-        "passes": passes,
-        "options": opt.parse_settings(settings),
-        "session_entries": entries,
-        "optimization_level": optimization_level,
-        "cache_dir": cache_dir or None,
-    }
-
-
-Store: TypeAlias = Annotated[Any, _store]
-SessionStart: TypeAlias = Annotated[dict[str, Any], _session_start]
-
-
-def _command(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    return lambda function: cache.command(name)(opt.with_groups(function))
-
-
-@_command("dir")
-def print_directory(store: Store) -> None:
+@cache.command(name="dir")
+def print_directory(*, cache_dir: opt.CacheDir = "") -> None:
     """Print the directory of the cache."""
-    typer.echo(store.root)
+    print(_store(cache_dir).root)
 
 
-@_command("list")
-def list_entries(store: Store, format: opt.Format = "text") -> None:
+@cache.command(name="list")
+def list_entries(*, cache_dir: opt.CacheDir = "", format: opt.Format = "text") -> None:
     """List the optimised models, the newest first."""
+    store = _store(cache_dir)
     entries = store.entries()
     if format == "json":
-        typer.echo(json.dumps([_as_json(entry) for entry in entries], indent=2))
+        print(json.dumps([_as_json(entry) for entry in entries], indent=2))
         return
     rows = []
     for entry in entries:
@@ -104,31 +69,33 @@ def list_entries(store: Store, format: opt.Format = "text") -> None:
     headings = ("Key", "Model", "Size", "Age", "Last use", "Fired/refused")
     print_table(headings, rows)
     size = decimal(sum(entry.size for entry in entries))
-    typer.echo(f"{len(entries)} in all, {size}, in {store.root}")
+    print(f"{len(entries)} in all, {size}, in {store.root}")
 
 
-@_command("show")
-def show_entry(store: Store, key: Annotated[str, typer.Argument()]) -> None:
+@cache.command(name="show")
+def show_entry(key: str, /, *, cache_dir: opt.CacheDir = "") -> None:
     """Print everything the cache knows about an entry, as JSON.
 
     Args:
-        key (KEY): Key of an entry, or its start.
+        key: Key of an entry, or its start.
     """
+    store = _store(cache_dir)
     found = [entry for entry in store.entries() if entry.key.startswith(key)]
     if len(found) != 1:
         number = f"{len(found)} entries" if found else "no entry"
-        raise typer.BadParameter(f"{key!r}: {number} in {store.root}", param_hint="KEY")
+        raise UsageError(f"{key!r}: {number} in {store.root}")
     artifact = found[0].artifact
-    fields = {name: getattr(artifact, name) for name in type(artifact).__slots__}
+    fields = {name: getattr(artifact, name, None) for name in Artifact.__slots__}
     content = {**_as_json(found[0]), "artifact": fields, "report": _report_of(found[0])}
-    typer.echo(json.dumps(content, indent=2))
+    print(json.dumps(content, indent=2))
 
 
-@_command("verify")
-def verify_entries(store: Store) -> None:
+@cache.command(name="verify")
+def verify_entries(*, cache_dir: opt.CacheDir = "") -> None:
     """Compare every file in the cache with its digest; exit with 1 if any is damaged."""
     from ortplugins.cache.store import verify
 
+    store = _store(cache_dir)
     number = damaged = 0
     for item, damage in verify(store):
         number += 1
@@ -136,33 +103,34 @@ def verify_entries(store: Store) -> None:
             continue
         damaged += 1
         what = "; ".join(f"{file}: {text}" for file, text in damage.items())
-        typer.echo(f"damaged: {item}: {what}")
-    typer.echo(f"{number} checked, {damaged} damaged, in {store.root}")
+        print(f"damaged: {item}: {what}")
+    print(f"{number} checked, {damaged} damaged, in {store.root}")
     if damaged:
-        raise typer.Exit(1)
+        sys.exit(1)
 
 
-@_command("prune")
+@cache.command(name="prune")
 def prune_entries(
-    store: Store,
-    max_size: Annotated[int | None, typer.Option(parser=opt.parse_size)] = None,
-    older_than: Annotated[float | None, typer.Option(parser=parse_age)] = None,
+    *,
+    max_size: Annotated[int | None, Parameter(converter=opt.size)] = None,
+    older_than: Annotated[float | None, Parameter(converter=age)] = None,
+    cache_dir: opt.CacheDir = "",
 ) -> None:
     """Remove entries that were not used for a time, and the oldest above a size.
 
     Args:
-        max_size (SIZE): Remove the least recently used until the rest fits: 500MB, 10GB, 1GiB.
-        older_than (AGE): Remove what was not used for this long: 12h, 30d, 2w.
+        max_size: Remove the least recently used until the rest fits: 500MB, 10GB, 1GiB.
+        older_than: Remove what was not used for this long: 12h, 30d, 2w.
     """
     if max_size is None and older_than is None:
-        raise typer.BadParameter("give --max-size, --older-than or both")
-    _prune(store, max_size=max_size, older_than=older_than)
+        raise UsageError("give --max-size, --older-than or both")
+    _prune(_store(cache_dir), max_size=max_size, older_than=older_than)
 
 
-@_command("clean")
-def clean_cache(store: Store) -> None:
+@cache.command(name="clean")
+def clean_cache(*, cache_dir: opt.CacheDir = "") -> None:
     """Remove everything from the cache."""
-    _prune(store, everything=True)
+    _prune(_store(cache_dir), everything=True)
 
 
 def _prune(store: ArtifactCache, **what: Any) -> None:
@@ -171,21 +139,25 @@ def _prune(store: ArtifactCache, **what: Any) -> None:
     result = prune(store, **what)
     for item in result.removed:
         used = _since(item.last_used)
-        typer.echo(f"removed: {item}, {decimal(item.size)}, last used {used} ago")
+        print(f"removed: {item}, {decimal(item.size)}, last used {used} ago")
     for item, reason in result.left:
-        typer.echo(f"left: {item}, {decimal(item.size)}: {reason}")
+        print(f"left: {item}, {decimal(item.size)}: {reason}")
     if result.abandoned:
         size = decimal(result.abandoned)
-        typer.echo(f"removed: what builders left that were killed, {size}")
+        print(f"removed: what builders left that were killed, {size}")
     size = decimal(sum(item.size for item in result.removed))
     kept = f"{result.kept} remain, {decimal(result.size)}"
-    typer.echo(f"removed {len(result.removed)}, {size}; {kept}, in {store.root}")
+    print(f"removed {len(result.removed)}, {size}; {kept}, in {store.root}")
 
 
-@_command("warm")
+@cache.command(name="warm")
 def warm(
-    models: Annotated[list[Path], typer.Argument()],
-    start: SessionStart,
+    *models: opt.Model,
+    passes: opt.Passes | None = None,
+    settings: opt.Settings = (),
+    session_entries: Annotated[tuple[str, ...], Parameter("--session-entry")] = (),
+    optimization_level: str = "all",
+    cache_dir: opt.CacheDir = "",
 ) -> None:
     """Build the entries of CPU sessions ahead of time; exit with 1 if a model fails.
 
@@ -193,21 +165,35 @@ def warm(
     ORTPLUGINS_CACHE_DIR.
 
     Args:
-        models (MODEL): An .onnx file.
+        session_entries: Entry of the sessions' SessionOptions, KEY=VALUE; repeatable.
+        optimization_level: Of the sessions: disable, basic, extended, layout or all.
     """
     from ortplugins.session.warming import warm as build
 
+    if not models:
+        raise UsageError("give one or more models")
+    entries = opt.parse_settings(session_entries, "--session-entry")
+    if passes is None:
+        passes = () if entries.get(HINT_KEY) else _WARM_PASSES
+    options = opt.parse_settings(settings)
     failed = False
     for model in models:
-        (item,) = build([model], **start)
+        (item,) = build(
+            [model],
+            passes,
+            options=options,
+            cache_dir=cache_dir or None,
+            session_entries=entries,
+            optimization_level=optimization_level,
+        )
         if item.error:
             failed = True
             where = "" if item.error.startswith(item.model) else f"{item.model}: "
-            typer.echo(f"error: {where}{item.error}", err=True)
+            print(f"error: {where}{item.error}", file=sys.stderr)
         else:
-            typer.echo(f"{item.model}: {item.report}; {decimal(item.size)} on disk")
+            print(f"{item.model}: {item.report}; {decimal(item.size)} on disk")
     if failed:
-        raise typer.Exit(1)
+        sys.exit(1)
 
 
 def _report_of(entry: Entry) -> dict[str, Any]:

@@ -3,33 +3,43 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
-import typer
+from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from ortplugins.cli import options as opt
 from ortplugins.cli.terminal import console, print_table
+from ortplugins.errors import UsageError
 
 if TYPE_CHECKING:
     from ortplugins.measurement.compare import Comparison
     from ortplugins.measurement.difference import Difference
     from ortplugins.measurement.measure import Cost, Spread
 
+NotNegative: TypeAlias = Annotated[int, Parameter(validator=Number(gte=0))]
+Bound: TypeAlias = Annotated[float | None, Parameter(validator=Number(gte=0))]
+
 
 def compare(
-    context: typer.Context,
-    model: Annotated[Path, typer.Argument()],
-    inputs: opt.Inputs,
-    other: Annotated[Path | None, typer.Argument()] = None,
-    passes: opt.Passes = [],  # noqa: B006  typer copies it
-    settings: opt.Settings = None,
-    runs: Annotated[int, typer.Option(min=0)] = 10,
-    rounds: Annotated[int, typer.Option(min=1)] = 5,
+    a: Path,
+    b: Path | None = None,
+    /,
+    *,
+    passes: opt.Passes = (),
+    settings: opt.Settings = (),
+    given: opt.GivenSamples = opt.GivenSamples(),
+    dims: opt.Dims = "",
+    count: opt.Positive | None = None,
+    seed: NotNegative | None = None,
+    runs: NotNegative = 10,
+    rounds: opt.Positive = 5,
     providers: opt.Providers = opt.CPU,
-    rtol: Annotated[float | None, typer.Option(min=0)] = None,
-    atol: Annotated[float | None, typer.Option(min=0)] = None,
-    max_unfused: Annotated[int | None, typer.Option(min=0)] = None,
+    rtol: Bound = None,
+    atol: Bound = None,
+    max_unfused: NotNegative | None = None,
     format: opt.Format = "text",
 ) -> None:
     """Run two models on the same inputs: errors, speed and memory.
@@ -37,27 +47,29 @@ def compare(
     Exit with 1 if B exceeds a bound: --rtol, --atol, --max-unfused.
 
     Args:
-        model (A): The reference, an .onnx file.
-        other ([B]): The model to compare; without it, A after --pass.
-        runs (N): Timed runs of each process; 0 for none.
-        rounds (N): Processes of each model; the models take turns.
+        a: The reference, an .onnx file.
+        b: The model to compare; without it, A after --pass.
+        count: Samples to take from --text (32 by default), or to make up (1).
+        seed: Seed of made-up samples.
+        runs: Timed runs of each process; 0 for none.
+        rounds: Processes of each model; the models take turns.
         rtol: Outputs may differ by atol + rtol * |a|.
         atol: The same; default: --rtol times the output's greatest magnitude.
-        max_unfused (N): Nodes of B that may keep a dequantised weight.
+        max_unfused: Nodes of B that may keep a dequantised weight.
     """
     from ortplugins.measurement.compare import compare
 
-    if other is not None and passes:
-        raise typer.BadParameter("has no effect beside B", param_hint="--pass")
-    if other is None and not passes:
-        raise typer.BadParameter("give a second model, or --pass NAME", param_hint="B")
-    if not passes:
-        opt.refuse_without_effect(context, "without --pass", "settings")
-    if not runs:
-        opt.refuse_without_effect(context, "with --runs 0", "rounds")
+    if b is not None:
+        opt.refuse("beside B", **{"pass": passes, "set": settings})
+    elif not passes:
+        raise UsageError("B is missing: give a second model, or --pass NAME")
+    if given.text is not None or given.samples:
+        source = "--text" if given.text else "--samples"
+        ignored = {"seed": seed, "count": None if given.text else count}
+        opt.refuse(f"with {source}", dims=dims, **ignored)
     found = compare(
-        model,
-        other,
+        a,
+        b,
         passes=passes,
         options=opt.parse_settings(settings),
         runs=runs,
@@ -66,14 +78,17 @@ def compare(
         rtol=rtol,
         atol=atol,
         max_unfused=max_unfused,
-        **inputs,
+        inputs=given.read(a, count),
+        dims=opt.parse_dims(dims),
+        samples=count or 1,
+        seed=seed or 0,
     )
     if format == "json":
-        typer.echo(found.to_json())
+        print(found.to_json())
     else:
         _print(found)
     if found.failures:
-        raise typer.Exit(1)
+        sys.exit(1)
 
 
 def _print(found: Comparison) -> None:

@@ -6,19 +6,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import typer
 from rich.filesize import decimal
 
 from ortplugins.cli.advice import memory_kept, threads
-from ortplugins.cli.options import Format
+from ortplugins.cli.options import CacheDir, Format
 from ortplugins.cli.terminal import print_table
 from rewrite_rules.onnxruntime_version import OLDEST
 
 
-def doctor(cache_dir: str = "", format: Format = "text") -> None:
+def doctor(*, cache_dir: CacheDir = "", format: Format = "text") -> None:
     """Check what ortplugins depends on: versions, CPU, cache, limits.
 
     Exits with 1 if something is wrong; the last column says what, and what to do.
@@ -27,11 +27,11 @@ def doctor(cache_dir: str = "", format: Format = "text") -> None:
     if format == "json":
         fields = ("name", "value", "problem")
         listed = [dict(zip(fields, row, strict=True)) for row in rows]
-        typer.echo(json.dumps(listed, indent=1))
+        print(json.dumps(listed, indent=1))
     else:
         print_table(("What", "Found", "Problem"), rows)
     if any(problem for _, _, problem in rows):
-        raise typer.Exit(1)
+        sys.exit(1)
 
 
 _Rows = Iterator[tuple[str, str, str]]

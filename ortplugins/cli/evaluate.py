@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
-import typer
+from cyclopts import Parameter
+from cyclopts.validators import Number
 from rich.filesize import decimal
 
 from ortplugins.cli import options as opt
@@ -19,24 +20,28 @@ if TYPE_CHECKING:
 
 _LEAST_SHARE = 0.001  # of the weights, for a line of its own
 
+Several: TypeAlias = Annotated[int, Parameter(validator=Number(gte=2))]
+
 
 def evaluate(
     model: opt.ModelOrFolder,
+    /,
     *,
     against: Path | None = None,
     text: Path,
     tokenizer: Path | None = None,
-    tokens: Annotated[int, typer.Option(min=2)] = 4096,
-    window: Annotated[int, typer.Option(min=2)] = 512,
-    pairs: Annotated[int, typer.Option(min=2)] = 500,
+    tokens: Several = 4096,
+    window: Several = 512,
+    pairs: Several = 500,
     providers: opt.Providers = opt.CPU,
     format: opt.Format = "text",
 ) -> None:
     """Measure a model's quality on a text: perplexity or retrieval; and its size.
 
     Args:
-        against (FLOAT): The float model, or its folder, to compare with.
-        text (FILE): The text, in UTF-8.
+        against: The float model, or its folder, to compare with.
+        text: The text, in UTF-8.
+        tokenizer: tokenizer.json; by default the one beside the model.
         tokens: Language models: how many tokens of the text to read.
         window: Language models: tokens of one run.
         pairs: Encoders: pairs of texts to match.
@@ -56,7 +61,7 @@ def evaluate(
             progress=bar,
         )
     if format == "json":
-        typer.echo(found.to_json())
+        print(found.to_json())
     else:
         print_evaluation(found)
 
@@ -87,9 +92,7 @@ def print_evaluation(found: Evaluation) -> None:
         [(*r, *[""] * (1 + len(both) - len(r))) for r in shown],
     )
     print_coverage(found.model.coverage)
-    typer.echo(
-        f"{found.count:,} {'pairs' if math.isnan(found.model.perplexity) else 'tokens'}"
-    )
+    print(f"{found.count:,} {'pairs' if math.isnan(found.model.perplexity) else 'tokens'}")
 
 
 def print_coverage(coverage: Coverage) -> None:

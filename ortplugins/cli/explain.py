@@ -5,22 +5,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated
-
-import typer
 
 from ortplugins.errors import UsageError
 from ortplugins.reasons import REASONS
 
 
-def explain(what: Annotated[str, typer.Argument()] = "") -> None:
+def explain(what: str = "", /) -> None:
     """Explain a refusal by its code or its text; without either, list all.
 
     Args:
-        what ([CODE|TEXT]): A code such as ORP101, a remark with its code, or words.
+        what: A code such as ORP101, a remark with its code, or words.
     """
     if not what:
-        typer.echo("\n".join(_tables()))
+        print("\n".join(_tables()))
         return
     named = re.findall(r"ORP\d+", what.upper())
     found = [
@@ -34,7 +31,7 @@ def explain(what: Annotated[str, typer.Argument()] = "") -> None:
             f"no refusal has the code or the words {what!r}: 'ortplugins explain' lists all"
         )
     for code, section, advice in found:
-        typer.echo(f"{code}  {section}\n  {advice}")
+        print(f"{code}  {section}\n  {advice}")
 
 
 def _tables() -> Iterator[str]:

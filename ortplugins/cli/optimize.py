@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from cyclopts import Parameter
 
 from ortplugins.cli import options as opt
 from ortplugins.cli.terminal import print_report, print_table, progress_bar
@@ -22,15 +22,17 @@ from session_options.presets import PRESETS
 
 
 def optimize(
-    context: typer.Context,
     model: opt.Model,
+    /,
+    *,
     output: opt.Output,
-    chosen: opt.ChosenPasses,
-    printing: opt.ReportPrinting,
+    passes: opt.Passes | None = None,
+    settings: opt.Settings = (),
     hint: Aim | None = None,
-    onnxruntime: str | None = None,
+    onnxruntime: opt.Version = None,
     bake: bool = False,
-    force: bool = False,
+    force: opt.Force = False,
+    printing: opt.Printing = opt.Printing(),
 ) -> None:
     """Apply passes to a model and write the result.
 
@@ -41,9 +43,10 @@ def optimize(
     """
     from ortplugins.optimization.optimize import optimize
 
+    printing.check()
     if hint is not None:
-        opt.refuse_without_effect(context, "with --hint", "passes", "settings")
-        chosen = {"passes": PRESETS[hint].passes}
+        opt.refuse("with --hint", **{"pass": passes, "set": settings})
+        passes = PRESETS[hint].passes
     with progress_bar() as bar:
         result = optimize(
             model,
@@ -52,32 +55,36 @@ def optimize(
             bake=bake,
             overwrite=force,
             progress=bar,
-            **chosen,
+            passes=passes or opt.DEFAULT_PASSES,
+            options=opt.parse_settings(settings),
         )
     print_report(result.report, printing)
     if printing.format == "text":
-        typer.echo(f"wrote {output}")
+        print(f"wrote {output}")
         for path in result.data_files:
-            typer.echo(f"{output} reads {path}")
+            print(f"{output} reads {path}")
         for key, value in PRESETS[hint].settings.items() if hint else ():
-            typer.echo(f"set for its sessions: {key} = {value}")
+            print(f"set for its sessions: {key} = {value}")
 
 
 def inspect(
-    context: typer.Context,
-    chosen: opt.ChosenPasses,
-    printing: opt.ReportPrinting,
-    model: Annotated[Path | None, typer.Argument()] = None,
-    onnxruntime: str | None = None,
+    model: Annotated[Path | None, Parameter(help="An .onnx file.")] = None,
+    /,
+    *,
+    passes: opt.Passes | None = None,
+    settings: opt.Settings = (),
+    onnxruntime: opt.Version = None,
+    printing: opt.Printing = opt.Printing(),
 ) -> None:
     """Print what passes would do to a model, and why not; write nothing.
 
     Of a model without quantised weights, it names all passes for speed that would fire.
     Without a model, it lists the passes and their options, as session keys.
     """
+    printing.check()
     if model is None:
-        names = (item.name for item in context.command.params if item.name != "format")
-        opt.refuse_without_effect(context, "without a model", *filter(None, names))
+        given = {"pass": passes, "set": settings, "verbose": printing.verbose}
+        opt.refuse("without a model", onnxruntime=onnxruntime, **given)
         _print_keys(printing.format)
         return
     from ortplugins.cli.advice import notes_on
@@ -86,7 +93,8 @@ def inspect(
     from ortplugins.runtime.machine import versions
     from session_options.plan import plan_from_settings
 
-    plan = plan_from_settings(chosen["passes"], chosen["options"])
+    names, options = passes or opt.DEFAULT_PASSES, opt.parse_settings(settings)
+    plan = plan_from_settings(names, options)
     # Passes that finish a file find out what they can do from the file that sessions get.
     finishes = any(item.takes_part_in("finish") for item in plan.passes)
     with tempfile.TemporaryDirectory(prefix="ortplugins-") as folder:
@@ -95,7 +103,8 @@ def inspect(
             Path(folder) / "model.onnx" if finishes else None,
             onnxruntime_version=onnxruntime,
             bake=finishes,
-            **chosen,
+            passes=names,
+            options=options,
         )
         report = result.report
         notes = [
@@ -103,7 +112,7 @@ def inspect(
             *notes_on(result.model, onnxruntime or versions()["onnxruntime"]),
             *notes_on_codes(result.model),
         ]
-        if chosen["passes"] == opt.DEFAULT_PASSES and not (report.fired or report.refused):
+        if passes is None and not (report.fired or report.refused):
             notes += _firing_passes(model, onnxruntime)
         report = dataclasses.replace(report, notes=tuple(notes))
     print_report(report, printing)
@@ -125,7 +134,7 @@ def _print_keys(form: str) -> None:
     rows = [*_key_rows()]
     if form == "json":
         fields = ("key", "default", "help")
-        typer.echo(json.dumps([dict(zip(fields, row, strict=True)) for row in rows], indent=1))
+        print(json.dumps([dict(zip(fields, row, strict=True)) for row in rows], indent=1))
     else:
         print_table(("Session key", "Default", "What it does"), rows)
 

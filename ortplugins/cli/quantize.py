@@ -5,148 +5,144 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import json
 import math
-import re
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from cyclopts import Parameter
 from rich.filesize import decimal
 
 from ortplugins.cli import options as opt
 from ortplugins.cli.evaluate import print_coverage, print_evaluation
-from ortplugins.cli.options import refuse_without_effect
 from ortplugins.cli.terminal import console, print_table, progress_bar
-from ortplugins.errors import CalibrationError, ModelFileError, QuantizationError
+from ortplugins.errors import CalibrationError, ModelFileError, UsageError
 from ortplugins.quantization.weights.recipe import Recipe, Rule, read_recipe, read_yaml
 
 if TYPE_CHECKING:
-    from ortplugins.model_io.saving import Progress
     from ortplugins.quantization.weights.report import QuantizeReport
-    from ortplugins.samples.text import TextSamples
 
 
 # Of a text, what is evaluated on and not calibrated on, at least.
 _HELD_BACK = 1 / 3
 
 
-def _read_yaml(text: str) -> Any:
-    """Read a value as a recipe's file has it."""
-    try:
-        return read_yaml(text)
-    except QuantizationError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
-def _read_rule(text: str) -> tuple[str, Any]:
+def _read_rule(text: str) -> Rule:
     """Read ``PATTERN=SETTINGS``."""
     pattern, equals, settings = text.rpartition("=")
     if not equals:
-        raise typer.BadParameter(
-            f"{text!r}: a pattern and its settings are expected, as in '*lm_head*=float' or "
-            "'*down_proj*={bits: 8}'"
+        raise UsageError(
+            f"--rule: {text!r}: a pattern and its settings are expected, as in "
+            "'*lm_head*=float' or '*down_proj*={bits: 8}'"
         )
-    return pattern, _read_yaml(settings)
+    return Rule.of(pattern, read_yaml(settings))
 
 
-# How fields of a recipe that are not plain scalars are spelled.
-_SPELLINGS = {
-    "is_symmetric": Annotated[bool, typer.Option("--symmetric/--asymmetric")],
-    "op_types": Annotated[list[str], typer.Option("--op-type")],
-    "rules": Annotated[list[Any], typer.Option("--rule", parser=_read_rule)],
-    "alphas": Annotated[list[float] | None, typer.Option("--alpha")],
-    "clip_ratios": Annotated[list[float] | None, typer.Option("--clip-ratio")],
-    "gptq": Annotated[Any, typer.Option(parser=_read_yaml)],
-}
-_METAVARS = {"op_types": "NAME", "rules": "PATTERN=SETTINGS", "gptq": "{damping: ...}"}
+@Parameter(name="*")
+@dataclasses.dataclass(frozen=True)
+class ChosenRecipe:
+    """A recipe by name or file, and changes to it.
 
+    Attributes:
+        recipe: small, balanced, best, encoder8, or a YAML file; what follows changes it.
+        method: How codes are chosen: rtn, awq_lite, awq_clip, gptq; all but rtn need samples.
+        bits: Bits of a code: 4 or 8.
+        block_size: Elements along K that share a scale; -1 for a scale per column.
+        is_symmetric: Signed codes without zero points, or unsigned codes with zero points.
+        quant_format: QDQ, QDQ_transposed or MatMulNBits.
+        rules: PATTERN=SETTINGS, for some of the nodes, as `*lm_head*=float` or
+            `*down_proj*={bits: 8}`; repeatable.
+        settings: NAME=VALUE, another setting, as share_of_8_bits=0.03; repeatable.
+    """
 
-def _settings_of_a_recipe(context: typer.Context, **given: Any) -> dict[str, Any]:
-    """Return the fields of a recipe that this call has."""
-    chosen = {name: value for name, value in given.items() if opt.is_given(context, name)}
-    if "rules" in chosen:
-        chosen["rules"] = [Rule.of(*rule) for rule in chosen["rules"]]
-    return chosen
+    recipe: str | None = None
+    method: str | None = None
+    bits: int | None = None
+    block_size: int | None = None
+    is_symmetric: Annotated[bool | None, Parameter("--symmetric", negative="--asymmetric")] = (
+        None
+    )
+    quant_format: str | None = None
+    rules: Annotated[tuple[str, ...], Parameter("--rule")] = ()
+    settings: Annotated[tuple[str, ...], Parameter("--set")] = ()
 
-
-def _as_options(recipe: type[Recipe]) -> None:
-    """Give the function above the fields of a recipe as parameters, with their help."""
-    parameters = [*inspect.signature(_settings_of_a_recipe).parameters.values()][:1]
-    kinds, lines = get_type_hints(recipe), []
-    described = inspect.getdoc(recipe) or ""
-    for field in dataclasses.fields(recipe):
-        kind = _SPELLINGS.get(field.name, kinds[field.name])
-        if choices := field.metadata.get("choices"):
-            kind = Literal[choices]
-        default = [] if field.name == "rules" else field.default
-        default = "{}" if field.name == "gptq" else default
-        parameter = inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind
-        )
-        parameters.append(parameter)
-        text = re.search(rf"    {field.name}: ((?:.|\n {{8}})+?\.)(?:\s|$)", described)
-        metavar = f" ({_METAVARS[field.name]})" if field.name in _METAVARS else ""
-        lines.append(f"    {field.name}{metavar}: {text[1] if text else ''}")
-    _settings_of_a_recipe.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    _settings_of_a_recipe.__doc__ = "Settings.\n\nArgs:\n" + "\n".join(lines)
-
-
-_as_options(Recipe)
+    def read(self) -> Recipe:
+        """Return the recipe, changed."""
+        changes: dict[str, Any] = {}
+        for name in ("method", "bits", "block_size", "is_symmetric", "quant_format"):
+            if (value := getattr(self, name)) is not None:
+                changes[name] = value
+        for name, text in opt.parse_settings(self.settings).items():
+            changes[name] = read_yaml(text)
+        if self.rules:
+            changes["rules"] = [_read_rule(text) for text in self.rules]
+        try:
+            return read_recipe(self.recipe).with_settings(changes)
+        except TypeError as error:  # a setting that is not known
+            raise UsageError(f"--set: {error}") from None
 
 
 def quantize(
-    context: typer.Context,
     model: opt.ModelOrFolder,
+    /,
     *,
-    output: Annotated[Path | None, typer.Option("--output", "-o")] = None,
-    recipe: str | None = None,
-    settings: Annotated[dict[str, Any], _settings_of_a_recipe],
-    source: opt.GivenSamples,
-    providers: opt.Providers = opt.CPU,
-    max_calibration_memory: Annotated[Any, typer.Option(parser=opt.parse_size)] = "1GiB",
+    output: Annotated[Path | None, Parameter(alias="-o")] = None,
+    chosen: ChosenRecipe = ChosenRecipe(),
+    given: opt.GivenSamples = opt.GivenSamples(),
+    count: opt.Positive | None = None,
+    providers: opt.Providers | None = None,
+    max_calibration_memory: Annotated[int | None, Parameter(converter=opt.size)] = None,
     scheduler: str = "",
     work_dir: Path | None = None,
     run_folder: Path | None = None,
     dry_run: bool = False,
-    force: bool = False,
-    verbose: opt.Verbose = False,
-    format: opt.Format = "text",
+    force: opt.Force = False,
+    printing: opt.Printing = opt.Printing(),
 ) -> None:
-    """Quantise a model's weights to 4, 8 or 2 bits.
+    """Quantise a model's weights to 4 or 8 bits.
 
     Args:
         output: File to write; for a folder, a folder.
-        recipe (NAME|FILE): small, balanced, best, encoder8, or a YAML file; the options below
-            change it.
-        max_calibration_memory (SIZE): What activations and their statistics may take at once.
-        scheduler (tcp://HOST:PORT): A Dask scheduler whose workers do the work; they have to
-            see the output's folder, or --work-dir.
-        run_folder (DIR): Keeps statistics and codes: an interrupted run goes on, another
+        count: Windows to take from --text; 32 by default.
+        max_calibration_memory: What activations and their statistics may take at once; by
+            default 1GiB.
+        scheduler: Address of a Dask scheduler whose workers do the work, tcp://HOST:PORT;
+            they have to see the output's folder, or --work-dir.
+        work_dir: Folder for intermediate files.
+        run_folder: Keeps statistics and codes: an interrupted run goes on, another
             method finds the statistics.
         dry_run: Print what would be quantised; write nothing.
     """
     from ortplugins.quantization import quantize
     from ortplugins.samples.text import TextSamples
 
+    printing.check()
+    if given.text is None:
+        opt.refuse("without --text", count=count)
+    source = given.read(model, count)
     if isinstance(source, TextSamples):
         source = dataclasses.replace(source, held_back=_HELD_BACK)
     if output is None and not dry_run:
-        raise typer.BadParameter("give --output, or --dry-run", param_hint="--output")
-    chosen = read_recipe(recipe).with_settings(settings)
-    _refuse_ignored(context, needs_samples=chosen.needs_statistics)
+        raise UsageError("give --output, or --dry-run")
+    recipe = chosen.read()
+    if dry_run:
+        folders = {"work_dir": work_dir, "run_folder": run_folder, "scheduler": scheduler}
+        opt.refuse("with --dry-run", output=output, force=force, **folders)
+    if not recipe.needs_statistics and source is None:
+        memory = max_calibration_memory
+        why = "with --method rtn and without samples"
+        opt.refuse(why, provider=providers, max_calibration_memory=memory)
     with progress_bar() as bar, _executor(scheduler) as executor:
         result = quantize(
             model,
             output,
-            recipe=chosen,
+            recipe=recipe,
             calibration_data_reader=source,
-            calibration_providers=providers,
-            max_calibration_memory=max_calibration_memory,
+            calibration_providers=providers or opt.CPU,
+            max_calibration_memory=max_calibration_memory or 1 << 30,
             overwrite=force,
             executor=executor,
             work_dir=work_dir,
@@ -154,57 +150,45 @@ def quantize(
             dry_run=dry_run,
             progress=bar,
         )
-    if format == "text":  # before the evaluation, which may be interrupted
-        _print(result.report, verbose or dry_run)
+    if printing.format == "text":  # before the evaluation, which may be interrupted
+        _print(result.report, printing.verbose or dry_run)
         if result.path is not None:
-            typer.echo(f"wrote {result.path}")
-    judged = None
-    if result.path is not None and isinstance(source, TextSamples):
-        with progress_bar() as bar:
-            judged = _evaluate(result.path, model, source, bar)
-    if format == "json":
+            print(f"wrote {result.path}")
+    judged = _evaluate(result.path, model, source)
+    if printing.format == "json":
         evaluation = judged
         if judged is not None and not isinstance(judged, str):
             evaluation = judged.to_dict() | {"held_back": True}
-        typer.echo(json.dumps({**result.report.to_dict(), "evaluation": evaluation}))
+        print(json.dumps({**result.report.to_dict(), "evaluation": evaluation}))
     elif isinstance(judged, str):
         console().print(f"not evaluated: {judged}", style="yellow", soft_wrap=True)
     elif judged is not None:
         print_evaluation(judged)
-        typer.echo(f"evaluated on the part of {source.text} that calibration did not read")
+        print(f"evaluated on the part of {given.text} that calibration did not read")
 
 
-def _evaluate(path: Path, floats: Path, source: TextSamples, progress: Progress) -> Any:
-    """Return an Evaluation beside the float model, on text that was held back, or why not."""
+def _evaluate(path: Path | None, floats: Path, source: object) -> Any:
+    """Return an Evaluation beside the float model, on text that was held back, or why not.
+
+    None where nothing was written, or calibrated on a text.
+    """
+    from ortplugins.samples.text import TextSamples
+
+    if path is None or not isinstance(source, TextSamples):
+        return None
     from ortplugins.evaluation import evaluate
     from ortplugins.model_io.loading import load_model
     from ortplugins.model_io.model_folder import model_in
 
-    with tempfile.TemporaryDirectory(prefix="ortplugins-") as folder:
+    with tempfile.TemporaryDirectory(prefix="ortplugins-") as folder, progress_bar() as bar:
         rest = Path(folder, "rest.txt")
         try:
             inputs = load_model(model_in(floats)).model.graph.inputs
             rest.write_text(source.rest(inputs), encoding="utf-8")
-            return evaluate(
-                path, floats, text=rest, tokenizer=source.tokenizer, progress=progress
-            )
+            return evaluate(path, floats, text=rest, tokenizer=source.tokenizer, progress=bar)
         except (CalibrationError, ModelFileError) as error:
             # The quantised model is written already.
             return str(error).replace(str(rest), f"what calibration left of {source.text}")
-
-
-def _refuse_ignored(context: typer.Context, *, needs_samples: bool) -> None:
-    """Refuse options that have no effect beside others of this call."""
-    given = context.params
-    if given["dry_run"]:
-        unused = ("output", "force", "scheduler", "work_dir", "run_folder", "verbose")
-        refuse_without_effect(context, "with --dry-run", *unused)
-    if given["format"] == "json":
-        refuse_without_effect(context, "with --format json", "verbose")
-    samples = given["samples"] or given["text"]
-    if not needs_samples and not samples:
-        why = "with --method rtn and without samples"
-        refuse_without_effect(context, why, "providers", "max_calibration_memory")
 
 
 @contextlib.contextmanager
@@ -216,9 +200,7 @@ def _executor(scheduler: str) -> Iterator[Executor | None]:
     try:
         from distributed import Client
     except ModuleNotFoundError:
-        raise typer.BadParameter(
-            "needs: pip install 'ortplugins[dask]'", param_hint="--scheduler"
-        ) from None
+        raise UsageError("--scheduler needs: pip install 'ortplugins[dask]'") from None
     try:
         client = Client(scheduler, timeout=10)  # type: ignore[no-untyped-call]
     except OSError as error:

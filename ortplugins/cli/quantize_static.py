@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
+from cyclopts import Parameter
 
 from ortplugins.cli import options as opt
 from ortplugins.cli.terminal import console, print_report, print_table, progress_bar
+from ortplugins.errors import UsageError
 
 if TYPE_CHECKING:
     from ortplugins.static_qdq.plan import PrecisionPlan
@@ -18,50 +20,60 @@ _SHOWN = 20
 
 def _share(text: str) -> float:
     """Read 99.5% or 0.995."""
-    try:
-        number = float(text.removesuffix("%").strip())
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a number or a percentage") from None
+    number = float(text.removesuffix("%").strip())
     return number / 100 if text.endswith("%") else number
 
 
-def _count(text: str) -> float:
-    """Read 24 as a number and 25% as a share."""
+def share(_: type, tokens: Sequence[Any]) -> float:
+    """Convert 99.5% or 0.995."""
+    try:
+        return _share(tokens[0].value)
+    except ValueError:
+        raise ValueError(f"{tokens[0].value!r} is not a number or a percentage") from None
+
+
+def number_or_share(_: type, tokens: Sequence[Any]) -> float:
+    """Convert 24 to a number and 25% to a share."""
+    text = tokens[0].value
     try:
         return _share(text) if text.endswith("%") else int(text)
     except ValueError:
-        raise typer.BadParameter(
-            f"{text!r}: a number, or a share such as 25%, is expected"
-        ) from None
+        raise ValueError(f"{text!r} is not a number, or a share such as 25%") from None
 
 
 def quantize_static(
     model: opt.Model,
+    /,
+    *,
     output: opt.Output,
-    source: opt.GivenSamples,
-    printing: opt.ReportPrinting,
+    given: opt.GivenSamples = opt.GivenSamples(),
+    count: opt.Positive | None = None,
+    printing: opt.Printing = opt.Printing(),
     overrides: str = "{}",
-    promote: list[str] | None = None,
-    budget: Annotated[float | None, typer.Option(parser=_share)] = None,
-    max_16bit: Annotated[float | None, typer.Option("--max-16bit", parser=_count)] = None,
+    promote: tuple[str, ...] = (),
+    budget: Annotated[float | None, Parameter(converter=share)] = None,
+    max_16bit: Annotated[
+        float | None, Parameter("--max-16bit", converter=number_or_share)
+    ] = None,
     mode: Literal["int16", "float"] = "int16",
     target: Literal["cpu", "qnn"] = "qnn",
-    per_channel: bool = True,
-    nodes_to_include: opt.Include = None,
-    nodes_to_exclude: opt.Exclude = None,
+    per_channel: Annotated[bool, Parameter(negative="--no-per-channel")] = True,
+    nodes_to_include: opt.Include = (),
+    nodes_to_exclude: opt.Exclude = (),
     providers: opt.Providers = opt.CPU,
-    force: bool = False,
+    force: opt.Force = False,
 ) -> None:
     """Quantise weights and activations to 8 bits, chosen activations to 16.
 
     With --budget or --max-16bit, the activations that cost most are found, and promoted.
 
     Args:
-        overrides (JSON): {"TENSOR": [{"quant_type": "QUInt16"}]}, or @FILE with that.
-        promote (NAME): A tensor or node to give 16 bits; repeatable.
-        budget (COSINE): Promote until the outputs have this cosine to those with unquantised
+        count: Windows to take from --text; 32 by default.
+        overrides: JSON, {"TENSOR": [{"quant_type": "QUInt16"}]}, or @FILE with that.
+        promote: A tensor or node to give 16 bits; repeatable.
+        budget: Promote until the outputs have this cosine to those with unquantised
             activations, for example 99.5%.
-        max_16bit (N): Activations that may be promoted: a number, or a share such as 25%.
+        max_16bit: Activations that may be promoted: a number, or a share such as 25%.
         mode: Promote to int16, or leave in float, which is faster on CPUs.
         target: qnn keeps every DQ -> Q pair, cpu only those that change values.
         per_channel: Give weights one scale per channel.
@@ -73,14 +85,18 @@ def quantize_static(
     from rewrite_rules.mixed_precision_boundaries.tensor_overrides import OverrideError
     from session_options.keys import OptionError
 
+    printing.check()
+    if given.text is None:
+        opt.refuse("without --text", count=count)
+    source = given.read(model, count)
     # Its calibrators' sessions warn of each weight that is an input, as in older files.
     onnxruntime.set_default_logger_severity(3)
     settings: dict[str, Any] = {
         "mode": mode,
         "target": target,
         "per_channel": per_channel,
-        "nodes_to_quantize": nodes_to_include or (),
-        "nodes_to_exclude": nodes_to_exclude or (),
+        "nodes_to_quantize": nodes_to_include,
+        "nodes_to_exclude": nodes_to_exclude,
         "calibration_providers": providers,
     }
     try:
@@ -105,17 +121,17 @@ def quantize_static(
                 output,
                 source,
                 overrides=overrides,
-                promote=[*(promote or ()), *(plan.promoted if plan else ())],
+                promote=[*promote, *(plan.promoted if plan else ())],
                 overwrite=force,
                 **settings,
             ).report
     except (OptionError, OverrideError) as error:
-        raise typer.BadParameter(str(error), param_hint="--overrides") from None
+        raise UsageError(f"--overrides: {error}") from None
     if plan is not None and printing.format == "text":
         _print_plan(plan, mode)
     print_report(report, printing)
     if printing.format == "text":
-        typer.echo(f"wrote {output}")
+        print(f"wrote {output}")
 
 
 def _print_plan(plan: PrecisionPlan, mode: str) -> None:
@@ -146,7 +162,7 @@ def _print_plan(plan: PrecisionPlan, mode: str) -> None:
         console().print(f"note: {note}", soft_wrap=True)
     before, after = plan.before, plan.after
     what = "activations in float" if mode == "float" else "activations at 16 bits"
-    typer.echo(
+    print(
         f"{len(promoted)} of {plan.activations} {what}: error {before.error:.4g} -> "
         f"{after.error:.4g}, cosine {before.cosine:.6f} -> {after.cosine:.6f}"
     )

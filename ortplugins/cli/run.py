@@ -8,10 +8,10 @@ import os
 import runpy
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
-import typer
+from cyclopts import Parameter
 
 from ortplugins.cli.options import Passes, Settings, parse_settings
 from session_options.environment import plan_entries
@@ -45,12 +45,13 @@ def start(name: str, arguments: Sequence[str], is_module: bool) -> None:
 
 
 def run(
-    context: typer.Context,
-    program: Annotated[list[str], typer.Argument()],
-    module: Annotated[bool, typer.Option("-m", show_default=False)] = False,
-    passes: Passes = [],  # noqa: B006  typer copies it
-    settings: Settings = None,
-) -> None:
+    program: str,
+    /,
+    *arguments: str,
+    module: Annotated[bool, Parameter(name="-m")] = False,
+    passes: Passes = (),
+    settings: Settings = (),
+) -> Callable[[], None]:
     """Run a Python program with passes enabled for every session that it opens.
 
     Without --pass, the environment variable ORTPLUGINS names the passes; by default
@@ -58,18 +59,29 @@ def run(
     everything after its name. Workers that it forks have the passes enabled, too.
 
     Args:
-        program (SCRIPT|MODULE [ARGUMENTS]...): The program, and its arguments.
+        program: A script; with -m, a module.
+        arguments: Those of the program.
         module: Run a module, as python -m does.
     """
     from ortplugins.session.patching import enable_entries
 
-    if not module and not os.path.exists(program[0]):
-        raise FileNotFoundError(f"{program[0]}: no such program")
+    if not module and not os.path.exists(program):
+        raise FileNotFoundError(f"{program}: no such program")
     enable_entries(_entries(passes, parse_settings(settings)))
-    context.obj.append(functools.partial(start, program[0], program[1:], module))
+    return functools.partial(start, program, arguments, module)
 
 
-def _entries(passes: list[str], settings: dict[str, str]) -> dict[str, str]:
+def marked(arguments: Sequence[str]) -> list[str]:
+    """Put "--" before the program of a command line: what follows is the program's own."""
+    place = 1
+    while place < len(arguments) and arguments[place].startswith("-"):
+        if arguments[place] in ("--", "--help", "-h"):
+            return [*arguments]
+        place += 2 if arguments[place] in ("--pass", "--set") else 1
+    return [*arguments[:place], "--", *arguments[place:]]
+
+
+def _entries(passes: Sequence[str], settings: dict[str, str]) -> dict[str, str]:
     """Entries of the passes named here, else of the environment's, else of the default."""
     found = entries_of(passes) or plan_entries()
     enabling = f"{PREFIX}.enable_"

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import typer
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -41,7 +40,7 @@ def print_table(headings: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> N
     out = console()
     if not out.is_terminal:  # for other programs: nothing wrapped or padded
         for row in (headings, *rows):
-            typer.echo("\t".join(row))
+            print("\t".join(row))
         return
     table = Table(box=None, pad_edge=False)
     for index, heading in enumerate(headings):
@@ -83,7 +82,7 @@ def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
 def print_report(report: Report, printing: Printing) -> None:
     """Print counts, refusals and notes on the model, or all remarks if verbose."""
     if printing.format == "json":
-        typer.echo(report.to_json())
+        print(report.to_json())
         return
     out = console()
     out.print(f"fired {len(report.fired)}, refused {len(report.refused)}", style="bold")

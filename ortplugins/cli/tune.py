@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
-
-import typer
+from typing import TYPE_CHECKING, Literal
 
 from ortplugins.cli import options as opt
 from ortplugins.cli.terminal import print_table
@@ -21,9 +19,11 @@ _FIGURES = ("run", "start", "private memory after the runs")
 
 def tune(
     model: opt.Model,
+    /,
+    *,
     hint: Aim = "latency",
-    rounds: Annotated[int, typer.Option(min=1)] = 5,
-    dims: str = "",
+    rounds: opt.Positive = 5,
+    dims: opt.Dims = "",
     samples: Path | None = None,
     format: opt.Format = "text",
 ) -> None:
@@ -31,8 +31,8 @@ def tune(
 
     Args:
         hint: What has to gain.
-        rounds (N): Processes of each candidate; they take turns.
-        samples (FILE.npz): Inputs to measure with.
+        rounds: Processes of each candidate; they take turns.
+        samples: An .npz file of inputs to measure with.
     """
     from ortplugins.tuning import tune
 
@@ -42,20 +42,20 @@ def tune(
     settings = {} if best is None else best.settings
     if format == "json":
         content = {"model": str(model), "hint": hint, "tried": [x._asdict() for x in found]}
-        typer.echo(json.dumps({**content, "settings": settings}, indent=1, default=dict))
+        print(json.dumps({**content, "settings": settings}, indent=1, default=dict))
         return
     print_table(
         ("a / plain onnxruntime", "run", "start", "private memory", ""), map(_row, found)
     )
     if best is None:
-        typer.echo("nothing gains")
+        print("nothing gains")
         return
-    typer.echo("\noptions = onnxruntime.SessionOptions()")
+    print("\noptions = onnxruntime.SessionOptions()")
     for key, value in settings.items():
         if "." in key:
-            typer.echo(f'options.add_session_config_entry("{key}", "{value}")')
+            print(f'options.add_session_config_entry("{key}", "{value}")')
         else:
-            typer.echo(f"options.{key} = {int(value)}")
+            print(f"options.{key} = {int(value)}")
 
 
 def _row(tried: Tried) -> tuple[str, ...]:

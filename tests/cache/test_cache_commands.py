@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import filelock
 import onnxruntime as ort
@@ -37,8 +38,8 @@ from builders.sessions import (
 
 import ortplugins
 from ortplugins.cache.store import ArtifactCache, Entry, prune
-from ortplugins.cli.cache import parse_age
-from ortplugins.cli.options import parse_size
+from ortplugins.cli.cache import age
+from ortplugins.cli.options import size
 from ortplugins.session.warming import warm
 
 CASE = DequantizedMatMul(512, 512, 32)
@@ -48,6 +49,7 @@ NOBODY = 65534
 CHECK_AND_PRUNE = """
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from ortplugins.cache.store import prune, verify
 from ortplugins.cache.store import ArtifactCache
 cache = ArtifactCache(Path(sys.argv[1]))
@@ -240,7 +242,8 @@ def test_prune_takes_what_no_session_would(aged, content):
 )
 def test_sizes_and_ages(text, number):
     is_age = text[-1] in "nhdw"
-    assert (parse_age if is_age else parse_size)(text) == number
+    convert = age if is_age else size
+    assert convert(float, [SimpleNamespace(value=text)]) == number
 
 
 def collect(cache_dir: Path, stop: Path) -> int:

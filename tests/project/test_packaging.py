@@ -93,7 +93,7 @@ def test_no_onnxruntime_is_a_hard_dependency(metadata: Message):
     always = [item for item in required if "extra ==" not in item]
     assert always
     assert not [item for item in always if item.startswith("onnxruntime")]
-    extras = {"cpu": "onnxruntime", "gpu": "onnxruntime-gpu", "cli": "typer"}
+    extras = {"cpu": "onnxruntime", "gpu": "onnxruntime-gpu", "cli": "cyclopts"}
     for extra, package in extras.items():
         pattern = rf"{package}>=[0-9.]+; extra == '{extra}'"
         assert [item for item in required if re.fullmatch(pattern, item)], extra

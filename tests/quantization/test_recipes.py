@@ -72,7 +72,7 @@ def test_dataclass_file_settings_and_options_say_the_same(model: ir.Model):
     assert sorted(expected) == ["k", "q", "v"]
     settings = yaml.safe_load(YAML)
     options = ["--method", "gptq", "--block-size", "16"]
-    options += ["--gptq", "{damping: 0.1, revisits: 2}"]
+    options += ["--set", "gptq={damping: 0.1, revisits: 2}"]
     for rule in ("*v={method: rtn, is_symmetric: false}", "re:^(q|o)$={bits: 8}", "o=float"):
         options += ["--rule", rule]
     printed("quantize", "model.onnx", "--samples", "samples.npz", *options, "-o", "out.onnx")
