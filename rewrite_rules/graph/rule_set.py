@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""A rule set that tries a rule where the operator fits, and takes no constant for another."""
+"""A rule set that tries a rule where the operator fits, and takes no constant for another.
+
+A rule's ``rewrite`` may also return a value that is there already, which is read from then on.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,25 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter import RewriteRule, RewriteRuleSet
 from onnxscript.rewriter._matcher import SimplePatternMatcher
+from onnxscript.rewriter._pattern_ir import NodeOutputPattern, NodePattern, StringPattern
+from onnxscript.rewriter._rewrite_rule import ReplacementSubgraph
+from onnxscript.rewriter.pattern import OpsetPatternBuilder
 
 from rewrite_rules.graph.initializers import name_apart
-from rewrite_rules.graph.nodes import is_constant, remove_unused
+from rewrite_rules.graph.nodes import DOMAINS, is_constant, remove_unused
 from rewrite_rules.graph.parameters import constant
+
+
+class _OwnDomains(StringPattern):
+    def matches(self, item: str) -> bool:
+        return item in DOMAINS
+
+    def __str__(self) -> str:
+        return "own"
+
+
+# Builds patterns of onnxruntime's operators that have one meaning in both of its domains.
+own = OpsetPatternBuilder(_OwnDomains())
 
 
 class DispatchingRuleSet(RewriteRuleSet):
@@ -23,6 +41,7 @@ class DispatchingRuleSet(RewriteRuleSet):
     is another one; on 20,000 nodes that is half of the time.
 
     ``cleans_up``: remove what is unused then, and rename what has another value's name.
+    ``reads_outside``: patterns match nodes of the graphs around a subgraph, too.
     """
 
     cleans_up = True
@@ -31,10 +50,13 @@ class DispatchingRuleSet(RewriteRuleSet):
         self,
         rules: Sequence[RewriteRule],
         is_candidate: Callable[[ir.Node], bool] = lambda node: True,
+        *,
+        reads_outside: bool = False,
     ) -> None:
         """Build the table of rules, in order of precedence; each pattern ends in one node."""
         super().__init__(rules)
-        self.rules = [_Dispatch(rules, is_candidate)]
+        self._dispatch = _Dispatch(rules, is_candidate, reads_outside)
+        self.rules = [self._dispatch]
 
     def apply_to_model(self, model: ir.Model, **_: Any) -> int:
         """Apply the rules; return how often.
@@ -46,6 +68,7 @@ class DispatchingRuleSet(RewriteRuleSet):
         count = self._apply_to_graph_or_function(model, model.graph, verbose=None)
         for function in model.functions.values():
             count += self._apply_to_graph_or_function(model, function, verbose=None)
+        count += self._dispatch.gave_way
         if count and self.cleans_up:
             remove_unused(model)
             name_apart(model)
@@ -67,6 +90,13 @@ class _ExactMatcher(SimplePatternMatcher):
     onnxscript's own takes 2.00001 for 2, and the default of an input for a constant.
     """
 
+    reads_outside = False
+
+    def _match_value(self, pattern_value: Any, value: ir.Value | None) -> bool:
+        if self.reads_outside and value is not None and value.graph is not None:
+            self._graph = value.graph
+        return super()._match_value(pattern_value, value)
+
     def _match_constant(self, pattern_constant: Any, value: ir.Value) -> bool:
         tensor, expected = constant(value), np.asarray(pattern_constant.value)
         if tensor is None or tensor.dtype.is_string() or tensor.size != expected.size:
@@ -79,6 +109,28 @@ class _ExactMatcher(SimplePatternMatcher):
         return True
 
 
+# The operators of a pattern before a node: index of the input, operator, those before it.
+_Operators = Sequence[tuple[int, str, "_Operators"]]
+
+
+def _operators(pattern: NodePattern) -> _Operators:
+    return [
+        (index, value.producer().op_type, _operators(value.producer()))
+        for index, value in enumerate(pattern.inputs)
+        if isinstance(value, NodeOutputPattern)
+    ]
+
+
+def _fits(operators: _Operators, node: ir.Node) -> bool:
+    """Whether the operators before a node are those of a pattern: most are not."""
+    for index, op_type, before in operators:
+        value = node.inputs[index] if index < len(node.inputs) else None
+        maker = None if value is None else value.producer()
+        if maker is None or maker.op_type != op_type or not _fits(before, maker):
+            return False
+    return True
+
+
 class _Dispatch(RewriteRule):
     """The one rule that the engine sees: after a match it stands for the rule that matched."""
 
@@ -86,14 +138,17 @@ class _Dispatch(RewriteRule):
         self,
         rules: Sequence[RewriteRule],
         is_candidate: Callable[[ir.Node], bool],
+        reads_outside: bool,
     ) -> None:
-        self._table: dict[str, list[RewriteRule]] = {}
+        self._table: dict[str, list[tuple[RewriteRule, _Operators]]] = {}
         for rule in rules:
             # Not op_identifier(), which is None in what .commute() returns (onnxscript 0.7.2).
             root = rule._target_pattern.output_node
             rule._matcher = _ExactMatcher(rule._target_pattern)
-            self._table.setdefault(root.op_type, []).append(rule)
+            rule._matcher.reads_outside = reads_outside
+            self._table.setdefault(root.op_type, []).append((rule, _operators(root)))
         self._is_candidate = is_candidate
+        self.gave_way = 0
         # The engine reads these, too; none of our rules sets them.
         self.graph_pre_visitor = self.graph_post_visitor = None
         self.as_function = False
@@ -104,9 +159,37 @@ class _Dispatch(RewriteRule):
         # onnxscript binds no output of a node that has none or several.
         if rules is None or len(node.outputs) != 1 or not self._is_candidate(node):
             return None
-        for rule in rules:
+        for rule, operators in rules:
+            if not _fits(operators, node):
+                continue
             delta = rule.try_rewrite(model, graph, node, **options)
+            if delta is not None and self._gives_way(delta, node):
+                return None
             if delta is not None:
                 self.name, self.remove_nodes = rule.name, rule.remove_nodes
                 return delta
         return None
+
+    def _gives_way(self, delta: ReplacementSubgraph, node: ir.Node) -> bool:
+        """Have a value that is there already read for the one that matched, if a rule says so.
+
+        The engine would give it the name of the other, which is right for outputs only.
+        """
+        (old,), (there,) = delta.match.outputs, delta.new_outputs
+        if there.producer() in delta.new_nodes:
+            return False
+        if old.is_graph_output():
+            if (
+                there.producer() is None
+                or there.is_graph_output()
+                or there.graph is not old.graph
+            ):
+                copy = ir.node("Identity", [there], name=node.name)
+                delta.new_nodes = [*delta.new_nodes, copy]
+                delta.new_outputs = copy.outputs
+            return False
+        old.replace_all_uses_with(there)
+        assert node.graph is not None
+        node.graph.insert_after(node, delta.new_nodes)
+        self.gave_way += 1
+        return True

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""QuantizeLinear behind DequantizeLinear -> fewer nodes, one row per identity.
+"""QuantizeLinear behind DequantizeLinear -> fewer nodes; one rule per identity.
 
-    bridge        DQ(Q(DQ(Q(DQ(codes, a), b), b), a), a)     ->  DQ(codes, a)      on request
-    kept codes    DQ(Q(DQ(codes, a), b), c)                  ->  DQ(codes, c)
-    kept values   DQ(Q(DQ(codes, a), b), c)                  ->  DQ(codes, a)
-    bare codes    Q(DQ(codes, a), b)                         ->  Identity(codes)
+    Bridge       DQ(Q(DQ(Q(DQ(codes, a), b), b), a), a)     ->  DQ(codes, a)      on request
+    KeptCodes    DQ(Q(DQ(codes, a), b), c)                  ->  DQ(codes, c)
+    KeptValues   DQ(Q(DQ(codes, a), b), c)                  ->  DQ(codes, a)
+    BareCodes    Q(DQ(codes, a), b)                         ->  Identity(codes)
 
 ``a``, ``b`` and ``c`` are the nodes' own grids. All but the bridge change no bit: all codes of
 ``a`` go through the operators to decide them (:meth:`.QuantizationGrid.keeps_codes`). Of any
@@ -14,21 +14,20 @@ number of pairs with equal parameters one is left.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import onnx_ir as ir
+from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
 
 from rewrite_rules.graph.nodes import (
-    dequantizer,
-    input_of,
     is_dequantize_linear,
-    is_quantize_linear,
     label,
     producer,
-    remove_unused,
 )
+from rewrite_rules.graph.rule_set import DispatchingRuleSet, own
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import read_grid
-from rewrite_rules.remarks import PassContext, Refusal
+from rewrite_rules.remarks import PassContext, Refusal, Remarks
 
 
 def fold_pairs(
@@ -38,102 +37,177 @@ def fold_pairs(
 
     ``merge`` bridges regions, which changes numbers.
     """
-    folds = _Folds(context, target, merge)
-    # Outer graphs come before their subgraphs, and what is read before what reads it.
-    for graph in model.graphs():
-        for node in list(graph):
-            if is_quantize_linear(node) and dequantizer(input_of(node, 0)) is not None:
-                folds.fold(node)
-    if folds.changed:  # where nothing was folded, nothing goes
-        remove_unused(model)
+    folds = _Folds(context.remarks, target)
+    pairs = [KeptCodes.rule(folds), KeptValues.rule(folds)]
+    # What reads the codes of a pair is looked at once no DequantizeLinear needs them.
+    for rules in ([Bridge.rule(folds), *pairs] if merge else pairs, [BareCodes.rule(folds)]):
+        DispatchingRuleSet(rules, reads_outside=True).apply_to_model(model)
 
 
 class _Folds:
-    """Folds single QuantizeLinear nodes of dequantised values; each grid is read once."""
+    """What the rules of one run share; each grid is read once."""
 
-    def __init__(self, context: PassContext, target: str, merge: bool) -> None:
-        self._remarks = context.remarks
-        self._target = target
-        self._merge = merge
-        self._grid = functools.cache(read_grid)
-        self.changed = False
-
-    def fold(self, through: ir.Node) -> None:
-        """Fold a QuantizeLinear with each DequantizeLinear that reads it, then for others."""
-        values = through.outputs[0]
-        readers = [use.node for use in values.uses() if use.idx == 0]
-        pairs = [node for node in readers if is_dequantize_linear(node)]
-        steps = [(self._fold_pair, node) for node in pairs]
-        if len(pairs) < len(values.uses()) or values.is_graph_output():
-            steps.append((self._fold_codes, through))
-        for step, last in steps:
-            with self._remarks.at(label(last)):
-                try:
-                    step(producer(through.inputs[0]), through, last)
-                except Refusal as refusal:
-                    self._remarks.refused(label(last), refusal.behind("not folded: "))
-
-    def _fold_pair(self, before: ir.Node, through: ir.Node, last: ir.Node) -> None:
-        codes = before.inputs[0]
-        coarse, fine, after = map(self._grid, (before, through, last))
-        wide = self._bridged(before, fine, after) if self._merge else None
-        if wide is not None:
-            codes = wide.inputs[0]
-            assert codes is not None
-            reason = f"reads {codes.name!r}, which stayed in 16 bits"
-        elif coarse.keeps_codes(fine):
-            reason = f"gives back each code of {label(before)!r}: folded"
-        elif self._target == "qnn" and coarse.dtype != fine.dtype:
-            # One Convert there, and operators behind it have no kernels for two types. CPUs
-            # compute in float on whatever DequantizeLinear gives them.
-            return
-        elif coarse.keeps_values(fine, after):
-            reason = f"{fine} gives back each value of {label(before)!r}, {coarse}: folded"
-            # And not the value of the first: onnxruntime fuses operators with a
-            # DequantizeLinear of their own.
-            _take_parameters(last, before)
-        else:
-            return
-        last.replace_input_with(0, codes)
-        self._fired(through, reason)
-
-    def _bridged(
-        self, narrowed: ir.Node, wide: QuantizationGrid, after: QuantizationGrid
-    ) -> ir.Node | None:
-        """The DequantizeLinear of 16 bits before a pair of 8 bits, if the grids are equal.
-
-        The exit of a region leads into another one of the same grid: without a rounding to 8
-        bits between them the result is more accurate, and not the same bits.
-        """
-        quantize = None if narrowed.inputs[0] is None else narrowed.inputs[0].producer()
-        if quantize is None or not is_quantize_linear(quantize):
-            return None
-        before, narrow = dequantizer(input_of(quantize, 0)), self._grid(narrowed)
-        if before is None or (wide.bits, narrow.bits) != (16, 8):
-            return None
-        grids = self._grid(before), self._grid(quantize), after
-        return before if grids == (wide, narrow, wide) else None
-
-    def _fold_codes(self, before: ir.Node, through: ir.Node, last: ir.Node) -> None:
-        """For a caller or an integer operator that reads codes; outputs keep their names."""
-        if not self._grid(before).keeps_codes(self._grid(through)):
-            return
-        self._fired(through, f"gives back each code of {label(before)!r}: folded")
-        through.op_type, through.domain = "Identity", ""
-        through.attributes.clear()
-        through.resize_inputs(1)
-        through.replace_input_with(0, before.inputs[0])
-
-    def _fired(self, through: ir.Node, reason: str) -> None:
-        self.changed = True
-        self._remarks.fired(label(through), reason)
+    def __init__(self, remarks: Remarks, target: str) -> None:
+        self.remarks = remarks
+        self.target = target
+        self.grid = functools.cache(read_grid)
 
 
-def _take_parameters(node: ir.Node, like: ir.Node) -> None:
-    """Give a DequantizeLinear the grid of another one."""
-    node.domain = like.domain
-    node.attributes.clear()
-    node.attributes.update(like.attributes)
-    node.resize_inputs(len(like.inputs))
-    for index, value in enumerate(like.inputs[1:], 1):
-        node.replace_input_with(index, value)
+def _q(codes: Any, name: str) -> Any:
+    return own.QuantizeLinear(codes, _allow_other_inputs=True, _outputs=[name])
+
+
+def _dq(codes: Any, name: str) -> Any:
+    return own.DequantizeLinear(codes, _allow_other_inputs=True, _outputs=[name])
+
+
+class Fold(RewriteRuleClassBase):
+    """A rule that grids decide; where one can't be read, the last node has a remark.
+
+    ``before``, ``through`` and ``out`` are its DequantizeLinear, QuantizeLinear and
+    DequantizeLinear.
+    """
+
+    def __init__(self, folds: _Folds) -> None:
+        super().__init__(remove_nodes=False)  # others may read what lies between
+        self._folds = folds
+
+    def pattern(self, op, codes):  # type: ignore[no-untyped-def]
+        return _dq(_q(_dq(codes, "before"), "through"), "out")
+
+    def check(  # type: ignore[override]
+        self, context: MatchContext, codes: ir.Value, **values: ir.Value
+    ) -> MatchResult:
+        """Read the grids, and ask :meth:`folds` about them."""
+        result, last = MatchResult(), context.root
+        with self._folds.remarks.at(label(last)):
+            try:
+                nodes = {name: producer(value) for name, value in values.items()}
+                grids = {name: self._folds.grid(node) for name, node in nodes.items()}
+            except Refusal as refusal:
+                self._folds.remarks.refused(label(last), refusal.behind("not folded: "))
+                return result.fail(str(refusal), last)
+            folds = self.folds(**grids)
+        return result if folds else result.fail("values or codes would change", last)
+
+    def folds(self, **grids: QuantizationGrid) -> bool:
+        """Whether the grids are those of the identity."""
+        raise NotImplementedError
+
+    def fired(self, through: ir.Value, reason: str) -> None:
+        self._folds.remarks.fired(label(producer(through)), reason)
+
+
+class Bridge(Fold):
+    """``DQ(Q(DQ(Q(DQ(codes, a), b), b), a), a)`` -> ``DQ(codes, a)``, 16 and 8 bits.
+
+    The exit of a region leads into another one of the same grid: without a rounding to 8 bits
+    between them the result is more accurate, and not the same bits.
+    """
+
+    def pattern(self, op, codes):  # type: ignore[no-untyped-def]
+        narrow = _dq(_q(_dq(codes, "wide"), "narrows"), "before")
+        return _dq(_q(narrow, "through"), "out")
+
+    def folds(  # type: ignore[override]
+        self,
+        wide: QuantizationGrid,
+        narrows: QuantizationGrid,
+        before: QuantizationGrid,
+        through: QuantizationGrid,
+        out: QuantizationGrid,
+    ) -> bool:
+        """Whether the outer grids are one of 16 bits, the inner ones one of 8."""
+        is_bridge = wide == through == out and narrows == before
+        return is_bridge and (wide.bits, before.bits) == (16, 8)
+
+    def rewrite(
+        self,
+        op: Any,
+        codes: ir.Value,
+        wide: ir.Value,
+        through: ir.Value,
+        out: ir.Value,
+        **_: Any,
+    ) -> Any:
+        self.fired(through, f"reads {codes.name!r}, which stayed in 16 bits")
+        return _dequantized(op, codes, producer(out), producer(out))
+
+
+class KeptCodes(Fold):
+    """``DQ(Q(DQ(codes, a), b), c)`` -> ``DQ(codes, c)``, if Q gives back each code."""
+
+    def folds(  # type: ignore[override]
+        self, before: QuantizationGrid, through: QuantizationGrid, out: QuantizationGrid
+    ) -> bool:
+        """Whether codes stay; so they do in the same type only."""
+        return before.keeps_codes(through)
+
+    def rewrite(
+        self, op: Any, codes: ir.Value, before: ir.Value, through: ir.Value, out: ir.Value
+    ) -> Any:
+        self.fired(through, f"gives back each code of {label(producer(before))!r}: folded")
+        return _dequantized(op, codes, producer(out), producer(out))
+
+
+class KeptValues(Fold):
+    """``DQ(Q(DQ(codes, a), b), c)`` -> ``DQ(codes, a)``, if each value stays.
+
+    Not of two types for an NPU: it has one Convert there, and operators behind it have no
+    kernels for two types. CPUs compute in float on whatever DequantizeLinear gives them.
+    """
+
+    def folds(  # type: ignore[override]
+        self, before: QuantizationGrid, through: QuantizationGrid, out: QuantizationGrid
+    ) -> bool:
+        """Whether values stay."""
+        converts = self._folds.target == "qnn" and before.dtype != through.dtype
+        return not converts and before.keeps_values(through, out)
+
+    def rewrite(
+        self, op: Any, codes: ir.Value, before: ir.Value, through: ir.Value, out: ir.Value
+    ) -> Any:
+        grids = [str(self._folds.grid(producer(value))) for value in (through, before)]
+        kept = f"{grids[0]} gives back each value of {label(producer(before))!r}, {grids[1]}"
+        self.fired(through, f"{kept}: folded")
+        # Not the value of the first: onnxruntime fuses operators with a DequantizeLinear of
+        # their own.
+        return _dequantized(op, codes, producer(before), producer(out))
+
+
+class BareCodes(Fold):
+    """``Q(DQ(codes, a), b)`` -> ``codes``, for a caller or an integer operator."""
+
+    def pattern(self, op, codes):  # type: ignore[no-untyped-def]
+        return _q(_dq(codes, "before"), "through")
+
+    def check(  # type: ignore[override]
+        self, context: MatchContext, codes: ir.Value, **values: ir.Value
+    ) -> MatchResult:
+        """Look at codes that anything but DequantizeLinear reads."""
+        through = values["through"]
+        readers = [is_dequantize_linear(node) and not index for node, index in through.uses()]
+        if all(readers) and not through.is_graph_output():
+            return MatchResult().fail("only DequantizeLinear reads them", context.root)
+        return super().check(context, codes, **values)
+
+    def folds(  # type: ignore[override]
+        self, before: QuantizationGrid, through: QuantizationGrid
+    ) -> bool:
+        """Whether codes stay."""
+        return before.keeps_codes(through)
+
+    def rewrite(self, op: Any, codes: ir.Value, before: ir.Value, through: ir.Value) -> Any:
+        self.fired(through, f"gives back each code of {label(producer(before))!r}: folded")
+        return codes
+
+
+def _dequantized(op: Any, codes: ir.Value, like: ir.Node, named: ir.Node) -> Any:
+    """Emit a DequantizeLinear with the parameters of one node and the name of another."""
+    return op.DequantizeLinear(
+        codes,
+        *like.inputs[1:],
+        **like.attributes,
+        _domain=like.domain,
+        _name=named.name,
+    )
