@@ -175,8 +175,8 @@ class _Dispatch(RewriteRule):
 
         The engine would give it the name of the other, which is right for outputs only.
         """
-        (old,), (there,) = delta.match.outputs, delta.new_outputs
-        if there.producer() in delta.new_nodes:
+        old, there = delta.match.outputs[0], delta.new_outputs[0]
+        if len(delta.new_outputs) > 1 or there.producer() in delta.new_nodes:
             return False
         if old.is_graph_output():
             if (
