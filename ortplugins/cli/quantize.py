@@ -3,13 +3,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
 import tempfile
-from collections.abc import Iterator
-from concurrent.futures import Executor
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -95,9 +92,6 @@ def quantize(
     count: opt.Positive | None = None,
     providers: opt.Providers | None = None,
     max_calibration_memory: Annotated[int | None, Parameter(converter=opt.size)] = None,
-    scheduler: str = "",
-    work_dir: Path | None = None,
-    run_folder: Path | None = None,
     dry_run: bool = False,
     force: opt.Force = False,
     printing: opt.Printing = opt.Printing(),
@@ -109,11 +103,6 @@ def quantize(
         count: Windows to take from --text; 32 by default.
         max_calibration_memory: What activations and their statistics may take at once; by
             default 1GiB.
-        scheduler: Address of a Dask scheduler whose workers do the work, tcp://HOST:PORT;
-            they have to see the output's folder, or --work-dir.
-        work_dir: Folder for intermediate files.
-        run_folder: Keeps statistics and codes: an interrupted run goes on, another
-            method finds the statistics.
         dry_run: Print what would be quantised; write nothing.
     """
     from ortplugins.quantization import quantize
@@ -129,13 +118,12 @@ def quantize(
         raise UsageError("give --output, or --dry-run")
     recipe = chosen.read()
     if dry_run:
-        folders = {"work_dir": work_dir, "run_folder": run_folder, "scheduler": scheduler}
-        opt.refuse("with --dry-run", output=output, force=force, **folders)
+        opt.refuse("with --dry-run", output=output, force=force)
     if not recipe.needs_statistics and source is None:
         memory = max_calibration_memory
         why = "with --method rtn and without samples"
         opt.refuse(why, provider=providers, max_calibration_memory=memory)
-    with progress_bar() as bar, _executor(scheduler) as executor:
+    with progress_bar() as bar:
         result = quantize(
             model,
             output,
@@ -144,9 +132,6 @@ def quantize(
             calibration_providers=providers or opt.CPU,
             max_calibration_memory=max_calibration_memory or 1 << 30,
             overwrite=force,
-            executor=executor,
-            work_dir=work_dir,
-            run_folder=run_folder,
             dry_run=dry_run,
             progress=bar,
         )
@@ -189,24 +174,6 @@ def _evaluate(path: Path | None, floats: Path, source: object) -> Any:
         except (CalibrationError, ModelFileError) as error:
             # The quantised model is written already.
             return str(error).replace(str(rest), f"what calibration left of {source.text}")
-
-
-@contextlib.contextmanager
-def _executor(scheduler: str) -> Iterator[Executor | None]:
-    """Connect to a Dask scheduler; None for threads of this process."""
-    if not scheduler:
-        yield None
-        return
-    try:
-        from distributed import Client
-    except ModuleNotFoundError:
-        raise UsageError("--scheduler needs: pip install 'ortplugins[dask]'") from None
-    try:
-        client = Client(scheduler, timeout=10)  # type: ignore[no-untyped-call]
-    except OSError as error:
-        raise OSError(f"{scheduler}: no scheduler answers: {error}") from error
-    with client, client.get_executor() as executor:  # type: ignore[no-untyped-call]
-        yield executor
 
 
 def _print(report: QuantizeReport, all_nodes: bool) -> None:

@@ -155,7 +155,6 @@ quantize f.onnx -o o.onnx --bits 3 => bits is 3: 2, 4 or 8 is expected
 quantize f.onnx -o o.onnx --method hqq => 'hqq'
 quantize f.onnx -o o.onnx --set alpha=[1] => --set: unknown setting 'alpha' | 'alphas'
 quantize f.onnx -o o.onnx --set alphas => 'alphas' is not KEY=VALUE
-quantize f.onnx -o o.onnx --scheduler tcp://127.0.0.1:9 => no scheduler answers
 cache prune => --max-size | --older-than
 cache prune --max-size 10parsecs => 10parsecs | 500MB
 cache prune --max-size -1 => 500MB

@@ -362,11 +362,6 @@ def test_branches_that_call_their_values_alike_are_kept_apart(sign, within, tmp_
     result = quantize(model, calibration_data_reader=[feed], **options)
     found, expected = (session(m).run(None, feed)[0] for m in (result.model, model))
     assert np.linalg.norm(found - expected) < 0.02 * np.linalg.norm(expected)
-    ir.save(model, tmp_path / "model.onnx")
-    options |= {"calibration_data_reader": [feed], "run_folder": tmp_path / "run"}
-    for _ in range(2):  # the second time what was kept is read
-        kept = quantize(tmp_path / "model.onnx", **options)
-        np.testing.assert_array_equal(session(kept.model).run(None, feed)[0], found)
     # All weights are counted.
     assert {row.bytes_before for row in result.report.nodes} == {4 * 8 * 8}
     assert result.report.bits_per_weight == 8 + 4

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
-from builders.processes import python
 from builders.text_models import matmul_chain, matmul_of, model_of, normal
 
 from ortplugins.quantization import quantize
@@ -104,28 +103,20 @@ def test_threads_share_the_columns_of_one_weight(layout, quantized_inputs, monke
     assert met
 
 
-@pytest.fixture(scope="module")
-def scheduler():
-    """Address of a real Dask cluster of two processes on this machine."""
+def test_two_processes_of_dask(floats, expected, tmp_path):
     distributed = pytest.importorskip("distributed")
-    with distributed.LocalCluster(
-        n_workers=2,
-        threads_per_worker=1,
-        processes=True,
-        dashboard_address=None,
-        host="127.0.0.1",
-    ) as cluster:
-        yield cluster.scheduler_address
-
-
-def test_the_command_line_finds_a_scheduler(floats, expected, tmp_path, scheduler):
-    np.savez(tmp_path / "samples.npz", x=np.stack([sample["x"] for sample in samples()]))
-    output = tmp_path / "q.onnx"
-    command = ["-m", "ortplugins", "quantize", floats, "-o", output, "--method", "awq_lite"]
-    command += ["--samples", tmp_path / "samples.npz", "--scheduler", scheduler]
-    done = python(*command)
-    assert done.returncode == 0, done.stderr
-    assert files(output) == expected["awq_lite"]
+    with (
+        distributed.LocalCluster(
+            n_workers=2,
+            threads_per_worker=1,
+            processes=True,
+            dashboard_address=None,
+            host="127.0.0.1",
+        ) as cluster,
+        distributed.Client(cluster) as client,
+        client.get_executor() as executor,
+    ):
+        assert written(executor, floats, tmp_path) == expected
 
 
 def test_an_error_in_a_worker_names_the_weight(tmp_path):

@@ -15,9 +15,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ortplugins.errors import ModelFileError, UsageError
+from ortplugins.errors import ModelFileError
 from ortplugins.model_io.loading import (
-    LoadedModel,
     ModelLike,
     initializer_tensors,
     is_path,
@@ -44,7 +43,6 @@ from ortplugins.quantization.weights.plan import (
 from ortplugins.quantization.weights.recipe import Recipe, read_recipe
 from ortplugins.quantization.weights.report import QuantizeReport
 from ortplugins.quantization.weights.run import quantize_graph
-from ortplugins.quantization.weights.run_folder import RunFolder
 from ortplugins.samples.sources import KeptSamples
 from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
 from rewrite_rules.dq_matmulnbits_fusion.kernels import (
@@ -87,8 +85,6 @@ def quantize(
     external_data: bool | None = None,
     overwrite: bool = False,
     executor: concurrent.futures.Executor | None = None,
-    work_dir: str | os.PathLike[str] | None = None,
-    run_folder: str | os.PathLike[str] | None = None,
     dry_run: bool = False,
     progress: Progress | None = None,
     **settings: Any,
@@ -115,12 +111,6 @@ def quantize(
         overwrite: Whether ``output`` may exist.
         executor: Where weights are worked on: any ``concurrent.futures.Executor``; by default
             threads, one per core. The result is the same, bit for bit.
-        work_dir: Folder for intermediate files, about as large as the result; every worker of
-            the executor has to see it, and the run folder. By default that, or the output's
-            own.
-        run_folder: Folder that keeps statistics and codes, so that an interrupted run goes on
-            and another method need not calibrate again; it is made, can be deleted
-            at any time, and holds K x K floats for each activation. Needs a path as model.
         dry_run: Only report what would be quantised, and to how many bytes.
         progress: Called as calibration, the work on weights and saving go on, with steps done,
             steps of that stage, and what is being done.
@@ -158,14 +148,9 @@ def quantize(
     if notes:  # the conversion made new nodes
         plan = plan_weights(loaded.model, chosen)
     with contextlib.ExitStack() as stack:
-        kept = None
-        if run_folder is not None:
-            files = _files_of(model, loaded)
-            kept = stack.enter_context(RunFolder.opened(run_folder))
         # The system's own folder may be memory, or too small; the output has to fit anyway.
         beside = None if target is None else target.absolute().parent
-        place = Path(os.path.abspath(work_dir)) if work_dir else kept.path if kept else beside
-        scratch = Path(stack.enter_context(scratch_within(place)))
+        scratch = Path(stack.enter_context(scratch_within(beside)))
         calibration = None
         needed = chosen.needs_statistics
         by_uses = chosen.for_integers or chosen.kv_bits is not None
@@ -178,8 +163,6 @@ def quantize(
                 max_calibration_memory,
                 progress or (lambda done, total, what: None),
             )
-        if kept is not None:
-            kept.identify(files, chosen, calibration)
         report = quantize_graph(
             plan,
             chosen,
@@ -187,7 +170,6 @@ def quantize(
             calibration,
             executor=executor,
             max_memory=max_calibration_memory,
-            folder=kept,
             progress=progress,
         )
         notes += _unpacked(report, chosen)
@@ -196,7 +178,7 @@ def quantize(
         if chosen.for_kernels or chosen.fuse_tables:
             _to_kernels(loaded.model, chosen, report)
         if target is None:
-            _into_memory(loaded.model, [scratch, *([kept.path] if kept else [])])
+            _into_memory(loaded.model, scratch)
         else:
             if external_data is None:
                 external_data = has_data_file(loaded, loaded.model)
@@ -226,14 +208,6 @@ def _folder_of(
     if target is None or target.suffix == ".onnx":
         return found, None
     return found, OutputFolder(source, found, target, overwrite)
-
-
-def _files_of(model: ModelLike, loaded: LoadedModel) -> list[Path]:
-    """Return the files of a model."""
-    if not is_path(model):
-        raise UsageError("run_folder needs the path of a model, to know it again")
-    path = Path(model)
-    return [path, *(file for _, file in sorted(loaded.data_files.items()) if file != path)]
 
 
 def _raise_opset(model: ir.Model, recipe: Recipe, plan: WeightPlan) -> list[str]:
@@ -292,11 +266,11 @@ def _to_kernels(model: ir.Model, recipe: Recipe, report: QuantizeReport) -> None
             )
 
 
-def _into_memory(model: ir.Model, folders: Sequence[Path]) -> None:
-    """Read the tensors that lie in folders which are about to go."""
+def _into_memory(model: ir.Model, folder: Path) -> None:
+    """Read the tensors that lie in a folder which is about to go."""
     for value, tensor in initializer_tensors(model):
         if isinstance(tensor, ir.ExternalTensor):
-            if any(Path(tensor.path).is_relative_to(folder) for folder in folders):
+            if Path(tensor.path).is_relative_to(folder):
                 (value.const_value,) = ir.external_data.convert_tensors_from_external([tensor])
         elif isinstance(tensor, ir.LazyTensor):
             # Made from such files, by the fusion's rules; of whole bytes all.

@@ -46,7 +46,6 @@ from ortplugins.quantization.weights.quantize_group import (
 )
 from ortplugins.quantization.weights.recipe import METHODS, Recipe
 from ortplugins.quantization.weights.report import QuantizeReport
-from ortplugins.quantization.weights.run_folder import RunFolder
 from ortplugins.quantization.weights.uses import WeightUse
 from ortplugins.quantization.weights.weight import UNREACHED, Group, Weight
 from rewrite_rules.graph.nodes import captures
@@ -68,7 +67,6 @@ def quantize_graph(
     *,
     executor: concurrent.futures.Executor | None = None,
     max_memory: int = 1 << 30,
-    folder: RunFolder | None = None,
     progress: Progress | None = None,
 ) -> QuantizeReport:
     """Quantise what a plan names; the graph's new tensors lie in files of the scratch folder.
@@ -80,8 +78,7 @@ def quantize_graph(
     if recipe.for_integers:
         quantize_products(plan, recipe, calibration)
         return _with_caches(plan, recipe, calibration)
-    folder = folder or RunFolder(scratch)
-    run = _Run(plan, recipe, scratch, calibration, folder, executor, max_memory)
+    run = _Run(plan, recipe, scratch, calibration, executor, max_memory)
     at_once, in_order = _schedule(plan, recipe, calibration)
     total, done = sum(group.elements for group in (*at_once, *in_order)), 0
     with one_blas_thread():
@@ -170,7 +167,6 @@ class _Run:
     _recipe: Recipe
     _scratch: Path
     _calibration: Calibration | None
-    _folder: RunFolder
     _executor: concurrent.futures.Executor | None
     _max_memory: int
 
@@ -213,7 +209,6 @@ class _Run:
             statistics=[
                 {k: v for k, v in one.items() if k != "gram"} for one in group.statistics
             ],
-            statistics_key=self._folder.key(scales_of=self._folder.codes_key(group)),
             undecided=False,
         )
 
@@ -229,12 +224,8 @@ class _Run:
         fixed = [group for group in done if group not in groups]
         for group in fixed:
             _replace_weights(models, group)
-        # Codes depend on all of those before them.
-        before: object = [self._folder.codes_key(group) for group in fixed]
         for group in sorted(groups, key=lambda group: models.places.get(group.names[0], 0)):
-            group.statistics_key = self._folder.key(codes_before=before)
             yield from self._quantized([group], models)
-            before = self._folder.codes_key(group)
             _replace_weights(models, group)
 
     def _calibrated(self, groups: Sequence[Group]) -> Iterator[list[Group]]:
@@ -242,18 +233,13 @@ class _Run:
         waiting = [group for group in groups if group.activations and self._calibration]
         last = [group for group in groups if group not in waiting]
         requests = self._requests(waiting)
-        keys = {name: self._folder.key(request=request) for name, request in requests.items()}
-        kept = {name: self._folder.statistics(key) for name, key in keys.items()}
-        known = {name: found for name, found in kept.items() if found is not None}
-        for group in waiting:
-            group.statistics_key = " ".join(keys[name] for name in group.names)
-        missing = [request for name, request in requests.items() if name not in known]
+        known: dict[str, dict[str, TensorReference]] = {}
         batches: Iterable[dict[str, ActivationStatistics | None]] = ()
-        if missing and self._calibration is not None:
-            batches = collect(self._plan.model, missing, self._calibration)
-        for batch in itertools.chain([{}], batches):
+        if requests and self._calibration is not None:
+            batches = collect(self._plan.model, requests.values(), self._calibration)
+        for batch in batches:
             for name in list(batch):  # nothing holds them once they are in files
-                known[name] = self._folder.keep_statistics(keys[name], batch.pop(name))
+                known[name] = self._keep(batch.pop(name))
             ready = [group for group in waiting if known.keys() >= set(group.names)]
             waiting = [group for group in waiting if group not in ready]
             for group in ready:
@@ -263,11 +249,19 @@ class _Run:
                 self._forget(known.pop(name))
         yield last
 
+    def _keep(self, found: ActivationStatistics | None) -> dict[str, TensorReference]:
+        """Write statistics to files of their own, to be removed one by one."""
+        arrays = {} if found is None else found.arrays()
+        return {
+            name: ScratchWriter(self._scratch / f"{name}{next(self._numbers)}").append(array)
+            for name, array in arrays.items()
+        }
+
     def _forget(self, statistics: Mapping[str, TensorReference]) -> None:
-        """Remove statistics that are kept for no other run."""
+        """Remove statistics that nobody reads any more."""
         for name, reference in statistics.items():
             # Tokens are read again where some weights get 8 bits.
-            if not self._folder.kept and (name == "gram" or not self._recipe.share_of_8_bits):
+            if name == "gram" or not self._recipe.share_of_8_bits:
                 Path(reference.path).unlink(missing_ok=True)
 
     def _quantized(
@@ -304,7 +298,7 @@ class _Run:
         threads: int,
         models: PairedModels | None,
     ) -> Iterator[Group]:
-        """Have an executor quantise groups, but for those whose codes are kept."""
+        """Have an executor quantise groups."""
         quantize = functools.partial(
             quantize_group, recipe=self._recipe, coordinator=this_process()
         )
@@ -313,18 +307,15 @@ class _Run:
         try:
             for group in groups:
                 self._prepare(group, threads)
-                if (kept := self._folder.codes(group)) is not None:
-                    group.take_in(kept)
-                    yield group
-                    continue
                 if models is not None:
                     (request,) = self._requests([group]).values()
                     found = models.statistics(request, paired)
                     group.statistics = [found] if found else []
-                self._folder.reserve_codes(group)
+                writer = ScratchWriter(self._scratch / f"codes{next(self._numbers)}")
+                for weight in group.weights:
+                    weight.make_room(writer)
                 futures[executor.submit(quantize, group.for_worker())] = group
             for future, group in futures.items():
-                self._folder.keep_codes(future.result())
                 group.take_in(future.result())
                 yield group
         except BaseException:
@@ -339,9 +330,9 @@ class _Run:
         found: dict[str, ActivationRequest] = {}
         for group in groups:
             steps, k = METHODS[group.method], group.weights[0].K
-            # Feedback between rows needs all tokens, and so may the next run; searches of
-            # scales and ranges find the same in twice as many as there are channels.
-            tokens = math.inf if "gptq" in steps or self._folder.kept else 2 * k
+            # Feedback between rows needs all tokens; searches of scales and ranges find the
+            # same in twice as many as there are channels.
+            tokens = math.inf if "gptq" in steps else 2 * k
             for name in group.names:
                 request = ActivationRequest(name, k, bool(steps), _SAMPLED_TOKENS, tokens)
                 both = request, found.get(name, request)

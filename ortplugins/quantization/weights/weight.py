@@ -116,7 +116,6 @@ class Group:
     # Of each activation that tokens of the samples reach: the arrays of ActivationStatistics,
     # or of PairedModels.statistics, by name. None where nothing is calibrated.
     statistics: Sequence[Mapping[str, TensorReference]] = ()
-    statistics_key: str = ""  # in the run folder
     threads: int = 1  # that may share the columns of a weight; it changes no bit
     undecided: bool = False  # whether some weights may get more bits later
     # What was found; scales that are there already are not searched again.
