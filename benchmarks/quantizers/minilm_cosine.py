@@ -14,11 +14,10 @@ from benchmarks.models.minilm import embeddings, feeds, float_minilm, sentences
 from ortplugins.quantization import quantize
 
 _METHODS: Mapping[str, Mapping[str, Any]] = {
-    **{name: {"method": name} for name in ("rtn", "awq_lite", "gptq", "awq_gptq")},
+    **{name: {"method": name} for name in ("rtn", "awq_lite", "gptq")},
     "rtn, asymmetric": {"method": "rtn", "is_symmetric": False},
     "gptq, asymmetric": {"method": "gptq", "is_symmetric": False},
     "gptq, quantized_inputs": {"method": "gptq", "quantized_inputs": True},
-    "awq_gptq, quantized_inputs": {"method": "awq_gptq", "quantized_inputs": True},
 }
 
 

@@ -87,10 +87,6 @@ RECIPES = {
         "gptq, quantized_inputs", {"method": "gptq", "quantized_inputs": True}
     ),
     "gptq_asymmetric": Recipe("gptq, asymmetric", {"method": "gptq", "is_symmetric": False}),
-    "awq_gptq": Recipe("awq_gptq", {"method": "awq_gptq"}),
-    "awq_gptq_paired": Recipe(
-        "awq_gptq, quantized_inputs", {"method": "awq_gptq", "quantized_inputs": True}
-    ),
     "mixed": Recipe(
         "gptq, 3 % of the weights with 8 bits", {"method": "gptq"}, {32: 25.6}, eight_bits=0.03
     ),

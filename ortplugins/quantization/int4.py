@@ -81,7 +81,7 @@ _METHODS = {
     "rtn_dq": "rtn",
     "awq_lite": "awq_lite",
     "awq_clip": "awq_clip",
-    "awq_full": "awq_gptq",
+    "awq_full": "gptq",
 }
 # Scales, or ranges where there are zero points, are raised to this: AutoAWQ's bound.
 _LEAST = 1e-5
@@ -124,7 +124,7 @@ def quantize(
         )
     source = load_model(onnx_path).model
     settings = _settings_of(source, nodes_to_exclude, kwargs)
-    if method == "awq_gptq" and (clips := settings.pop("clip_ratios", None)):
+    if method == "gptq" and (clips := settings.pop("clip_ratios", None)):
         settings["gptq"] = {"ratios": clips}
     if method != "rtn":
         settings["calibration_data_reader"] = calibration_data_reader

@@ -151,7 +151,7 @@ quantize f.onnx -o o.onnx --rule head => a pattern and its settings are expected
 quantize f.onnx -o o.onnx --rule head=[1] => rule 'head' is [1]: float, or settings
 quantize f.onnx -o o.onnx --rule head={ => is not YAML
 quantize f.onnx -o o.onnx --rule 're:(=float' => is not a regular expression
-quantize f.onnx -o o.onnx --bits 3 => bits is 3: 2, 4 or 8 is expected
+quantize f.onnx -o o.onnx --bits 3 => bits is 3: 4 or 8 is expected
 quantize f.onnx -o o.onnx --method hqq => 'hqq'
 quantize f.onnx -o o.onnx --set alpha=[1] => --set: unknown setting 'alpha' | 'alphas'
 quantize f.onnx -o o.onnx --set alphas => 'alphas' is not KEY=VALUE

@@ -371,7 +371,7 @@ def test_keywords_reach_our_quantizer(monkeypatch):
     monkeypatch.setattr(int4, "quantize_weights", spy)
     result = int4.quantize(
         golden.model(),
-        "awq_full",
+        "awq_lite",
         samples(),
         ["cpu", "cuda:1", "trt"],
         awqlite_alpha_step=0.5,
@@ -386,7 +386,7 @@ def test_keywords_reach_our_quantizer(monkeypatch):
         gather_quantize_axis=None,
     )
     assert seen["alphas"] == [0, 0.5, 1]
-    assert seen["gptq"] == {"ratios": [1, 0.9, 0.8]}
+    assert seen["clip_ratios"] == [1, 0.9, 0.8]
     assert seen["fold_scales"] is False
     assert (seen["block_size"], seen["grid"], seen["is_symmetric"]) == (128, "positive", True)
     assert "CPUExecutionProvider" in seen["calibration_providers"]

@@ -16,7 +16,7 @@ import pytest
 from builders.dequantized_models import relative_error, run
 from builders.quantized_files import FORMATS, dequantised, read, rounded_to_nearest
 from builders.same_numbers import session
-from builders.text_models import Array, float64_outputs, matmul_of, model_of, normal, proto_of
+from builders.text_models import Array, float64_outputs, matmul_of, normal, proto_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -183,7 +183,7 @@ def run_fused(proto: onnx.ModelProto, x: Array) -> list[Array]:
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form_computes_what_its_file_says(name, layout):
     form = FORMS[name]
-    options = zip((2, 4, 8), (16, -1, 32), (True, False, True), strict=True)
+    options = zip((4, 8, 8), (16, -1, 32), (False, False, True), strict=True)
     for bits, block_size, is_symmetric in options:
         proto, x, expected = quantised(
             form, layout, bits=bits, block_size=block_size, is_symmetric=is_symmetric
@@ -205,7 +205,7 @@ def test_float16_forms(name, layout):
     assert relative_error(actual, expected) < 4e-3
 
 
-FORMATS_OF_CODES = list(itertools.product((2, 4, 8), BLOCKS, (True, False), FORMATS))
+FORMATS_OF_CODES = list(itertools.product((4, 8), BLOCKS, (True, False), FORMATS))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=["float32", "float16"])
@@ -221,34 +221,10 @@ def test_codes_are_the_nearest_in_every_format(size, dtype):
         assert np.allclose(found, values, rtol=1e-6, atol=1e-30), (options, layout)
 
 
-@pytest.mark.parametrize("layout", FORMATS[:2])
-@pytest.mark.parametrize("is_symmetric", [True, False])
-@pytest.mark.parametrize(("k", "n"), [(64, 6), (64, 8), (33, 7), (96, 33), (8, 1)])
-def test_plain_onnxruntime_is_right_on_2_bits(layout, is_symmetric, k, n):
-    tied = f"""g (int64[T] i) => (float[T, {n}] y) {{
-        x = Gather(W, i)
-        t = Transpose(W)
-        [m] y = MatMul(x, t)
-    }}"""
-    table = model_of(tied, {"W": normal(n, k)}, opset=25, ir_version=13)
-    plain = matmul_of(normal(k, n))
-    op_types = ["MatMul", "Gather"]
-    for model, feed in ((plain, {"x": normal(5, k)}), (table, {"i": np.arange(5) % n})):
-        for block_size in (-1, 16, 32):
-            options = {"block_size": block_size, "is_symmetric": is_symmetric}
-            given = options | {"quant_format": layout, "op_types": op_types}
-            result = quantize(model, bits=2, **given)
-            assert not [note for note in result.report.notes if "wrong" in note]
-            expected = run(result.model, feed)[0]
-            found = run(result.model, feed, optimised=True)[0]
-            # Level 4, onnxruntime's own, has activations of 8 bits.
-            assert relative_error(found, expected) < 0.05
-
-
 @given(
     k=st.sampled_from([1, 2, 3, 7, 16, 31, 32, 33, 65, 127, 130]),
     n=st.sampled_from([1, 2, 3, 5, 8, 17]),
-    bits=st.sampled_from([2, 4, 8]),
+    bits=st.sampled_from([4, 8]),
     block_size=st.sampled_from([*BLOCKS, 256]),
     is_symmetric=st.booleans(),
     layout=st.sampled_from(FORMATS),
@@ -269,5 +245,4 @@ def test_any_size_runs(k, n, bits, block_size, is_symmetric, layout, name):
     )
     assert relative_error(run(proto, {"x": x})[0], expected) < 1e-5
     assert relative_error(run_fused(proto, x)[0], expected) < 1e-5
-    if bits != 2 or layout == "MatMulNBits":  # see below
-        assert relative_error(run_plain(proto, x)[0], expected) < 1e-5
+    assert relative_error(run_plain(proto, x)[0], expected) < 1e-5

@@ -21,7 +21,7 @@ from ortplugins.model_io.saving import scratch_within
 from ortplugins.quantization import quantize
 
 D = 32
-METHODS = ("rtn", "awq_lite", "awq_clip", "gptq", "awq_gptq")
+METHODS = ("rtn", "awq_lite", "awq_clip", "gptq")
 
 
 def pair(size: int = D, **weights: np.ndarray) -> ir.Model:
@@ -101,11 +101,10 @@ def test_a_weight_that_is_not_a_number_is_reported_by_name(folder, number, metho
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(("kind", "size"), [("float16", 6e4), ("float32", 3e38)])
-def test_a_weight_whose_codes_mean_more_than_its_type_holds_is_named(kind, size):
-    model = matmul_of(np.sign(normal(D, D)).astype(kind) * np.dtype(kind).type(size))
-    with pytest.raises(ValueError, match=f"'W' cannot be quantised: .* beyond {kind}"):
-        quantize(model, bits=2)
+def test_a_weight_whose_codes_mean_more_than_its_type_holds_is_named():
+    model = matmul_of(np.sign(normal(D, D)).astype(np.float16) * np.float16(6e4))
+    with pytest.raises(ValueError, match=r"'W' cannot be quantised: .* beyond float16"):
+        quantize(model)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +181,7 @@ def routed(count: int, to_none: bool = False) -> list[dict[str, np.ndarray]]:
     [{"method": method} for method in METHODS]
     + [
         {"method": "gptq", "quantized_inputs": True},
-        {"method": "awq_gptq", "quantized_inputs": True, "share_of_8_bits": 0.1},
+        {"method": "gptq", "quantized_inputs": True, "share_of_8_bits": 0.1},
     ],
     ids=str,
 )
@@ -244,7 +243,7 @@ def test_progress_that_raises_stops_everything(folder, error, call):
     assert call < len(calls) < call + 4  # tensors are written by several threads
 
 
-@pytest.mark.parametrize("method", ["rtn", "awq_gptq"])
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
 @pytest.mark.parametrize("kilobytes", [600, 700, 760])
 def test_a_full_disk_is_reported(tmp_path, kilobytes, method):
     with disk(tmp_path / "disk", kilobytes << 10) as root:

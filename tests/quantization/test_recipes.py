@@ -95,11 +95,11 @@ def test_nodes_of_one_activation_get_methods_of_their_own(model: ir.Model):
     np.testing.assert_array_equal(found["v"], rounded["v"])
     assert not np.array_equal(found["k"], matrices(model, Recipe(block_size=16))["k"])
 
-    # The scales of two searches are taken out again for their own weights only.
-    recipe = Recipe("awq_gptq", 8, rules=(Rule("k", "awq_lite"), Rule("v", "rtn")))
+    # Scales are taken out again for their own weights only.
+    recipe = Recipe("awq_lite", 8, rules=(Rule("k", "gptq"), Rule("v", "rtn")))
     result = quantize(model, recipe=recipe, calibration_data_reader=SAMPLES)
     rows = {row.node: (row.method, row.folded) for row in result.report.nodes}
-    assert rows["q"] == ("awq_gptq", "mul") and rows["k"] == ("awq_lite", "mul")
+    assert rows["q"] == ("awq_lite", "mul") and rows["k"] == ("gptq", "")
     assert rows["v"] == ("rtn", "")
     ours, expected = (run(read(m), SAMPLES[0])[0] for m in (result.model, model))
     assert relative_error(ours, expected) < 0.02
@@ -123,11 +123,11 @@ def test_heads_and_tables_need_no_name():
         f = Cast <to = 1> (p) y = Add(f, b) cache = Identity(x) }}"""
     weights = {name: normal(D, D, seed=number) for number, name in enumerate("EWH")}
     model = model_of(text, weights | {"b": normal(D)})
-    rules = (Rule(":head", bits=8), Rule(":table", bits=2))
+    rules = (Rule(":head", bits=8), Rule(":table", bits=4, block_size=16))
     recipe = Recipe(op_types=("MatMul", "Gather"), rules=rules)
     report = quantize(model, recipe=recipe).report
     assert [(row.op_type, row.bits) for row in report.nodes] == [
-        ("Gather", 2),
+        ("Gather", 4),
         ("MatMul", 4),
         ("MatMul", 8),
     ]

@@ -22,7 +22,7 @@ from ortplugins.quantization.weights import run
 pytestmark = pytest.mark.xdist_group("scale_out")
 
 WIDTHS = (64, 96, 70, 64)
-METHODS = ["rtn", "awq_lite", "awq_gptq"]
+METHODS = ["rtn", "awq_lite", "gptq"]
 
 
 @pytest.fixture(scope="module")

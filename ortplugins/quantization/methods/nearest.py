@@ -79,7 +79,7 @@ class BlockFormat:
     """How a weight ``[K, N]`` is quantised in blocks of contiguous elements along K.
 
     Attributes:
-        bits: 2, 4 or 8.
+        bits: 4 or 8.
         block_size: Elements along K that share a scale; K need not be a multiple of it. -1
             stands for the whole of K: a scale per column.
         is_symmetric: Signed codes without zero points; else unsigned ones with.
@@ -95,7 +95,7 @@ class BlockFormat:
         QuantizationError: If a value is none of these.
     """
 
-    bits: int = setting(4, "2, 4 or 8", lambda bits: is_int(bits) and bits in (2, 4, 8))
+    bits: int = setting(4, "4 or 8", lambda bits: is_int(bits) and bits in (4, 8))
     block_size: int = setting(
         32, "1 or more, or -1 for K,", lambda size: is_int(size) and (size > 0 or size == -1)
     )

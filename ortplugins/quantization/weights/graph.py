@@ -11,8 +11,8 @@ Weights are written as the portable QDQ forms that tools exchange:
     Gather(W, i)  ->  Gather(DequantizeLinear(codes[rows, width], ..., axis=1), i)
 
 Scales of another type than the weight's are cast to it. A weight with one scale per column
-gets one-dimensional scales and no block_size (uint2 along axis 1: one block). MatMulNBits and
-GatherBlockQuantized are made from these by the fusion's own rules.
+gets one-dimensional scales and no block_size. MatMulNBits and GatherBlockQuantized are made
+from these by the fusion's own rules.
 """
 
 from __future__ import annotations
@@ -132,10 +132,7 @@ def _dequantize(weight: Weight, use: WeightUse, names: FreshNames) -> ir.Value:
     real, half = use.tensor.dtype, ir.DataType.FLOAT16
     scale_type = half if form.scale_type == "float16" else ir.DataType.FLOAT
     shape = (weight.N, weight.K) if weight.k_last else (weight.K, weight.N)
-    # A weight with one scale per column has no blocks; but onnxruntime (1.32) computes wrongly
-    # on uint2 along axis 1, or fails.
-    misread = form.bits == 2 and not form.is_symmetric and weight.k_last
-    by_column = form.block_size == -1 and not misread
+    by_column = form.block_size == -1
     grid = (weight.N,) if by_column else weight.scales.shape
     base = f"{use.weight.name}.{code.name.lower()}_block{form.block_size}"
     base = names.take(f"{base}_transposed" if weight.k_last else base)

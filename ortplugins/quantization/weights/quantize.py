@@ -52,10 +52,8 @@ from rewrite_rules.dq_matmulnbits_fusion.kernels import (
 from rewrite_rules.graph.nodes import dequantizer, label
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
 
-# The first opset whose DequantizeLinear takes blocks of so many bits, and the file format that
-# can hold the codes.
-_OPSETS = {2: (25, 13), 4: (21, 10), 8: (21, 10)}
-_MICROSOFT_IR_VERSION = 10
+# The first opset whose DequantizeLinear takes blocks, and the file format that can hold them.
+_OPSET, _IR_VERSION = 21, 10
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -212,17 +210,11 @@ def _folder_of(
 
 def _raise_opset(model: ir.Model, recipe: Recipe, plan: WeightPlan) -> list[str]:
     """Convert the model to the opset that its new form needs; return a note of that."""
-    if recipe.for_kernels or recipe.for_integers:
-        model.ir_version = max(model.ir_version or 0, _MICROSOFT_IR_VERSION)
-        return []
-    bits = {weight.form.bits for group in plan.groups for weight in group.weights}
-    if not bits:  # nothing but a cache
-        return []
-    opset, ir_version = max(_OPSETS[each] for each in bits)
-    reason = f"DequantizeLinear in blocks of {min(bits)} bits"
-    advice = ", or take quant_format='MatMulNBits', which needs no other opset"
-    notes = raise_opset(model, opset, reason, advice)
-    model.ir_version = max(model.ir_version or 0, ir_version)
+    notes: list[str] = []
+    if plan.groups and not (recipe.for_kernels or recipe.for_integers):
+        advice = ", or take quant_format='MatMulNBits', which needs no other opset"
+        notes = raise_opset(model, _OPSET, "DequantizeLinear in blocks", advice)
+    model.ir_version = max(model.ir_version or 0, _IR_VERSION)
     return notes
 
 

@@ -202,11 +202,8 @@ def _codes(
         elif known.gram is not None and "clip" in steps:
             clipped = search_clip(scaled, known.gram, form, ratios=recipe.clip_ratios)
             found = quantize_blocks(scaled, form, clipped)
-        elif steps and form.bits == 2:  # the fit makes weights smaller, and outputs with them
-            found = quantize_blocks(scaled, form)
         else:
-            energy = known.energy() if steps else None
-            found = search_blocks(scaled, form, energy if form.bits > 2 else None)
+            found = search_blocks(scaled, form, known.energy() if steps else None)
     except QuantizationError as error:
         raise QuantizationError(
             f"weight {weight.name!r} cannot be quantised: {error}"

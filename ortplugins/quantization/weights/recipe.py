@@ -43,7 +43,6 @@ METHODS = {
     "awq_lite": ("scales",),
     "awq_clip": ("clip",),
     "gptq": ("gptq",),
-    "awq_gptq": ("scales", "gptq"),
     "w8a8": ("activations",),
 }
 # What methods with a step read, and no others.
@@ -73,7 +72,7 @@ class Rule:
             ``":router"`` for products that choose experts. Nodes without a name go by their
             first output's.
         method: A method of :class:`Recipe`.
-        bits: 2, 4 or 8.
+        bits: 4 or 8.
         block_size: Elements along K that share a scale; -1 for a scale per column.
         is_symmetric: Signed codes without zero points; else unsigned ones with.
         keep_float: Whether the weight stays in float; routers do, unless a rule for ":router",
@@ -136,11 +135,11 @@ class Recipe:
         method: How codes are chosen; all but rtn need samples. ``"rtn"`` rounds to nearest.
             ``"awq_lite"`` scales input channels so that those that matter are rounded finer,
             ``"awq_clip"`` clips blocks (Lin et al., arXiv 2306.00978). ``"gptq"`` makes up for
-            each rounding in what is rounded later (Frantar et al., arXiv 2210.17323);
-            ``"awq_gptq"`` scales first. ``"w8a8"`` computes products of 8-bit integers,
+            each rounding in what is rounded later (Frantar et al., arXiv 2210.17323).
+            ``"w8a8"`` computes products of 8-bit integers,
             activations included, in onnxruntime's MatMulIntegerToFloat: for the whole model,
             with 8 bits and a block_size of -1.
-        bits: Bits of a code: 2, 4 or 8.
+        bits: Bits of a code: 4 or 8.
         block_size: Elements along K that share a scale; -1 for a scale per column.
         is_symmetric: Signed codes without zero points, or unsigned codes with zero points.
         grid: How symmetric codes are scaled: extreme uses all codes, positive keeps scales

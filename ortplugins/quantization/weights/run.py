@@ -343,10 +343,7 @@ class _Run:
         """Say where floats are, and how codes are to lie."""
         group.threads = threads
         for weight in group.weights:
-            # onnxruntime (1.32) reads rows of 2 bits that end within a byte wrongly.
-            within_byte = weight.form.bits == 2 and weight.N % 4 != 0
-            by_rows = weight.is_table or within_byte
-            weight.k_last = self._recipe.quant_format != "QDQ" or by_rows
+            weight.k_last = self._recipe.quant_format != "QDQ" or weight.is_table
             weight.floats = self._floats.refer_to(weight.uses[0].tensor)
 
 
