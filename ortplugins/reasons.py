@@ -249,9 +249,7 @@ REASONS: Mapping[str, Mapping[str, str]] = {
         "ORP904": (
             "Results are correct: start one process first, or put the cache on a local disk."
         ),
-        "ORP905": (
-            "The disk is full or failing: ortplugins cache verify shows what is damaged."
-        ),
+        "ORP905": ("The disk is full or failing: free space, or clean the cache."),
         "ORP906": (
             "Passes rewrite the file's own weights: leave out add_initializer and "
             "add_external_initializers, or the passes."

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Optimised models on disk: found, built once, published whole; pruned, verified, shared.
+"""Optimised models on disk: found, built once, published whole; pruned, shared.
 
 An entry becomes visible by one rename and leaves by one, so a reader never sees half of one.
 ``folder.py`` describes the layout of the directory. A session that hits does without this
@@ -187,8 +187,13 @@ class ArtifactCache:
             lock.release()
 
     def entries(self) -> list[Entry]:
-        """Return all published entries, the newest first; their files are not looked at."""
-        found = [item for item in self.stored() if item.artifact] if self.is_trusted() else []
+        """Return all published entries, the newest first; their files are not looked at.
+
+        Raises:
+            PermissionError: As :meth:`check_trusted`.
+        """
+        self.check_trusted()
+        found = [item for item in self.stored() if item.artifact]
         return sorted(found, key=lambda entry: entry.created, reverse=True)
 
     def stored(self) -> Iterator[Entry]:
@@ -395,24 +400,6 @@ def _is_old(path: Path) -> bool:
     with contextlib.suppress(OSError):
         return time.time() - os.stat(path).st_mtime > _INDEX_SECONDS
     return False
-
-
-def verify(cache: ArtifactCache) -> Iterator[tuple[Entry, dict[str, str]]]:
-    """Compare the files of each entry with their digests; yield it and what is wrong."""
-    cache.check_trusted()
-    for item in sorted(cache.stored(), key=lambda item: item.key):
-        while item.folder.exists():
-            damage = item.damage()
-            now = Artifact.read(item.folder)
-            # Removed, or built again, while it was read?
-            if not damage or (_made(now) == _made(item.artifact) and item.folder.exists()):
-                yield item, damage
-                break
-            item = item._replace(artifact=now)
-
-
-def _made(artifact: Artifact | None) -> float | None:
-    return None if artifact is None else artifact.made
 
 
 def share(cache: ArtifactCache) -> None:

@@ -34,7 +34,7 @@ COMMANDS = {
     "quantize-static": ("quantize_static", "Quantise weights and activations to 8 bits."),
     "tune": ("tune", "Measure which passes and session settings gain."),
     "run": ("run", "Run a program with passes enabled for its sessions."),
-    "cache": ("cache", "Fill, show, check or empty the cache of sessions."),
+    "cache": ("cache", "Fill, list or empty the cache of sessions."),
     "explain": ("explain", "Explain a refusal by its code or its text."),
     "doctor": ("doctor", "Check versions, CPU, cache and limits."),
 }

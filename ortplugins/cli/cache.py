@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``ortplugins cache``: fill, show, check and empty the cache of sessions."""
+"""``ortplugins cache``: fill, list and empty the cache of sessions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 from rich.filesize import decimal
 
-from ortplugins.cache.artifact import REPORT, Artifact
+from ortplugins.cache.artifact import REPORT
 from ortplugins.cache.folder import cache_folder
 from ortplugins.cache.store import KEY_CHARACTERS, ArtifactCache
 from ortplugins.cli import options as opt
@@ -26,7 +26,7 @@ from session_options.plan import HINT_KEY
 if TYPE_CHECKING:
     from ortplugins.cache.store import Entry
 
-cache = App(name="cache", help="Fill, show, check or empty the cache of sessions.")
+cache = App(name="cache", help="Fill, list or empty the cache of sessions.")
 
 _WARM_PASSES = (*opt.DEFAULT_PASSES, PrepackedWeights.name)
 _AGES = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -42,12 +42,6 @@ def age(_: type, tokens: Sequence[Any]) -> float:
 
 def _store(cache_dir: str) -> ArtifactCache:
     return ArtifactCache(Path(cache_folder(cache_dir)))
-
-
-@cache.command(name="dir")
-def print_directory(*, cache_dir: opt.CacheDir = "") -> None:
-    """Print the directory of the cache."""
-    print(_store(cache_dir).root)
 
 
 @cache.command(name="list")
@@ -70,43 +64,6 @@ def list_entries(*, cache_dir: opt.CacheDir = "", format: opt.Format = "text") -
     print_table(headings, rows)
     size = decimal(sum(entry.size for entry in entries))
     print(f"{len(entries)} in all, {size}, in {store.root}")
-
-
-@cache.command(name="show")
-def show_entry(key: str, /, *, cache_dir: opt.CacheDir = "") -> None:
-    """Print everything the cache knows about an entry, as JSON.
-
-    Args:
-        key: Key of an entry, or its start.
-    """
-    store = _store(cache_dir)
-    found = [entry for entry in store.entries() if entry.key.startswith(key)]
-    if len(found) != 1:
-        number = f"{len(found)} entries" if found else "no entry"
-        raise UsageError(f"{key!r}: {number} in {store.root}")
-    artifact = found[0].artifact
-    fields = {name: getattr(artifact, name, None) for name in Artifact.__slots__}
-    content = {**_as_json(found[0]), "artifact": fields, "report": _report_of(found[0])}
-    print(json.dumps(content, indent=2))
-
-
-@cache.command(name="verify")
-def verify_entries(*, cache_dir: opt.CacheDir = "") -> None:
-    """Compare every file in the cache with its digest; exit with 1 if any is damaged."""
-    from ortplugins.cache.store import verify
-
-    store = _store(cache_dir)
-    number = damaged = 0
-    for item, damage in verify(store):
-        number += 1
-        if not damage:
-            continue
-        damaged += 1
-        what = "; ".join(f"{file}: {text}" for file, text in damage.items())
-        print(f"damaged: {item}: {what}")
-    print(f"{number} checked, {damaged} damaged, in {store.root}")
-    if damaged:
-        sys.exit(1)
 
 
 @cache.command(name="prune")
@@ -209,6 +166,7 @@ def _as_json(entry: Entry) -> dict[str, Any]:
     report = _report_of(entry)
     return {
         "key": entry.key,
+        "folder": str(entry.folder),
         "model": entry.model,
         "size": entry.size,
         "created": entry.created,

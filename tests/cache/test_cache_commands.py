@@ -50,10 +50,9 @@ CHECK_AND_PRUNE = """
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from ortplugins.cache.store import prune, verify
-from ortplugins.cache.store import ArtifactCache
+from ortplugins.cache.store import ArtifactCache, prune
 cache = ArtifactCache(Path(sys.argv[1]))
-print([damage for _, damage in verify(cache)])
+print([entry.damage() for entry in cache.entries()])
 prune(cache, max_size=0)
 """
 
@@ -138,11 +137,7 @@ def test_list_and_show(aged, model_path):
     (entry,) = json.loads("\n".join(lines("list", "--format", "json")))
     assert (entry["model"], entry["fired"], entry["refused"]) == (str(model_path), 1, 0)
     assert entry["size"] > 0
-    shown = json.loads("\n".join(lines("show", entry["key"][:8])))
-    assert shown.items() >= entry.items()
-    assert set(shown["artifact"]["files"]) >= {"model.onnx"}
-    done = ortplugins_command("cache", "show", "x")
-    assert (done.returncode, "no entry" in done.stderr) == (2, True)
+    assert Path(entry["folder"], "report.json").exists()
 
 
 def test_a_clock_that_was_set_back(aged, model_path):
@@ -284,56 +279,12 @@ def test_what_is_found_while_two_collect_stays_whole(cache_dir, tmp_path):
     assert list((cache_dir / "building").iterdir()) == []
 
 
-# verify
-
-
-def _flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def _truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
-
-
-@pytest.mark.parametrize(
-    ("damage", "file", "what"),
-    [
-        (_flip, "model.onnx.data", "model.onnx.data: other digest"),
-        (_truncate, "model.onnx", "model.onnx: other size: {} bytes, published with {}"),
-        (lambda path: os.truncate(path, 0), "model.onnx", "model.onnx: other size: 0 bytes"),
-        (Path.unlink, "model.onnx.data", "model.onnx.data: missing"),
-        (Path.unlink, "artifact", "artifact: missing"),
-        (_truncate, "artifact", "artifact: cannot be used"),
-    ],
-    ids=["bit", "cut", "emptied", "deleted", "none", "cut artifact"],
-)
-def test_verify_names_what_is_damaged(tmp_path, cache_dir, damage, file, what):
-    for index in range(2):
-        case = DequantizedMatMul(512, 512, 32, seed=index)
-        model = save(case, tmp_path / f"{index}.onnx")
-        victim = Path(start(model).ortplugins_report.artifact).parent
-    assert lines("verify") == [f"2 checked, 0 damaged, in {cache_dir}"]
-
-    size = (victim / file).stat().st_size
-    damage(victim / file)
-    line, total = lines("verify", code=1)
-    assert line.startswith(f"damaged: {victim.name[:12]}")
-    assert f": {what.format(size - 1, size)}" in line
-    assert (file == "artifact") != (f" {model}: " in line)
-    assert total == f"2 checked, 1 damaged, in {cache_dir}"
-    assert victim.exists()
-
-
 def test_commands_on_a_cache_that_is_not_there_make_none(cache_dir, tmp_path):
-    assert lines("verify") == [f"0 checked, 0 damaged, in {cache_dir}"]
     (line,) = lines("prune", "--max-size", "0")
     assert line == f"removed 0, 0 bytes; 0 remain, 0 bytes, in {cache_dir}"
     _, line = lines("list")
     assert line == f"0 in all, 0 bytes, in {cache_dir}"
-    assert lines("dir") == [str(cache_dir)]
-    assert lines("dir", "--cache-dir", tmp_path / "x") == [str(tmp_path / "x")]
+    assert lines("list", "--cache-dir", tmp_path / "x")[-1].endswith(str(tmp_path / "x"))
     assert not cache_dir.exists() and not (tmp_path / "x").exists()
 
 
@@ -346,7 +297,7 @@ def test_clean_removes_all(aged, cache_dir):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no such modes")
-@pytest.mark.parametrize("command", [["verify"], ["prune", "--max-size", "0"]], ids="".join)
+@pytest.mark.parametrize("command", [["list"], ["prune", "--max-size", "0"]], ids="".join)
 def test_a_directory_that_others_may_write_to(cache_dir, command):
     cache_dir.mkdir()
     cache_dir.chmod(0o777)
