@@ -49,7 +49,6 @@ from rewrite_rules.transformer_fusion.own_axes import give_heads_an_axis
 from rewrite_rules.transformer_fusion.projections import merge_projections
 from rewrite_rules.transformer_fusion.rotary import Rotary, SplitRotary, may_be_rotation
 from rewrite_rules.transformer_fusion.shared_cache import SharedCache, cache_inputs
-from rewrite_rules.transformer_fusion.standard_operators import use_kernels
 
 # Shape(x, start, end) stands in what grouped queries write.
 _SHAPE_OPSET = 15
@@ -90,8 +89,6 @@ def fuse_transformer(
     opset = model.opset_imports.get("", 0)
     if options.attention:
         note_kernels(nodes, remarks)
-    parts = [part for part in ("attention", "activations") if getattr(options, part)]
-    use_kernels(model, nodes, shapes, parts, context)
     if (options.rotary or options.attention) and context.cpu_only and opset >= _SHAPE_OPSET:
         share_constants(model)
         _fuse_attention(model, shapes, options, context)

@@ -21,9 +21,7 @@ from builders.transformer_parts import (
     LAYOUTS,
     REPEATS,
     attention,
-    causal_convolution,
     gelu,
-    linear_attention,
     norm,
 )
 from numpy.typing import NDArray
@@ -207,8 +205,6 @@ def _small_ones() -> Iterator[tuple[str, Form]]:
     for name, make in {
         "norm": partial(norm, ("", "")),
         "gelu": partial(gelu, ("", "")),
-        "recurrence": linear_attention,
-        "recurrence convolved": causal_convolution,
     }.items():
         yield name, Form(make, TRANSFORMER, plain_feeds)
 
