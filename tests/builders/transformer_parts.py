@@ -4,7 +4,7 @@
 import onnx
 import onnx_ir as ir
 
-from builders.text_models import normal, proto_of
+from builders.text_models import proto_of
 
 # Query heads, key and value heads, size of a head.
 H, G, D = 6, 2, 4

@@ -243,7 +243,7 @@ FAMILIES = {
         for family, share, starts in (
             ("decoder", 18, r"decoder |torch$|grouped|infinite"),
             ("encoder", 12, "encoder "),
-            ("heads, norms", 8, "heads|norm|gelu|recurrence"),
+            ("heads, norms", 8, "heads|norm|gelu"),
             ("form", 6, "form "),
             ("weight", 8, "weight"),
             ("order", 6, "order"),
