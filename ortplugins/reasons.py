@@ -174,10 +174,6 @@ REASONS: Mapping[str, Mapping[str, str]] = {
             "Leave kv_cache as exported: a shared cache takes a causal mask and heads of a "
             "multiple of 8."
         ),
-        "ORP610": (
-            "Nothing to do: no form is faster. kv_cache=shared is, for callers that keep "
-            "the cache in their own buffers."
-        ),
     },
     "Convolutions (conv_fusion)": {
         "ORP651": (

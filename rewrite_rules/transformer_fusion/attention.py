@@ -19,9 +19,8 @@ operator takes 0.6 to 0.8 of the time of the nodes.
 Shapes are proved, and a run asks its mask what kernels take for granted (:mod:`.conditions`);
 where it shows something else, nodes add it as the model does.
 
-Refused by name: sinks and soft caps without a cache, other types than float32, weights that
-something else reads. What multiplies the weights of a Softmax and is not
-fused says why.
+Refused by name: other types than float32, weights that something else reads. What multiplies
+the weights of a Softmax and is not fused says why.
 """
 
 from __future__ import annotations
@@ -66,7 +65,6 @@ from rewrite_rules.transformer_fusion.shared_cache import SharedCache
 _KERNELS = ("Attention", "GroupQueryAttention", "MultiHeadAttention")
 # From heads [B, H, S, D] to [S, B, H, D], as torch's own MultiheadAttention goes on.
 TOKENS_FIRST = (2, 0, 1, 3)
-_PRODUCTS = ("Einsum", "MatMul")
 _MAX_BETWEEN = 4
 
 
@@ -114,16 +112,14 @@ class FuseAttention(RewriteRuleClassBase):
         self._order = TOKENS_FIRST if tokens_first else SPLIT_HEADS
         # What layers share.
         self._conditions = Conditions()
-        self._masks: dict[object, tuple[ir.Value, ir.Value]] = {}
+        self._masks: dict[object, ir.Value] = {}
         self._shared: dict[object, ir.Value] = {}
         self._places: dict[ir.Node, int] = {}
 
     def pattern(self, op, logits, zero, values):  # type: ignore[no-untyped-def]
         softmax = op.Softmax(logits, _allow_other_attributes=True, _outputs=["softmax"])
         numbers = op.Where(op.IsNaN(softmax), zero, softmax)
-        cut = op.Slice(softmax, _allow_other_inputs=True, _outputs=["cut"])
-        forms = [softmax, numbers, cut]
-        weights = OrValue(forms, tag_var="guarded", tag_values=[0, 1, 2])
+        weights = OrValue([softmax, numbers], tag_var="guarded", tag_values=[0, 1])
         mixed = op.MatMul(weights, values, _outputs=["mixed"])
         same = op.Reshape(mixed, _allow_other_inputs=True, _allow_other_attributes=True)
         kept = OrValue([mixed, same], tag_var="kept", tag_values=[0, 1])
@@ -156,7 +152,6 @@ class FuseAttention(RewriteRuleClassBase):
         mixed: ir.Value,
         guarded: int,
         out: ir.Value,
-        cut: ir.Value | None = None,
         **_: object,
     ) -> Attention:
         dims = self._facts.dims(softmax)
@@ -165,7 +160,7 @@ class FuseAttention(RewriteRuleClassBase):
             raise Refusal(
                 "ORP603", f"its weights are over axis {axis}, not known to be the last"
             )
-        match = Match(softmax, mixed, out, guarded == 1, cut)
+        match = Match(softmax, mixed, out, guarded == 1)
         found = read_attention(match, self._facts)
         for applies, code, reason in _REFUSALS:
             if applies(self, found):
@@ -280,7 +275,7 @@ class FuseAttention(RewriteRuleClassBase):
 
         None where the standard operator does not take it.
         """
-        if not self._standard or found.mask is None or not found.is_plain:
+        if not self._standard or found.mask is None:
             return None
         repeats = found.heads // found.groups
         if repeats == 1 or found.masks_heads:
@@ -318,23 +313,20 @@ class FuseAttention(RewriteRuleClassBase):
         """Emit the sum of the masks, and of those that replace scores."""
         if not found.masks:
             return found
-        mask, repeated = self._sum_of(op, found, found.masks)
+        mask = self._sum_of(op, found.masks)
         replacing = tuple(mask for mask in found.masks if mask.replaces)
-        chosen = self._sum_of(op, found, replacing)[0] if replacing else None
-        return dataclasses.replace(found, mask=mask, repeated_mask=repeated, chosen=chosen)
+        chosen = self._sum_of(op, replacing) if replacing else None
+        return dataclasses.replace(found, mask=mask, chosen=chosen)
 
-    def _sum_of(
-        self, op: Any, found: Attention, masks: tuple[Mask, ...]
-    ) -> tuple[ir.Value, ir.Value]:
-        """Emit a sum, once for all layers, and with the rows of each head of a group."""
-        key = masks, found.layout
-        if key not in self._masks:
-            repeated: Any = None
+    def _sum_of(self, op: Any, masks: tuple[Mask, ...]) -> ir.Value:
+        """Emit a sum, once for all layers."""
+        if masks not in self._masks:
+            total: Any = None
             for mask in masks:
                 rank = len(self._facts.dims(mask.value) or ())
-                repeated = mask.added(op, found.layout.rank - rank, repeated)
-            self._masks[key] = found.layout.emit(op, repeated), repeated
-        return self._masks[key]
+                total = mask.added(op, len(SPLIT_HEADS) - rank, total)
+            self._masks[masks] = total
+        return self._masks[masks]
 
 
 _REFUSALS: tuple[tuple[Callable[[FuseAttention, Attention], bool], str, str], ...] = (
@@ -344,32 +336,14 @@ _REFUSALS: tuple[tuple[Callable[[FuseAttention, Attention], bool], str, str], ..
         "without a cache it needs the kernel of onnxruntime 1.24",
     ),
     (
-        # The standard operator caps what a mask hides as well, and knows no sinks; of 128
-        # tokens, GroupQueryAttention takes 1.3 x the time of nodes for caps, 1.1 x for sinks.
-        lambda rule, found: not (found.cached or found.is_plain),
-        "ORP603",
-        "its scores are capped, or have sinks, without a cache",
-    ),
-    (
         lambda rule, found: found.never_fits,
         "ORP601",
         "its sizes are known not to fit each other",
     ),
     (
-        lambda rule, found: found.stretches,
-        "ORP601",
-        "a value may stand for several keys, of any number",
-    ),
-    (
         lambda rule, found: not found.cached and found.read_keys.merge is not None,
         "ORP602",
         "the batch of its heads is not known to be their own",
-    ),
-    (
-        # 0.99 to 1.04 x the time of SmolLM2's tokens, and 1.03 x its memory in float.
-        lambda rule, found: found.layout.in_rows and not (found.cached and rule._cache),
-        "ORP610",
-        "its query heads share keys without copies: no form is faster",
     ),
     (
         lambda rule, found: bool(
@@ -404,10 +378,8 @@ def multiplied_weights(softmaxes: Iterable[ir.Node]) -> dict[ir.Node, tuple[str,
             readers = [node for node in value.consumers() if node.op_type != "Shape"]
             if not readers:
                 break
-            node = next((one for one in readers if one.op_type in _PRODUCTS), readers[0])
-            if node.op_type in _PRODUCTS and (
-                node.inputs[0] is value or node.op_type == "Einsum"
-            ):
+            node = next((one for one in readers if one.op_type == "MatMul"), readers[0])
+            if node.op_type == "MatMul" and node.inputs[0] is value:
                 found[node] = tuple(between)
                 break
             between.append(f"{node.op_type} {label(node)!r}")

@@ -28,7 +28,7 @@ from rewrite_rules.transformer_fusion.head_layout import (
     unproved_splits,
     unsplit,
 )
-from rewrite_rules.transformer_fusion.masks import HIDDEN, GroupedLayout, Mask
+from rewrite_rules.transformer_fusion.masks import HIDDEN, Mask, mask_dims
 from rewrite_rules.transformer_fusion.repeated_heads import RepeatedHeads
 
 _MICROSOFT = "com.microsoft"
@@ -43,14 +43,11 @@ class Attention:
     Attributes:
         query: ``[B, H, S, D]``, before it is scaled.
         read_keys, read_values: ``[B, G, T, D]``, past and new, or ``[B, T, G, D]``.
-        masks: What is added to the scores, in this ``layout``.
+        masks: What is added to the scores.
         heads, groups, size: H, G, D.
         guarded: Whether weights that are NaN, of a token that sees nothing, count as 0.
         cached: Whether keys and values are caches, to which all forms add the new ones.
-        cap: ``cap * tanh(scale q k' / cap)`` stands for the scores; 0 for none.
-        sinks: A score of each head, ``[1, H, 1, 1]``, that takes a part of the weights.
         mask: The sum of the masks for ``[B, H, S, T]``; None for nothing.
-        repeated_mask: The same with r times the rows.
         chosen: The sum of the masks that replace scores; None for none.
         joins: Whether a form returns the new cache as well, made of the old one.
     """
@@ -60,17 +57,13 @@ class Attention:
     read_keys: RepeatedHeads
     read_values: RepeatedHeads
     masks: tuple[Mask, ...]
-    layout: GroupedLayout
     scale: float
     heads: int
     groups: int
     size: int
     guarded: bool
     cached: bool
-    cap: float = 0.0
-    sinks: ir.Value | None = None
     mask: ir.Value | None = None
-    repeated_mask: ir.Value | None = None
     chosen: ir.Value | None = None
     joins: bool = False
 
@@ -102,12 +95,6 @@ class Attention:
         return dims[heads.length_axis]
 
     @property
-    def stretches(self) -> bool:
-        """Whether a value may stand for several keys that kernels want a value each for."""
-        differ = self.cached or self._length(self.read_values) != self.key_count
-        return self.read_values.stretched and differ
-
-    @property
     def never_fits(self) -> bool:
         """Whether sizes that kernels want to be the same are known to differ."""
         read, wanted = (self.query, *map(self.new, self.both)), (*self.tokens, self.key_count)
@@ -115,9 +102,9 @@ class Attention:
         for pair in itertools.combinations(read, 2):
             same += same_tokens(*pair, self.facts)[: 1 + self.cached]
         for mask in () if self.cached else self.masks:
-            dims = self.layout.dims(self.facts.dims(mask.value) or (), mask.value.name)
+            dims = mask_dims(self.facts.dims(mask.value) or (), mask.value.name)
             pairs = zip((dims[0], *dims[2:]), wanted, strict=True)
-            same += (same_sizes([(a, b)]) for a, b in pairs if a not in (None, (1, ())))
+            same += (same_sizes([(a, b)]) for a, b in pairs if a != (1, ()))
         return False in same
 
     @property
@@ -174,18 +161,12 @@ class Attention:
     def shortest_prompt(self) -> int | None:
         """The fewest tokens that GroupQueryAttention takes less time for than nodes, or None.
 
-        As a share of the model's own nodes' time, one thread, the kernel (grouped queries):
-        soft caps 1.39 (.98) for 128 tokens, 1.30 (1.01) for 512; a mask of each head 1.2 (1.1)
-        for 128, 1.07 (1.19) for 512, .83 (1.06) for 1,024.
+        As a share of the model's own nodes' time, one thread, the kernel (grouped queries): a
+        mask of each head 1.2 (1.1) for 128, 1.07 (1.19) for 512, .83 (1.06) for 1,024.
         """
-        if not self.fits_kernel or self.cap:
+        if not self.fits_kernel:
             return None
         return 1024 if self.masks_heads else 1
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the standard operator computes it."""
-        return not self.cap and self.sinks is None
 
     @property
     def mends_nan(self) -> bool:
@@ -244,11 +225,8 @@ class Attention:
         mask = self._of_groups(op, mask)
         if rows is None:
             keys, values = (self._cache(op, heads, one=True) for heads in self.both)
-            sinks = self.sinks
-            if sinks is not None:
-                sinks = op.Reshape(sinks, ints(op, 1, self.groups, repeats, 1))
             chosen = self._of_groups(op, self.chosen)
-            weights = self._weights(op, self._scores(op, query, keys), mask, chosen, sinks)
+            weights = self._weights(op, self._scores(op, query, keys), mask, chosen)
             mixed = op.MatMul(weights, values)
         elif self.joins:
             past = [producer(whole).inputs[0] for whole in both]
@@ -279,8 +257,8 @@ class Attention:
         held, values = (self._cache(op, each) for each in self.both)
         if heads == groups:
             scores = self._scores(op, query, held)
-            weights = self._weights(op, scores, self.mask, self.chosen, self.sinks)
-            mixed = op.MatMul(weights, self._stretched(op, values, weights))
+            weights = self._weights(op, scores, self.mask, self.chosen)
+            mixed = op.MatMul(weights, values)
             return self._results(self._merged(op, mixed, query), held, values)
         repeats = ints(op, heads // groups)
 
@@ -292,11 +270,11 @@ class Attention:
         tokens, keys = op.Shape(query, start=2, end=3), op.Shape(held, start=2, end=3)
         rows = reshape(query, groups, op.Mul(tokens, repeats), self.size)
         scores = reshape(self._scores(op, rows, held), heads, tokens, keys)
-        weights = self._weights(op, scores, self.mask, self.chosen, self.sinks)
+        weights = self._weights(op, scores, self.mask, self.chosen)
         # A mask may have more rows or columns, where there is one token or key.
         tokens, keys = (op.Shape(weights, start=axis, end=axis + 1) for axis in (2, 3))
         grouped = reshape(weights, groups, op.Mul(tokens, repeats), keys)
-        mixed = op.MatMul(grouped, self._stretched(op, values, weights))
+        mixed = op.MatMul(grouped, values)
         mixed = reshape(mixed, heads, tokens, self.size)
         return self._results(self._merged(op, mixed, query), held, values)
 
@@ -318,12 +296,10 @@ class Attention:
             None,
             None,
             self.mask,
-            *([] if self.sinks is None else [op.Reshape(self.sinks, ints(op, -1))]),
             num_heads=self.heads,
             kv_num_heads=self.groups,
             scale=self.scale,
             _domain=_MICROSOFT,
-            **({"softcap": self.cap} if self.cap else {}),
             _outputs=3,
         )
         return self._results(attended, keys, values)
@@ -372,12 +348,6 @@ class Attention:
     def _results(self, mixed: Any, keys: Any, values: Any) -> list[Any]:
         return [mixed, keys, values] if self.joins else [mixed]
 
-    def _stretched(self, op: Any, values: Any, weights: Any) -> Any:
-        """Emit a value for each weight, where one may stand for all of them."""
-        if not self.read_values.stretched:
-            return values
-        return op.Expand(values, ints(op, op.Shape(weights, start=-1), 1))
-
     def _stored(self, op: Any, heads: RepeatedHeads) -> Any:
         """Emit ``[B, G, T, D]`` of keys or values, or take them as they are."""
         source = heads.source
@@ -420,10 +390,7 @@ class Attention:
 
     def _scores(self, op: Any, query: Any, keys: Any) -> Any:
         options = {"transB": 1, "_domain": _MICROSOFT}
-        if not self.cap:
-            return op.FusedMatMul(query, keys, alpha=self.scale, **options)
-        scores = op.FusedMatMul(query, keys, alpha=self.scale / self.cap, **options)
-        return op.Mul(op.Tanh(scores), op.Constant(value_float=self.cap))
+        return op.FusedMatMul(query, keys, alpha=self.scale, **options)
 
     def _weights(
         self,
@@ -431,18 +398,12 @@ class Attention:
         scores: ir.Value,
         mask: ir.Value | None,
         chosen: ir.Value | None,
-        sinks: ir.Value | None,
     ) -> Any:
         total = scores if mask is None else op.Add(scores, mask)
         if chosen is not None:  # what is only added leaves scores that are NaN
             hidden = op.LessOrEqual(chosen, op.Constant(value_float=HIDDEN))
             total = op.Where(hidden, mask, total)
-        if sinks is not None:
-            sizes = ints(op, op.Shape(total, end=-1), 1)
-            total = op.Concat(total, op.Expand(sinks, sizes), axis=-1)
         weights = op.Softmax(total, axis=-1)
-        if sinks is not None:
-            weights = op.Slice(weights, *(ints(op, end) for end in (0, -1, -1)))
         if not self.guarded:
             return weights
         return op.Where(op.IsNaN(weights), op.Constant(value_float=0.0), weights)

@@ -162,10 +162,8 @@ def check_shared(op: Any, found: Attention, name: str) -> ir.Value:
     """Emit an int32 0, by a node that fails where the mask shows what the kernel hides.
 
     It fails as well where heads are split otherwise: a cache in buffers leaves no other form.
-    Rows of a mask may be those of several query heads in turn, which the kernel takes for
-    alike.
     """
-    mask, repeated, repeats = found.mask, found.repeated_mask, found.layout.repeats
+    mask = found.mask
     assert mask is not None
     rows, columns = (_size(op, mask, axis) for axis in (2, 3))
     first = op.Add(op.Sub(columns, rows), ints(op, 1))
@@ -173,10 +171,6 @@ def check_shared(op: Any, found: Attention, name: str) -> ir.Value:
     wrong = op.ReduceMax(op.Cast(later, to=ir.DataType.FLOAT), keepdims=0)
     for ask in unproved_splits(op, found.splits, found.facts).values():
         wrong = op.Max(wrong, op.Cast(op.Not(ask()), to=ir.DataType.FLOAT))
-    if repeated is not mask:
-        same = op.Equal(op.Tile(mask, ints(op, 1, 1, repeats, 1)), repeated)
-        differs = op.ReduceMax(op.Cast(op.Not(same), to=ir.DataType.FLOAT), keepdims=0)
-        wrong = op.Max(wrong, differs)
     zero = op.Constant(value=ir.tensor([0], ir.DataType.INT32))
     checked: ir.Value = op.Gather(zero, op.Cast(wrong, to=ir.DataType.INT64), _name=name)
     return checked

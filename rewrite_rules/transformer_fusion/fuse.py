@@ -22,7 +22,7 @@ from rewrite_rules.graph.opset_conversion import convert_opset
 from rewrite_rules.graph.parameters import int_attribute
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.graph.value_types import derive_types
-from rewrite_rules.remarks import Outcome, PassContext, Refusal, Remarks
+from rewrite_rules.remarks import Outcome, PassContext, Refusal
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.attention import (
     FuseAttention,
@@ -95,7 +95,7 @@ def fuse_transformer(
     elif options.kv_cache == _SHARED:
         raise ValueError(f"kv_cache=shared needs a CPU session and opset {_SHAPE_OPSET}")
     elif options.grouped_queries and opset >= _SHAPE_OPSET:
-        give_heads_an_axis(model, [model.graph], remarks)
+        give_heads_an_axis(model, [model.graph])
         sort_nodes(model.graph)
         remove_unused(model)
     rules, candidates = list[RewriteRule](), set[ir.Node]()
@@ -172,7 +172,7 @@ def _fuse_attention(
     remarks = context.remarks
     is_shared = options.kv_cache == _SHARED and bool(cache_inputs(model))
     written, graphs = Written(), [model.graph] if is_shared else [*_graphs(model.graph)]
-    _normalise(model, graphs, remarks)
+    _normalise(model, graphs)
     shared = SharedCache(model) if is_shared else None
     nodes = _by_operator(model)
     weighted = multiplied_weights(nodes["Softmax"])
@@ -201,7 +201,7 @@ def _fuse_attention(
         )
 
 
-def _normalise(model: ir.Model, graphs: Sequence[ir.Graph], remarks: Remarks) -> None:
+def _normalise(model: ir.Model, graphs: Sequence[ir.Graph]) -> None:
     """Let what is equal be one node, and heads have an axis."""
     # Not those of the rules, which find more once this is done.
     shapes = ProvedShapes(model, on_demand=True)
@@ -210,7 +210,7 @@ def _normalise(model: ir.Model, graphs: Sequence[ir.Graph], remarks: Remarks) ->
         drop_reshapes(graph, shapes)
     remove_unused(model)  # what computed their sizes
     fold_scalars(model, graphs, shapes)
-    give_heads_an_axis(model, graphs, remarks)
+    give_heads_an_axis(model, graphs)
     remove_unused(model)
     derive_types(model)
     sort_nodes(model.graph)

@@ -2,10 +2,6 @@
 """Gives heads an axis of their own, so that all attention is read in one layout.
 
     Reshape(f(Reshape(x[B, H, S, D], [B * H, S, D]), ...), [B, H, S, T])    -> f(x, ...)
-    Reshape(Add(Reshape(x[b * W, H, S, T], [b, W, H, S, T]), mask), [b * W, H, S, T])
-        -> Add(x, Reshape(Expand(mask)))
-    softmax(q[B, S, D] k') v    -> Reshape(Transpose(softmax(q[B, 1, S, D] k') v), [B, S, D])
-    Einsum("bihd,bjhd->bhij", q, k)    -> MatMul(Transpose(q), Transpose(k))
 
 where f are products, Softmax, factors and masks. The same numbers are computed in the same
 order; whatever else reads a value of the old shape reads a Reshape of the new one.
@@ -22,43 +18,37 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript import TapeBuilder
 
-from rewrite_rules.graph.nodes import label, made_by, producer
+from rewrite_rules.graph.nodes import made_by, producer
 from rewrite_rules.graph.parameters import constant, int_attribute
-from rewrite_rules.remarks import Refusal, Remarks
 from rewrite_rules.shapes.dimensions import Dim, Dims, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
-from rewrite_rules.transformer_fusion.head_layout import SPLIT_HEADS, ints
+from rewrite_rules.transformer_fusion.head_layout import ints
 
 _RANK = 4
 _LAST_TWO, _LAST_TWO_OF_HEADS = (0, 2, 1), (0, 1, 3, 2)
 _ELEMENTWISE = frozenset({"Add", "Div", "IsNaN", "Mul", "Sub", "Where"})
-# From a product to the Softmax of its scores: factors and masks.
-_MAX_STEPS = 6
 
 
-def give_heads_an_axis(model: ir.Model, graphs: Iterable[ir.Graph], remarks: Remarks) -> None:
+def give_heads_an_axis(model: ir.Model, graphs: Iterable[ir.Graph]) -> None:
     """Rewrite sorted graphs of a model; unused nodes stay, and the order may change."""
     facts = ProvedShapes(model, on_demand=True)
     for graph in graphs:
         heads = _HeadsApart(graph, facts)
         for node in graph if any(node.op_type == "Softmax" for node in graph) else ():
-            made = _multiply(node, facts, remarks) if node.op_type == "Einsum" else [node]
-            for each in made:
-                heads.visit(each)
+            heads.visit(node)
 
 
 class _HeadsApart:
     """Computes what nodes of a sorted graph do with heads on an axis of their own.
 
     ``apart`` has ``[B, H, S, D]`` of each value that holds the same in another shape: with
-    heads merged into the batch, or with the batch split, of which ``sizes`` has the new sizes.
+    heads merged into the batch.
     ``made``: which values a new one stands for. ``new``: B and S of what a cache ends with.
     """
 
     def __init__(self, graph: ir.Graph, facts: ProvedShapes) -> None:
         self._graph, self._facts = graph, facts
         self._apart: dict[ir.Value | None, ir.Value] = {}
-        self._sizes: dict[ir.Value | None, ir.Value] = {}
         self._new: dict[ir.Value, tuple[Dim, Dim]] = {}
         self._made = collections.defaultdict[ir.Value, list[ir.Value]](list)
 
@@ -70,25 +60,15 @@ class _HeadsApart:
             self._read_reshape(node)
             return
         op, out = TapeBuilder(), node.outputs[0]
-        is_mixed = node.op_type == "MatMul" and self._split_one_head(op, node)
         made = self._computed(op, node)
         if made is not None:
             self._apart[out] = made
             batch, heads, *rest = self._facts.dims(made, _RANK) or ((1, ()), (1, ()))
             if node.op_type == "MatMul" and heads != (1, ()):
                 self._facts.note(out, (self._facts.unknowns.product((batch, heads)), *rest))
-            for value in node.inputs:
-                if value in self._sizes:
-                    self._sizes[out] = self._sizes[value]
             if made.producer() is not None:
                 self._made[made].append(out)
-        if made is not None and is_mixed:
-            turned = op.Transpose(made, perm=SPLIT_HEADS)
-            width = number((self._facts.dims(made) or ())[-1]) or 0
-            out.replace_all_uses_with(op.Reshape(turned, ints(op, 0, 0, width)))
         self._graph.insert_before(node, op.nodes)
-        if made is not None and is_mixed:
-            self._settle(made)
 
     def _read_reshape(self, node: ir.Node) -> None:
         """Note that a Reshape merges or splits axes; remove one that ends with ``apart``."""
@@ -102,14 +82,10 @@ class _HeadsApart:
             self._settle(apart)
             return
         merged = self._merged_axes(node, before)
-        if merged is not None:
-            made, asked = merged
-            facts.note(source, made)
-        elif len(before) == _RANK < len(asked) and asked[2:] == before[1:]:
-            if all(size is not None and size[0] > 0 for size in facts.numbers(sizes) or ()):
-                self._sizes[out] = sizes
-        else:
+        if merged is None:
             return
+        made, asked = merged
+        facts.note(source, made)
         facts.note(out, asked)
         self._apart[out] = source
 
@@ -224,10 +200,7 @@ class _HeadsApart:
                 dims = facts.dims(value)
                 if value is None or dims is None:
                     return None
-                if len(shape) == 1:
-                    made = _merged(op, value, dims, number(leading[1]))
-                else:
-                    made = _split(op, value, dims, shape, self._sizes.get(old[0]))
+                made = _merged(op, value, dims, number(leading[1]))
             if made is None:
                 return None
             found.append(made)
@@ -237,36 +210,6 @@ class _HeadsApart:
             facts.note(node.outputs[0], (*shape, *dims[len(shape) :]))
         result: ir.Value = getattr(op, node.op_type)(*found)
         return result
-
-    def _split_one_head(self, op: Any, node: ir.Node) -> bool:
-        """Emit operands of attention that has no heads; return whether these are values."""
-        left, right = node.inputs
-        dims = [self._facts.dims(value, _RANK - 1) for value in (left, right)]
-        if left is None or right is None or right in self._apart or None in dims:
-            return False
-        if left in self._apart:
-            sizes = self._facts.dims(self._apart[left], _RANK)
-            is_one = sizes is not None and sizes[1] == (1, ())
-            is_weights = made_by(left, "Softmax", "Where") is not None
-            return is_one and is_weights and self._one_head(op, right)
-        if _leads_to_softmax(node.outputs[0]) and self._one_head(op, left):
-            turned = made_by(right, "Transpose")
-            keys = None if turned is None or _perm(turned) != _LAST_TWO else turned.inputs[0]
-            if keys is None:
-                keys = op.Transpose(right, perm=_LAST_TWO)
-            if self._one_head(op, keys):
-                made = op.Transpose(self._apart[keys], perm=_LAST_TWO_OF_HEADS)
-                self._apart[right] = made
-        return False
-
-    def _one_head(self, op: Any, value: ir.Value) -> bool:
-        """Emit ``[B, 1, S, D]`` of ``[B, S, D]``, if D is known."""
-        dims = self._facts.dims(value, _RANK - 1)
-        width = None if dims is None else number(dims[2])
-        if width:
-            split = op.Reshape(value, ints(op, 0, 0, 1, width))
-            self._apart[value] = op.Transpose(split, perm=SPLIT_HEADS)
-        return bool(width)
 
 
 def _merged(op: Any, value: ir.Value, dims: Dims, heads: int | None) -> ir.Value | None:
@@ -281,24 +224,6 @@ def _merged(op: Any, value: ir.Value, dims: Dims, heads: int | None) -> ir.Value
         batch = op.Div(op.Shape(value, start=0, end=1), ints(op, heads))
         sizes = ints(op, batch, heads, op.Shape(value, start=1))
         made = op.Reshape(value, sizes, allowzero=1)
-    return made
-
-
-def _split(
-    op: Any, value: ir.Value, dims: Dims, leading: Dims, sizes: ir.Value | None
-) -> ir.Value | None:
-    """Emit an operand beside ``[b, W, H, S, T]`` for ``[b * W, H, S, T]``."""
-    if len(dims) < _RANK:
-        return value
-    dims = ((1, ()),) * (len(leading) + 2 - len(dims)) + dims
-    pairs = zip(dims[:2], leading, strict=False)
-    fits = all(dim in ((1, ()), size) for dim, size in pairs)
-    if sizes is None or len(dims) != len(leading) + 2 or not fits:
-        return None
-    first = op.Slice(sizes, ints(op, 0), ints(op, 2))
-    whole = op.Expand(value, ints(op, first, ints(op, *[1] * (_RANK - 1))))
-    asked = ints(op, op.ReduceProd(first, keepdims=1), op.Shape(whole, start=2))
-    made: ir.Value = op.Reshape(whole, asked, allowzero=1)
     return made
 
 
@@ -338,80 +263,3 @@ def _are_zeros(value: ir.Value | None) -> bool:
         return finite and any(map(_are_zeros, node.inputs))
     filled = node.attributes.get("value")
     return filled is None or not filled.as_tensor().numpy().any()
-
-
-def _leads_to_softmax(value: ir.Value) -> bool:
-    """Whether a Softmax alone reads a value, behind factors and masks."""
-    for _ in range(_MAX_STEPS):
-        readers = [node for node in value.consumers() if node.op_type != "Shape"]
-        if len(readers) != 1 or readers[0].domain:
-            return False
-        if readers[0].op_type not in _ELEMENTWISE:
-            return readers[0].op_type == "Softmax"
-        value = readers[0].outputs[0]
-    return False
-
-
-def _multiply(node: ir.Node, facts: ProvedShapes, remarks: Remarks) -> Sequence[ir.Node]:
-    """Write the Einsum of scores, or of weights and values, as a MatMul; return the nodes."""
-    op, out = TapeBuilder(), node.outputs[0]
-    is_near = any(made_by(value, "Softmax") is not None for value in node.inputs)
-    is_near = is_near or _leads_to_softmax(out)
-    if node.domain or out.is_graph_output() or not is_near:
-        return ()
-    made = _product_of(op, node, facts)
-    if made is None:
-        text = f"attention: Einsum {label(node)!r} is not known to be a product of matrices"
-        remarks.refused(label(node), Refusal("ORP603", text))
-        return ()
-    assert node.graph is not None
-    node.graph.insert_before(node, op.nodes)
-    out.replace_all_uses_with(made)
-    return op.nodes
-
-
-def _product_of(op: Any, node: ir.Node, facts: ProvedShapes) -> ir.Value | None:
-    """Emit the MatMul of an Einsum; the axis that is summed has one size in both factors."""
-    text = node.attributes.get_string("equation", "").replace(" ", "")
-    sides, _, result = text.partition("->")
-    terms = list(zip(sides.split(","), node.inputs, strict=False))
-    if len(terms) != 2 or len(node.inputs) != 2 or "." in text:
-        return None
-    own = [axis for axis in result if (axis in terms[0][0]) != (axis in terms[1][0])]
-    if own and own[0] not in terms[0][0]:
-        terms.reverse()
-    batch = [axis for axis in result if all(axis in term for term, _ in terms)]
-    summed = [axis for axis in terms[0][0] if axis in terms[1][0] and axis not in result]
-    orders = [*batch, *own[:1], *summed], [*batch, *summed, *own[1:]]
-    if len(own) != 2 or len(summed) != 1:
-        return None
-    made, sizes = list[Any](), list[Dim]()
-    are_mixed = any(made_by(value, "Softmax") is not None for value in node.inputs)
-    for (term, value), order in zip(terms, orders, strict=True):
-        dims = facts.dims(value, len(term))
-        if dims is None or sorted(term) != sorted(order) or len({*term}) < len(term):
-            return None
-        sizes.append(dims[term.index(summed[0])])
-        axes: Sequence[str] = term
-        if order[-1] in own and not are_mixed:
-            # Keys, before they are laid out for the product.
-            axes = [*batch, *own[1:], *summed]
-            value = _transposed(op, value, term, axes)
-        made.append(_transposed(op, value, axes, order))
-    weights, values = sizes
-    if values not in (weights, *facts.unknowns.broadcast_parts(weights)):
-        return None
-    if values != weights:  # of one key, an Einsum repeats what a mask makes more weights for
-        made[1] = op.Expand(made[1], ints(op, op.Shape(made[0], start=-1), 1))
-    product = op.MatMul(*made, _name=node.name)
-    axes = [*batch, *own]
-    if [*result] != axes and len(axes) == _RANK:  # tokens in front of heads first
-        before, axes = axes, [axes[at] for at in SPLIT_HEADS]
-        product = _transposed(op, product, before, axes)
-    found: ir.Value = _transposed(op, product, axes, result)
-    return found
-
-
-def _transposed(op: Any, value: Any, axes: Sequence[str], order: Sequence[str]) -> Any:
-    perm = [axes.index(axis) for axis in order]
-    return value if perm == sorted(perm) else op.Transpose(value, perm=perm)

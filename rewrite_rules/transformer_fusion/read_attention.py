@@ -23,16 +23,13 @@ from rewrite_rules.transformer_fusion.head_layout import (
 from rewrite_rules.transformer_fusion.masks import (
     HIDDEN,
     LOWEST,
-    GroupedLayout,
-    read_grouped_layout,
+    mask_dims,
 )
 from rewrite_rules.transformer_fusion.repeated_heads import (
     RepeatedHeads,
-    before_stretch,
-    before_unsqueeze,
     read_repeated_heads,
 )
-from rewrite_rules.transformer_fusion.scores import Scores, factor, read_logits, unscaled
+from rewrite_rules.transformer_fusion.scores import Scores, factor, read_scores, unscaled
 
 # What a Reshape may ask for instead of a size.
 _COPIED = (0, ())
@@ -42,22 +39,18 @@ _COPIED = (0, ())
 class Match:
     """The values that the pattern binds.
 
-    ``guarded``: weights that are NaN become 0. ``cut``: weights without those of sinks.
+    ``guarded``: weights that are NaN become 0.
     """
 
     softmax: ir.Value
     mixed: ir.Value
     out: ir.Value
     guarded: bool
-    cut: ir.Value | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Parts:
-    """What is read so far: queries before they are scaled, keys, values and their layouts.
-
-    ``keys_apart``, ``values_apart``: heads have an axis to be repeated on.
-    """
+    """What is read so far: queries before they are scaled, keys and values."""
 
     match: Match
     facts: ProvedShapes
@@ -65,16 +58,13 @@ class _Parts:
     query: ir.Value
     keys: RepeatedHeads
     values: RepeatedHeads
-    keys_apart: bool
-    values_apart: bool
-    layout: GroupedLayout
     scale: float
 
     @property
     def heads(self) -> int | None:
         """H: the MatMul wants as many as keys have, where they have more than one."""
         asked = count_query_heads(self.query, self.facts)
-        shared = self.keys.groups * self.keys.repeats * self.layout.repeats
+        shared = self.keys.groups * self.keys.repeats
         found = asked if shared == 1 else shared
         return found if asked == found else None
 
@@ -95,9 +85,8 @@ def read_attention(match: Match, facts: ProvedShapes) -> Attention:
     heads, size, keys = parts.heads, parts.size, parts.keys
     assert heads is not None and size is not None
     found = Attention(
-        facts, parts.query, keys, parts.values, parts.scores.masks, parts.layout,
-        parts.scale, heads, keys.groups, size, match.guarded, True, abs(parts.scores.cap),
-        parts.scores.sinks,
+        facts, parts.query, keys, parts.values, parts.scores.masks, parts.scale,
+        heads, keys.groups, size, match.guarded, True,
     )  # fmt: skip
     found = dataclasses.replace(found, cached=_is_cached(found, producer(match.mixed)))
     _check_masks(parts, found.cached)
@@ -105,11 +94,10 @@ def read_attention(match: Match, facts: ProvedShapes) -> Attention:
 
 
 def _read_parts(match: Match, facts: ProvedShapes) -> _Parts:
-    cut = None if match.cut is None else producer(match.cut)
-    scores = read_logits(producer(match.softmax), cut, facts)
+    scores = read_scores(producer(match.softmax).inputs[0])
     if scores is None:
         raise Refusal("ORP603", f"{match.softmax.name!r} is not scaled scores and masks")
-    (keys, keys_apart), (values, values_apart) = (
+    keys, values = (
         _heads(operand, what, facts)
         for operand, what in (
             (scores.product.inputs[1], "keys"),
@@ -120,30 +108,18 @@ def _read_parts(match: Match, facts: ProvedShapes) -> _Parts:
         raise Refusal("ORP603", "keys or values are laid out in another way")
     query, scale, _ = unscaled(scores.product.inputs[0])
     assert query is not None
-    layout = GroupedLayout()
-    if keys.repeats == 1:
-        query, layout = read_grouped_layout(query, keys.groups, facts)
-        inner, more, _ = unscaled(query)
-        assert inner is not None
-        query, scale = inner, scale * more
     scale *= scores.scale
     for node, index in keys.scalings:
         scale *= factor(node, index)
-    return _Parts(
-        match, facts, scores, query, keys, values, keys_apart, values_apart, layout, scale
-    )
+    return _Parts(match, facts, scores, query, keys, values, scale)
 
 
-def _heads(
-    operand: ir.Value | None, what: str, facts: ProvedShapes
-) -> tuple[RepeatedHeads, bool]:
-    """Read the heads of an operand, and whether they have an axis to be repeated on."""
+def _heads(operand: ir.Value | None, what: str, facts: ProvedShapes) -> RepeatedHeads:
     assert operand is not None
-    once, source = before_stretch(operand, facts), before_unsqueeze(operand, facts)
-    heads = read_repeated_heads(once or source or operand, facts, once=True)
+    heads = read_repeated_heads(operand, facts, once=True)
     if heads is None:
         raise Refusal("ORP602", f"{what} {operand.name!r} are not known to be [B, H, T, D]")
-    return dataclasses.replace(heads, stretched=once is not None), source is not None
+    return heads
 
 
 def _are_read_elsewhere(parts: _Parts) -> bool:
@@ -151,8 +127,7 @@ def _are_read_elsewhere(parts: _Parts) -> bool:
     match = parts.match
     weights = producer(match.mixed).inputs[0]
     assert weights is not None
-    # What repeats a value asks how many weights there are.
-    reads = {match.softmax: 1 + match.guarded, weights: 1 + parts.values.stretched}
+    reads = {match.softmax: 1 + match.guarded, weights: 1}
     reads |= dict.fromkeys(parts.scores.steps, 1)
     # Of the result, sizes are read to lay it out.
     sizes = sum(map(_gives_sizes, match.mixed.consumers()))
@@ -173,11 +148,6 @@ def _sizes_differ(parts: _Parts) -> bool:
     return parts.size is None or (parts.size, keys.groups) != (other, values.groups)
 
 
-def _sinks_differ(parts: _Parts) -> bool:
-    dims = parts.facts.dims(parts.scores.sinks)
-    return dims is not None and number(dims[1]) != parts.heads
-
-
 def _check_masks(parts: _Parts, cached: bool) -> None:
     """Refuse masks of unknown axes, and where heads share keys of unknown heads."""
     highest, behind = HIDDEN if len(parts.scores.masks) == 1 else LOWEST, 1.0
@@ -186,7 +156,7 @@ def _check_masks(parts: _Parts, cached: bool) -> None:
         behind *= mask.scale
         if shape is None:
             raise Refusal("ORP602", f"the axes of mask {name!r} are not known")
-        dims = parts.layout.dims(shape, name)
+        dims = mask_dims(shape, name)
         shared = cached and parts.heads != parts.keys.groups
         if mask.lowest is not None and not mask.lowest * behind <= highest:
             low = f"{mask.lowest * behind:g}"
@@ -205,7 +175,7 @@ def _moves_heads(parts: _Parts) -> bool:
         parts.facts.dims(parts.query, 4),
     )
     if node.op_type == "MatMul":
-        return parts.layout.repeats != 1
+        return False
     if shape is None or parts.heads is None:
         return True
     heads = (parts.heads, ())
@@ -237,11 +207,6 @@ _REFUSALS: tuple[tuple[Callable[[_Parts], bool], str, str], ...] = (
         "keys and values are repeated differently",
     ),
     (
-        lambda parts: {parts.keys_apart, parts.values_apart} != {parts.layout.own_axis},
-        "ORP603",
-        "keys, values and queries are grouped differently",
-    ),
-    (
         lambda parts: parts.query.dtype != ir.DataType.FLOAT,
         "ORP605",
         "computes in {0.dtype}, not in float32",
@@ -252,13 +217,7 @@ _REFUSALS: tuple[tuple[Callable[[_Parts], bool], str, str], ...] = (
         "ORP603",
         "its scale is not a positive number",
     ),
-    (
-        lambda parts: not abs(parts.scores.cap) < math.inf,
-        "ORP603",
-        "its scores are capped by no number",
-    ),
     (_are_read_elsewhere, "ORP601", "its scores or weights are read elsewhere"),
-    (_sinks_differ, "ORP603", "its sinks are not known to be one of each head"),
     (_sizes_differ, "ORP602", "keys and values are not known to have heads of one size"),
     (
         lambda parts: parts.heads is None,

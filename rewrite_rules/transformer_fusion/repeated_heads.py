@@ -52,7 +52,6 @@ class RepeatedHeads:
         transposed: Whether the MatMul reads ``[B, G * r, D, T]``.
         split: Whether ``source`` is ``[B, T, G, D]`` instead; its heads are not repeated.
         scalings: Mul and Div nodes by a scalar on the way, and which input each scales.
-        stretched: Whether one key of ``source`` stands for as many as there are weights.
     """
 
     source: ir.Value
@@ -62,7 +61,6 @@ class RepeatedHeads:
     transposed: bool = False
     split: bool = False
     scalings: tuple[tuple[ir.Node, int], ...] = ()
-    stretched: bool = False
 
     @property
     def length_axis(self) -> int:
@@ -200,17 +198,6 @@ def before_unsqueeze(value: ir.Value, facts: ProvedShapes) -> ir.Value | None:
     if before is None:
         return None
     return source if facts.shape(value) == (*before[:2], (1, ()), *before[2:]) else None
-
-
-def before_stretch(value: ir.Value, facts: ProvedShapes) -> ir.Value | None:
-    """Return ``[B, H, T, D]`` of which an Expand repeats one key; None for other values."""
-    node, after = made_by(value, "Expand"), facts.dims(value, _RANK)
-    before = None if node is None else facts.dims(node.inputs[0], _RANK)
-    if node is None or before is None or after is None:
-        return None
-    same = (*before[:2], before[3]) == (*after[:2], after[3])
-    same = same and before[2] in (after[2], *facts.unknowns.broadcast_parts(after[2]))
-    return node.inputs[0] if same else None
 
 
 def _repeated_sizes(

@@ -16,7 +16,6 @@ _CONSTANTS = {
         name: normal(32, 32, seed=seed) / 6
         for seed, name in enumerate(("wq", "wk", "wv", "uq", "uk", "uv"))
     },
-    **{f"w{name}3": normal(32, 4, 8, seed=seed) / 6 for seed, name in enumerate("qkv")},
     "split": np.array([0, 0, 4, 8]),
     "flat": np.array([0, 0, 32]),
     "flat8": np.array([0, 0, 8]),
@@ -28,10 +27,8 @@ _CONSTANTS = {
     "four": np.array([4]),
     "eight": np.array([8]),
     "width": np.array([32]),
-    "two_texts": np.array([2]),
     "begin": np.array([0]),
     "one": np.array([1]),
-    "threes": np.array([3, 1, 1, 1]),
     "scale": np.float32(0.3),
     "two": np.float32(2),
     "ten": np.float32(10),
@@ -65,8 +62,6 @@ def form_feeds(
     known |= dict.fromkeys(("columns", "columns_of_m", "any"), columns)
     if seed % 2:
         known |= dict.fromkeys(("texts_of_m", "rows_of_m", "n", "any"), 1)
-    if columns == 1 and seed > 3:  # one key, which an Einsum repeats for a mask of more
-        known["columns_of_m"] = 3
     found = {}
     for value in model.graph.input:
         tensor = value.type.tensor_type

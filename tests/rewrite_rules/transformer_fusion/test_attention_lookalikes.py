@@ -144,30 +144,3 @@ def test_one_row_split_for_a_batch_has_other_heads(part: str):
 
     runs = [(1, 4, 1, 4), (4, 5, 4, 5), (1, 6, 2, 3), (1, 6, 4, 6), (4, 3, 4, 3)]
     assert agrees(model, [feed(*sizes) for sizes in runs])[0] >= 3
-
-
-@pytest.mark.parametrize(("axis", "form"), [(-1, "Attention"), (4, "Attention"), (3, None)])
-def test_weights_of_five_axes_are_over_the_last(axis: int, form: str | None):
-    """Queries that share a key head have an axis of their own: keys are the fifth."""
-    model = proto_of(
-        f"""g (float[B, S, 32] x, float[B, T, 32] t) => (float[B, S, 32] y)
-        <float scale = {{0.35}}, int64[4] heads = {{0, 0, 4, 8}}, int64[1] four = {{4}},
-         int64[4] shared = {{0, 0, 2, 8}}, int64[5] apart = {{0, 2, 2, -1, 8}},
-         int64[1] two = {{2}}, int64[1] eight = {{8}}, int64[3] flat = {{0, 0, 32}}> {{
-            q1 = MatMul(x, wq) q2 = Reshape(q1, heads)
-            q4 = Transpose<perm = [0, 2, 1, 3]>(q2) q5 = Reshape(q4, apart)
-            k1 = MatMul(t, wk) k2 = Reshape(k1, shared)
-            k4 = Transpose<perm = [0, 2, 3, 1]>(k2) k5 = Unsqueeze(k4, two)
-            v1 = MatMul(t, wv) v2 = Reshape(v1, shared)
-            v4 = Transpose<perm = [0, 2, 1, 3]>(v2) v5 = Unsqueeze(v4, two)
-            p = MatMul(q5, k5) scaled = Mul(p, scale)
-            weights = Softmax<axis = {axis}>(scaled) m5 = MatMul(weights, v5)
-            b = Shape<start = 0, end = 1>(x) s = Shape<start = 1, end = 2>(x)
-            sizes = Concat<axis = 0>(b, four, s, eight) m4 = Reshape(m5, sizes)
-            turned = Transpose<perm = [0, 2, 1, 3]>(m4) y = Reshape(turned, flat) }}""",
-        {"wq": normal(32, 32), "wk": normal(32, 16), "wv": normal(32, 16, seed=1)},
-    )
-    feeds = [{"x": normal(2, s, 32), "t": normal(2, t, 32)} for s, t in ((3, 5), (1, 1))]
-    taken, became = agrees(model, feeds)
-    assert taken == len(feeds)
-    assert (form or "ORP") in became
