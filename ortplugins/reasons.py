@@ -231,7 +231,7 @@ REASONS: Mapping[str, Mapping[str, str]] = {
     },
     "Warnings, and notes of a session": {
         "ORP901": (
-            "A pass failed; the result is correct, and cached until a version changes; "
+            "A pass failed; the result is correct, and the pass is tried again after a day; "
             "strict raises with a traceback: report that."
         ),
         "ORP902": (

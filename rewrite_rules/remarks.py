@@ -82,12 +82,10 @@ class Remarks:
 
     Attributes:
         pass_name: Name of the pass.
-        provisional: What :meth:`failed` was given.
     """
 
     def __init__(self, pass_name: str) -> None:
         self.pass_name = pass_name
-        self.provisional: list[str] = []
         self._remarks: dict[tuple[str, str, Outcome], Remark] = {}
 
     def __iter__(self) -> Iterator[Remark]:
@@ -108,14 +106,6 @@ class Remarks:
     def note(self, node: str, reason: str) -> None:
         """Record something about ``node`` that is neither a rewrite nor a refusal."""
         self._add(node, Outcome.NOTE, reason)
-
-    def failed(self, node: str, reason: Refusal | str) -> None:
-        """Record that ``node`` was left because something broke that may work another time.
-
-        The result is not final then: it is tried again at a later start.
-        """
-        self.provisional.append(f"{node}: {reason}")
-        self.refused(node, reason)
 
     @contextlib.contextmanager
     def at(self, node: str) -> Iterator[None]:

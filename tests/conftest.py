@@ -25,6 +25,9 @@ def cache_dir(
 ) -> Path:
     folder = tmp_path_factory.mktemp("cache") / "ortplugins"
     monkeypatch.setenv("ORTPLUGINS_CACHE_DIR", str(folder))
+    # The cache where that one can't be written, in this process and its children.
+    monkeypatch.setenv("TMPDIR", str(folder.parent))
+    monkeypatch.setattr("tempfile.tempdir", None)
     # A child for each of thousands of models would take most of the time.
     monkeypatch.setenv("ORTPLUGINS_BUILD_IN_PROCESS", "1")
     return folder

@@ -35,16 +35,16 @@ from session_options.entries import (
 )
 
 # Layout of the cache; another number is another cache.
-_FORMAT = 6
+_FORMAT = 7
 MODEL = "model.onnx"
 ARTIFACT = "artifact"
 REPORT = "report.json"
+# What failed in an earlier start is tried again after a day.
+_RETRY_SECONDS = 86400.0
 # The end of a key: the beginning of the model's digest. It names the model's lock, too.
 MODEL_CHARACTERS = 16
 # A use is written down if the last one is longer ago than this.
 USE_SECONDS = 60.0
-# What broke in an earlier start, and may work another time, is tried again after this time.
-_RETRY_SECONDS = 60.0
 
 
 class Wanted:
@@ -199,7 +199,7 @@ class Artifact:
     __slots__ = (
         "baked", "data", "digests", "failed", "files", "folder", "free",
         "has_custom_operators", "initializers",
-        "made", "of_model", "provisional", "settings",
+        "made", "of_model", "settings",
     )  # fmt: skip
 
     def __init__(self, folder: str | os.PathLike[str], **fields: Any) -> None:
@@ -219,7 +219,6 @@ class Artifact:
         self.has_custom_operators: bool = fields["has_custom_operators"]
         self.initializers: list[str] = fields["initializers"]  # of the user's model
         self.failed: list[str] = fields["failed"]  # passes that were left out, and why
-        self.provisional: list[str] = fields["provisional"]  # what may work another time
         self.made: float = fields["made"]  # seconds since the epoch
         self.of_model: str = fields["of_model"]  # what it was made from: a path, or "bytes"
 
@@ -235,11 +234,8 @@ class Artifact:
 
     @property
     def may_be_retried(self) -> bool:
-        """Whether something broke in it that may work now.
-
-        Not at once: workers that start together don't all try again what has just failed.
-        """
-        return bool(self.provisional) and abs(time.time() - self.made) > _RETRY_SECONDS
+        """Whether a pass has failed so long ago that it may work now: with room, or memory."""
+        return bool(self.failed) and abs(time.time() - self.made) > _RETRY_SECONDS
 
     def write(self) -> None:
         """Write it into its folder, where it is not yet."""
@@ -252,7 +248,7 @@ class Artifact:
             *_group(x for pair in self.free.items() for x in pair),
             *_group(["baked"] * self.baked + ["custom"] * self.has_custom_operators),
             *_group(self.initializers),
-            *_group(self.failed), *_group(self.provisional),
+            *_group(self.failed),
         ])  # fmt: skip
 
     @classmethod
@@ -266,7 +262,7 @@ class Artifact:
                 end = place + 1 + int(fields[place])
                 groups.append(fields[place + 1 : end])
                 place = end
-            files, settings, data, free, flags, initializers, failed, provisional = groups
+            files, settings, data, free, flags, initializers, failed = groups
             return cls(
                 folder,
                 files={
@@ -278,8 +274,8 @@ class Artifact:
                 digests=dict(zip(files[::4], files[3::4], strict=True)),
                 settings=_pairs(settings), data=_pairs(data), free=_pairs(free),
                 baked="baked" in flags, has_custom_operators="custom" in flags,
-                initializers=initializers, failed=failed,
-                provisional=provisional, made=float(fields[0]), of_model=fields[1],
+                initializers=initializers, failed=failed, made=float(fields[0]),
+                of_model=fields[1],
             )  # fmt: skip
         except (ValueError, IndexError):
             return None

@@ -13,14 +13,13 @@ import gc
 import json
 import os
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ortplugins.cache.artifact import Artifact, Wanted, changed_files, find_artifact
-from ortplugins.cache.folder import keep_data_locations
+from ortplugins.cache.folder import keep_data_locations, temporary_folder
 from ortplugins.cache.store import ArtifactCache, cache_of
 from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.runtime.child_process import child_environment, child_python, end_with_parent
@@ -39,20 +38,8 @@ _SECONDS = 3600  # for a child, where no pass sets a limit
 _IN_PROCESS = "ORTPLUGINS_BUILD_IN_PROCESS"
 
 
-class Built:
-    """An artifact, and where it is from."""
-
-    __slots__ = ("artifact", "source", "temporary")
-
-    def __init__(self, artifact: Artifact, source: str, temporary: Any = None) -> None:
-        """Take an artifact that was ``"built"``, or comes from the ``"cache"``."""
-        self.artifact, self.source = artifact, source
-        # The folder that it is in, where the cache cannot be written; None where it can.
-        self.temporary: tempfile.TemporaryDirectory[str] | None = temporary
-
-
-def get_or_build(wanted: Wanted) -> Built:
-    """Return the entry of what a session wants, found or built.
+def get_or_build(wanted: Wanted) -> tuple[Artifact, str]:
+    """Return the entry of what a session wants, and whether it is "built" or from the "cache".
 
     Raises:
         MissingFileError, ModelFileError: If the model cannot be used.
@@ -61,15 +48,14 @@ def get_or_build(wanted: Wanted) -> Built:
     """
     key = known_key(wanted)
     found = None if key is None else find_artifact(wanted, key)
+    source = "cache"
     if found is None or (found.may_be_retried and not missing_packages()):
         if found is None and key is not None:
             _warn_of_changes(os.path.join(wanted.root, "entries", key), wanted)
-        built = build_entry(wanted)
-    else:
-        built = Built(found, "cache")
-    if wanted.is_strict and built.artifact.failed:
-        raise PassError(built.artifact.failed[0])
-    return built
+        found, source = build_entry(wanted)
+    if wanted.is_strict and found.failed:
+        raise PassError(found.failed[0])
+    return found, source
 
 
 def known_key(wanted: Wanted) -> str | None:
@@ -105,21 +91,21 @@ def warn_rebuilt(folder: str, damaged: list[str]) -> None:
     warn_caller(text, OrtpluginsWarning)
 
 
-def discard_if_damaged(built: Built, wanted: Wanted) -> bool:
+def discard_if_damaged(artifact: Artifact, wanted: Wanted) -> bool:
     """Take an entry that changed on disk out of the cache; return whether that was so."""
-    if built.artifact.model is None or built.temporary is not None:
+    if artifact.model is None:
         return False
     try:
-        damaged = cache_of(wanted.entries).discard_damaged(built.artifact)
+        damaged = ArtifactCache(Path(wanted.root)).discard_damaged(artifact)
     except (OSError, ImportError):  # it is read-only, or filelock is not installed
         return False
     if damaged:
-        warn_rebuilt(built.artifact.folder, list(damaged))
+        warn_rebuilt(artifact.folder, list(damaged))
     return bool(damaged)
 
 
-def build_entry(wanted: Wanted) -> Built:
-    """Build an entry; in a temporary folder, for one session, if the cache can't be written.
+def build_entry(wanted: Wanted) -> tuple[Artifact, str]:
+    """Build an entry; in a cache among temporary files if its own can't be written.
 
     Raises:
         As :func:`get_or_build`.
@@ -137,24 +123,19 @@ def build_entry(wanted: Wanted) -> Built:
     except OSError as error:
         warn_caller(
             f"cannot write the cache {str(cache.root)!r}: {error}; "
-            "continuing without it [ORP903]",
+            f"continuing with {temporary_folder()!r} [ORP903]",
             OrtpluginsWarning,
         )
-    with contextlib.ExitStack() as unused:
-        try:
-            temporary = tempfile.TemporaryDirectory(prefix="ortplugins-")
-            unused.callback(temporary.cleanup)
-            built = _built_in(wanted, ArtifactCache(Path(temporary.name)))
-        except MissingFileError:
-            raise
-        except OSError as refused:
-            text = f"nothing can be built in a temporary folder: {refused}"
-            raise PassError(text) from refused
-        unused.pop_all()
-        return Built(built.artifact, built.source, temporary)
+    wanted.root = temporary_folder()
+    try:
+        return _built_in(wanted, ArtifactCache(Path(wanted.root), cache.limit))
+    except MissingFileError:
+        raise
+    except OSError as refused:
+        raise PassError(f"nothing can be built in {wanted.root!r}: {refused}") from refused
 
 
-def _built_in(wanted: Wanted, cache: ArtifactCache) -> Built:
+def _built_in(wanted: Wanted, cache: ArtifactCache) -> tuple[Artifact, str]:
     """Build an entry and publish it, one process at a time for each model."""
     root = os.fspath(cache.root)
     with _read_errors(wanted.name):
@@ -164,7 +145,7 @@ def _built_in(wanted: Wanted, cache: ArtifactCache) -> Built:
         key = known_key(wanted)
         found = None if key is None else find_artifact(wanted, key)
         if found is not None and not found.may_be_retried:
-            return Built(found, "cache")
+            return found, "cache"
         manifest = _made_by_child(wanted, folder)
         if manifest is None:
             manifest = make_entry(wanted, folder)
@@ -173,7 +154,7 @@ def _built_in(wanted: Wanted, cache: ArtifactCache) -> Built:
         if wanted.model_digest() != digest or wanted.key(digest, locations) != manifest["key"]:
             raise FileNotFoundError("the model changed while it was read")
         keep_data_locations(digest, locations, root)
-        return Built(cache.publish(manifest["key"], folder, manifest), "built")
+        return cache.publish(manifest["key"], folder, manifest), "built"
 
 
 def make_in_memory(wanted: Wanted) -> dict[str, Any]:

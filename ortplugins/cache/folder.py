@@ -61,15 +61,16 @@ def user_folder() -> str:
     # One that is relative is to be ignored.
     base = base if os.path.isabs(base) else os.path.expanduser("~/.cache")
     folder = _folder_at(os.path.join(base, "ortplugins"))
-    return folder if _can_be_made(folder) else _temporary_folder()
+    return folder if _can_be_made(folder) else temporary_folder()
 
 
 def _folder_at(path: str) -> str:
     folder = os.path.expanduser(path)
-    return _temporary_folder() if folder.startswith("~") else os.path.abspath(folder)
+    return temporary_folder() if folder.startswith("~") else os.path.abspath(folder)
 
 
-def _temporary_folder() -> str:
+def temporary_folder() -> str:
+    """Return the user's own cache directory among temporary files."""
     import tempfile
 
     # Windows has no such number; its folder for temporary files is the user's own.

@@ -44,7 +44,7 @@ _DEFAULT_LIMIT = 20 * 10**9
 # Of what a builder says, the fields of an Artifact.
 _SAID_BY_BUILDER = (
     "settings", "data", "baked", "has_custom_operators", "free", "initializers", "failed",
-    "provisional", "of_model",
+    "of_model",
 )  # fmt: skip
 _NAMES = {
     "entries": re.compile("[0-9a-f]{40}"),

@@ -59,7 +59,6 @@ class BuildResult:
     baked: bool
     report: Report
     session_settings: Mapping[str, str]
-    provisional: tuple[str, ...]  # what broke and may work another time
     modified: bool  # whether a pass changed anything
     content: bytes | None = None  # the model, where nothing may be written
     placed: PlacedData | None = None  # of data that was left where it lies
@@ -130,7 +129,6 @@ def build(
         baked,
         Report(runs.reports(), "built", tuple(notes)),
         runs.needs_of_session(),
-        tuple(runs.provisional),
         runs.modified,
         serialized(model) if request.in_memory and runs.modified else None,
         placed if files else None,
@@ -227,8 +225,6 @@ def build_artifact(
             loaded = request.load()
             for path in () if folder is None else folder.iterdir():
                 path.unlink()
-    for text in result.provisional:
-        warn_caller(f"{text}; a later start tries again [ORP908]", OrtpluginsWarning)
     notes = (*result.report.notes, *failed)
     has_result = bool(result.files or result.content)
     return {
@@ -237,7 +233,6 @@ def build_artifact(
         "baked": result.baked,
         "settings": dict(result.session_settings) if has_result else {},
         "report": dataclasses.replace(result.report, notes=notes).to_dict(),
-        "provisional": list(result.provisional),
         "failed": failed,
         "data": {} if result.placed is None else result.placed.names,
     }

@@ -50,7 +50,6 @@ class PassRuns:
         self._request = request
         self._reports: dict[str, PassReport] = {}
         self.modified = False  # the model, or what sessions on it need
-        self.provisional: list[str] = []  # what broke and may work another time
         self.session_settings: dict[str, str] = {}
 
     def reports(self) -> tuple[PassReport, ...]:
@@ -98,7 +97,6 @@ class PassRuns:
         if modified is None:
             modified = any(remark.outcome is Outcome.FIRED for remark in remarks)
         self.modified |= modified or self.session_settings != settings_before
-        self.provisional += [f"{item.name}: {text}" for text in remarks.provisional]
         before = self._reports.get(item.name, PassReport(item.name, 0.0))
         self._reports[item.name] = PassReport(
             item.name, before.seconds + seconds, (*before.remarks, *remarks)

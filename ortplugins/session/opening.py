@@ -6,11 +6,9 @@ A start: the entries as given -> a key -> the entry's folder, or build it there 
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import time
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -23,7 +21,6 @@ from session_options.entries import DATA_FOLDER_KEY, HINT_KEY
 from session_options.given import entries_of_onnxruntime, given_entries
 
 if TYPE_CHECKING:
-    from ortplugins.cache.build import Built
     from ortplugins.errors import ModelFileError
     from ortplugins.report import Report
 
@@ -266,17 +263,18 @@ class Start:
         from ortplugins.cache.build import discard_if_damaged, get_or_build
         from ortplugins.errors import PassError
 
-        built = get_or_build(wanted)
+        artifact, source = get_or_build(wanted)
         try:
-            return self._open_built(built, wanted, given)
+            return self._open_artifact(artifact, wanted, given, source)
         except NotCopiedError:
             raise
         except Exception as error:
-            if discard_if_damaged(built, wanted):
-                return self._open_built(get_or_build(wanted), wanted, given)
+            if discard_if_damaged(artifact, wanted):
+                artifact, source = get_or_build(wanted)
+                return self._open_artifact(artifact, wanted, given, source)
             if wanted.is_strict:
                 raise
-            name = built.artifact.model or wanted.name
+            name = artifact.model or wanted.name
             raise PassError(f"{name} cannot be opened: {error}") from error
 
     def _open_in_memory(self, wanted: Wanted, given: CopiedOptions) -> Opened:
@@ -297,13 +295,6 @@ class Start:
             raise NotCopiedError("libraries of custom operators")
         self._open_with(made["content"], given, settings)
         return Opened("built", "", report)
-
-    def _open_built(self, built: Built, wanted: Wanted, given: CopiedOptions) -> Opened:
-        try:
-            return self._open_artifact(built.artifact, wanted, given, built.source)
-        finally:
-            if built.temporary is not None:
-                _remove_temporary(built.temporary, self._session)
 
     def _open_artifact(
         self, artifact: Artifact, wanted: Wanted, given: CopiedOptions, source: str
@@ -450,21 +441,6 @@ def _as_both(error: ModelFileError, refused: Exception) -> ModelFileError:
     content = {**reduced, "__module__": original.__module__}
     both: type[ModelFileError] = type(original.__name__, (original, type(refused)), content)
     return both(*error.args)
-
-
-def _remove_temporary(temporary: Any, session: onnxruntime.InferenceSession) -> None:
-    """Remove the folder of an artifact that is in no cache.
-
-    POSIX keeps the mapped files until the session closes; Windows refuses to unlink them, so
-    the folder goes with onnxruntime's own session, which holds them.
-    """
-    try:
-        temporary.cleanup()
-    except OSError:
-        import shutil
-
-        remove = functools.partial(shutil.rmtree, ignore_errors=True)
-        weakref.finalize(session._sess, remove, temporary.name)
 
 
 def _is_ort_format(path_or_bytes: str | bytes | os.PathLike[str]) -> bool:

@@ -129,14 +129,13 @@ def _warm_one(name: str, wanted: Wanted) -> WarmResult:
         with warnings.catch_warnings():
             # A session would build for itself alone then, which is of no use here.
             warnings.filterwarnings("error", "cannot write the cache", OrtpluginsWarning)
-            built = get_or_build(wanted)
+            artifact, source = get_or_build(wanted)
     except (ModelFileError, PassError, OSError) as error:
         return WarmResult(name, error=str(error))
     except OrtpluginsWarning as warning:
         return WarmResult(name, error=f"not kept: {warning.__context__ or warning}")
-    artifact = built.artifact
     stored = Path(artifact.folder, REPORT).read_bytes()
-    source = built.source if artifact.model or artifact.settings else "untouched"
+    source = source if artifact.model or artifact.settings else "untouched"
     report = Report.of_session(stored, source, artifact.model or "", ())
     size = 0 if artifact.model is None else disk_size(Path(artifact.folder))
     return WarmResult(name, report, size)

@@ -28,17 +28,22 @@ _DATA_SUFFIX = ".data"
 _ERROR_CHARACTERS = 300
 
 
-class _Broken(Refusal):
+class PackingError(RuntimeError):
     """The child made no model, and might another time: killed, too slow, no room."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f"{text} [ORP705]")
 
 
 def prepack(model_path: Path, context: PassContext, *, limit_mb: int, seconds: int) -> None:
-    """Pack the weights of a saved model, in place; ``limit_mb`` 0 allows any size."""
+    """Pack the weights of a saved model, in place; ``limit_mb`` 0 allows any size.
+
+    Raises:
+        PackingError: If the process that packs is killed, or takes more than ``seconds``.
+    """
     name = "model"
     try:
         outcome = _prepack(model_path, context, limit_mb, seconds)
-    except _Broken as failure:
-        context.remarks.failed(name, failure)
     except Refusal as refusal:
         context.remarks.refused(name, refusal)
     else:
@@ -107,13 +112,9 @@ def _run_child(
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise _Broken(
-            "ORP705", f"packing took more than {seconds} s and was stopped"
-        ) from None
+        raise PackingError(f"packing took more than {seconds} s and was stopped") from None
     except OSError as error:
-        raise _Broken(
-            "ORP705", f"the packing process could not be started: {error}"
-        ) from error
+        raise PackingError(f"the packing process could not be started: {error}") from error
     finally:
         os.close(theirs)
         os.close(ours)
@@ -125,9 +126,9 @@ def _run_child(
     if done.returncode and result.get(RUNNING) != ORIGINAL:
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]
         text = last[0][:_ERROR_CHARACTERS]
-        raise _Broken("ORP705", f"the packing process ended with {done.returncode}: {text}")
+        raise PackingError(f"the packing process ended with {done.returncode}: {text}")
     if not result:
-        raise _Broken("ORP705", "the packing process gave no result")
+        raise PackingError("the packing process gave no result")
     return result
 
 

@@ -31,7 +31,7 @@ PASSES = (
 MADE: dict[str, Any] = {
     "settings": {}, "data": {}, "baked": False, "has_custom_operators": False, "free": {},
     "initializers": [], "failed": [],
-    "provisional": [], "of_model": "bytes", "report": {},
+    "of_model": "bytes", "report": {},
 }  # fmt: skip
 
 

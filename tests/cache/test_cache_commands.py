@@ -323,7 +323,7 @@ def test_a_session_finds_what_was_warmed(model_path, cache_dir):
 @pytest.fixture
 def image() -> Iterator[Path]:
     """A folder whose parents every user may enter; a test's own is private."""
-    folder = Path(tempfile.mkdtemp(prefix="image-"))
+    folder = Path(tempfile.mkdtemp(prefix="image-", dir="/tmp"))
     folder.chmod(0o755)
     yield folder
     for path in (folder, *folder.rglob("*")):

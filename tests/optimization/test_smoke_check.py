@@ -81,7 +81,7 @@ def plain(nodes: str = "y = Relu(x)") -> onnx.ModelProto:
         ("NaN", "is not finite where the original is"),
         ("shape", r"is float32 \[1, 19, 8\] instead of float32 \[19, 8\]"),
         ("type", "is float64"),
-        ("unknown", "it does not run: .*NoSuchOperator"),
+        ("unknown", "it does not run: .*INVALID_GRAPH"),
     ],
 )
 def test_what_is_wrong_is_left_out(how: str, reason: str):

@@ -352,7 +352,7 @@ def test_what_failed_once_is_tried_again(faults: Faults):
     faults.check(session)
     (faults.folder / "site" / "sitecustomize.py").unlink()
     (folder,) = faults.cache.glob("entries/*")
-    backdate(folder, 100)
+    backdate(folder, 100_000)
     session, reported = faults.start()
     faults.check(session)
     assert blobs_in_use(reported) == 1
