@@ -20,6 +20,7 @@ from rewrite_rules.shape_size_reorder.search import (
     memory_order,
 )
 from rewrite_rules.shape_size_reorder.simplify import simplify_shapes
+from rewrite_rules.shape_size_reorder.size_rules import move_behind_makers
 from rewrite_rules.shapes.proved_shapes import DEFAULT_DIM, ConcreteShapes, concrete_shapes
 
 # What makes a session run the nodes in the order of the file.
@@ -70,7 +71,7 @@ def reorder(
         if context.cpu_only:
             other = memory_order(model.graph, shapes, reuse=False)
             order = _without_reuse(order, other, context)
-        _run_in_file_order(order, context)
+        _run_in_file_order(model, order, context)
         with_arena = context.cpu_only and context.cpu_arena
         if with_arena and order.default.peak >= _LEAN_BYTES:
             _without_pattern(order, context)
@@ -145,7 +146,12 @@ def _write_default_order(
         context.remarks.refused(_GRAPH, Refusal("ORP401", text))
 
 
-def _run_in_file_order(order: GraphOrder, context: PassContext) -> None:
+def put_in_order(model: ir.Model, order: GraphOrder) -> None:
+    """Put the nodes into the planned order, each Shape and Size by its rule."""
+    move_behind_makers(model, order.apply(shapes_in_front=True))
+
+
+def _run_in_file_order(model: ir.Model, order: GraphOrder, context: PassContext) -> None:
     if not order.worthwhile:
         text = (
             "left in its order: onnxruntime's default runs a Shape late, and holds less so; "
@@ -154,7 +160,7 @@ def _run_in_file_order(order: GraphOrder, context: PassContext) -> None:
     elif _is_better(order) or (context.final_graph and order.default.peak >= _LEAN_BYTES):
         # A session that makes the final graph itself gives its nodes other places than the
         # file has: what that one's default order would be, nobody knows.
-        order.apply()
+        put_in_order(model, order)
         context.session_settings.update(_IN_FILE_ORDER)
         context.remarks.fired(_GRAPH, _peaks(order))
     else:

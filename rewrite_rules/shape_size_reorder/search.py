@@ -93,14 +93,22 @@ class GraphOrder:
         best = min(self.default.peak, self.priority.peak)
         return self.ours.peak <= best + self.chain_bytes
 
-    def apply(self) -> None:
-        """Put the nodes of the graph and of all subgraphs into the order of the file."""
-        for body in self.subgraphs:
-            body.apply()
+    def apply(self, *, shapes_in_front: bool = False) -> set[ir.Node]:
+        """Put the nodes of the graph and of all subgraphs into the order of the file.
+
+        Return what is in front of the others: each Shape and Size, if asked to.
+        """
+        bodies = (body.apply(shapes_in_front=shapes_in_front) for body in self.subgraphs)
+        in_front = set().union(*bodies)
         nodes = [node for node in self.graph if not is_constant(node)]
-        if len(nodes) > 1:
-            self.graph.remove(nodes)
-            self.graph.extend(nodes[index] for index in self.file_order)
+        order = list(self.file_order)
+        if shapes_in_front:
+            readers = self.model.dependencies.shape_readers
+            order.sort(key=lambda index: not readers[index])
+            in_front.update(nodes[index] for index in order if readers[index])
+        self.graph.remove(nodes)
+        self.graph.extend(nodes[index] for index in order)
+        return in_front
 
 
 def memory_order(

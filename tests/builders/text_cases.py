@@ -14,9 +14,12 @@ you to read in the diff, but into no case that is one of several.
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
+
+from onnxscript.rewriter import RewriteRuleClassBase
 
 import ortplugins
 
@@ -24,6 +27,9 @@ _SETTING = re.compile(r"(\w+): (.+)")
 _EACH = re.compile(r"^each (.+): (.+)\n", re.MULTILINE)
 _SHARED = re.compile(r"^@\w+$", re.MULTILINE)
 _BLOCK = re.compile(r"^# (.+)\n((?:(?!# ).*\n)*)", re.MULTILINE)
+_LAWS = re.compile(
+    r"(^\| rule \| before \| after \|\n\|.*\n)(?:\|.*\|(?:\n(?=\|))?)*", re.MULTILINE
+)
 _ARROW = " -> "
 _TITLE_WIDTH = 100
 _REWRITE = "ORTPLUGINS_REWRITE_EXPECTED"
@@ -96,6 +102,37 @@ def codes_of(report: ortplugins.Report) -> list[str]:
 def markdown(rows: Iterable[Sequence[str]]) -> str:
     """Return rows as a table of a page; an empty one ends a table."""
     return "\n".join("| " + " | ".join(row) + " |" if row else "" for row in rows)
+
+
+def assert_laws_on_page(
+    page: Path, rules: ModuleType, cases: Mapping[str, TextCase], left: Callable[[str], str]
+) -> None:
+    """Compare a page's table of rules with the cases that have a line ``law: NAME``.
+
+    There is a case for each rule class of a module; ``left`` shortens what is expected. With
+    ``ORTPLUGINS_REWRITE_EXPECTED`` the table is written.
+    """
+    rows = []
+    for case in cases.values():
+        if (law := case.settings.get("law")) is not None:
+            given = f"x[{case.settings['x']}]: " if "x" in case.settings else ""
+            before = given + " ".join(case.nodes.split())
+            rows.append((law, before, left(case.expected)))
+    table = markdown([[f"`{cell}`" for cell in row] for row in rows])
+    laws = {
+        name
+        for name, found in vars(rules).items()
+        if isinstance(found, type)
+        and issubclass(found, RewriteRuleClassBase)
+        and found.__module__ == rules.__name__
+        and not found.__subclasses__()
+    }
+    assert laws == {law for law, *_ in rows}
+    text = page.read_text(encoding="utf-8")
+    if os.environ.get(_REWRITE):
+        page.write_text(_LAWS.sub(lambda found: found[1] + table, text), encoding="utf-8")
+    else:
+        assert table in text
 
 
 def assert_page_has(page: Path, table: str) -> None:

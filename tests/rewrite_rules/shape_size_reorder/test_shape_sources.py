@@ -2,6 +2,7 @@
 """Shape and Size read the first value of the same sizes; every number stays."""
 
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,14 +12,17 @@ import onnx_ir as ir
 import pytest
 from builders.dequantized_models import assert_same_outputs
 from builders.same_numbers import session
-from builders.text_cases import text_cases
+from builders.text_cases import assert_laws_on_page, text_cases
 from builders.text_models import model_of
 
 from ortplugins.optimization.shape_inference import infer_shapes
 from rewrite_rules.remarks import PassContext, Remarks
+from rewrite_rules.shape_size_reorder import size_rules
+from rewrite_rules.shape_size_reorder.reorder import put_in_order
+from rewrite_rules.shape_size_reorder.search import memory_order
 from rewrite_rules.shape_size_reorder.simplify import simplify_shapes
 from rewrite_rules.shapes.evaluator import GraphEvaluator, NodeEvaluator
-from rewrite_rules.shapes.proved_shapes import ProvedShapes
+from rewrite_rules.shapes.proved_shapes import ProvedShapes, concrete_shapes
 
 F = np.float32
 
@@ -158,10 +162,10 @@ def test_what_keeps_the_shape_is_passed(nodes, inputs):
     assert simplify(after) == []
 
 
-PICKED = """g (float[a, b, c] x) => ({type} o)
+PICKED = """g (float[{x}] x) => ({type} o)
     <int64 one = {{1}}, int64 last = {{-1}}, int64[2] three = {{1, -1}},
      int64[1] axis = {{1}}, int64[1] zero = {{0}}, int64[1] two = {{2}},
-     int64[1] end = {{3}}> {{ h = Relu (x)  {nodes} }}"""
+     int64[1] end = {{3}}, int64[2] back = {{0, -1}}> {{ {nodes} }}"""
 
 
 def runs_of(text: str) -> list[dict[str, np.ndarray]]:
@@ -180,6 +184,15 @@ def runs_of(text: str) -> list[dict[str, np.ndarray]]:
 
 
 CASES = text_cases(Path(__file__).with_name("cases.txt"))
+PAGE = Path(__file__).parents[3] / "docs" / "shape-size-reorder.md"
+
+
+def test_the_page_has_a_case_of_each_rule():
+    def left(expected: str) -> str:
+        output, operators = expected.split("\n")
+        return operators if output == "o = o" else output
+
+    assert_laws_on_page(PAGE, size_rules, CASES, left)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -187,8 +200,9 @@ def test_shapes_become(name):
     """A case has what is left of the outputs' shapes, and the operators."""
     case, text = CASES[name], CASES[name].nodes
     if not text.startswith("g ("):
-        kind = "int64" if "o = Gather (s, one)" in text else "int64[k]"
-        text = PICKED.format(type=kind, nodes=text)
+        kind = "int64" if re.search(r"o = (Size|Gather \(s, one\))", text) else "int64[k]"
+        nodes = text if "h = " in text else f"h = Relu (x)  {text}"
+        text = PICKED.format(x=case.settings.get("x", "a, b, c"), type=kind, nodes=nodes)
     runs = runs_of(case.settings["runs"]) if "runs" in case.settings else RUNS_3D
     opset, infer = int(case.settings.get("opset", 21)), "infer" not in case.settings
     before, after = parse(text, opset), parse(text, opset)
@@ -197,6 +211,8 @@ def test_shapes_become(name):
         runs = []
     same(before, after, runs)
     assert simplify(after, infer) == []
+    if case.settings.get("law") == "BehindMaker":
+        put_in_order(after, memory_order(after.graph, concrete_shapes(after)))
     left = " ".join(node.op_type for node in after.graph)
     case.expect("\n".join([*written(after), left]))
 

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: MIT
+"""Shape and Size read the first value of the same sizes, or become constants: the rules.
+
+    ConstantNumbers  Gather(Shape(h[batch, 64]), 1)       -> 64
+    Span             Shape(f(x))                          -> Shape(x)           f keeps sizes
+                     Slice(Shape(x), 1, 3)                -> Shape(x, start=1, end=3)
+                     Unsqueeze(Gather(Shape(x), 1), 0)    -> Shape(x, start=1, end=2)
+                     Concat(Shape(x)[0:1], Shape(x)[1:2]) -> Shape(x, start=0, end=2)
+    Pick             Shape(Transpose(x, perm))            -> Gather(Shape(x), perm)
+                     Gather(Shape(h[batch, 64]), 0)       -> Gather(Shape(x[batch]), 0)
+    Whole            Size(f(x))                           -> Size(x)      as many elements
+                     Shape(f(x))                          -> Shape(x)     of unknown rank
+    EqualNumbers     f(Shape(x)), g(Shape(y))             -> the first    the same numbers
+    BehindMaker      h, ..., Shape(h)                     -> h, Shape(h), ...
+
+Shape has ``start`` and ``end`` from opset 15 on. What can be read is proved before any rule
+runs (:mod:`.size_readings`); in which order the other nodes run, planned (:mod:`.search`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+from onnxscript.rewriter import MatchContext, RewriteRuleClassBase
+
+from rewrite_rules.graph.nodes import label, producer
+from rewrite_rules.graph.rule_set import DispatchingRuleSet
+from rewrite_rules.remarks import Remarks
+from rewrite_rules.shape_size_reorder.size_readings import FOLDED, REREAD, Reading
+from rewrite_rules.shapes.shape_data import INTEGER_OPERATORS
+
+ROOTS = ("Shape", "Size")
+_INT64 = ir.TensorType(ir.DataType.INT64)
+
+
+def read_better(
+    model: ir.Model, readings: Mapping[ir.Node, Reading], remarks: Remarks
+) -> None:
+    """Have nodes read what the analysis found for them."""
+    laws: list[tuple[type[SizeRule], Collection[str]]] = [
+        (ConstantNumbers, FOLDED),
+        (Span, REREAD),
+        (Pick, REREAD),
+        (Whole, ROOTS),
+    ]
+    replaced: dict[ir.Value, ir.Value] = {}
+    rules = [
+        law.rule(op_type, readings, replaced, remarks)
+        for law, operators in laws
+        for op_type in sorted(operators)
+    ]
+    DispatchingRuleSet(rules, readings.__contains__).apply_to_model(model)
+
+
+def merge_equal(model: ir.Model, first: Mapping[ir.Node, ir.Value], remarks: Remarks) -> None:
+    """Have the first of nodes with the same numbers read for all."""
+    rules = [EqualNumbers.rule(op, first, remarks) for op in sorted(INTEGER_OPERATORS)]
+    DispatchingRuleSet(rules, first.__contains__).apply_to_model(model)
+
+
+def move_behind_makers(model: ir.Model, nodes: set[ir.Node]) -> None:
+    """Move nodes, each a Shape or Size, to right behind what they read; empties the set."""
+    last: dict[ir.Node, ir.Node] = {}
+    rules = DispatchingRuleSet(
+        [BehindMaker.rule(op_type, nodes, last) for op_type in ROOTS], nodes.__contains__
+    )
+    rules.cleans_up = False  # nodes without a reader are part of the plan
+    rules.apply_to_model(model)
+
+
+class SizeRule(RewriteRuleClassBase):
+    """A node of sizes -> what gives the same numbers earlier, or in fewer nodes."""
+
+    def __init__(
+        self,
+        op_type: str,
+        readings: Mapping[ir.Node, Reading],
+        replaced: dict[ir.Value, ir.Value],
+        remarks: Remarks,
+    ) -> None:
+        super().__init__()
+        self._op_type, self._remarks = op_type, remarks
+        self._readings, self._replaced = readings, replaced
+
+    def pattern(self, op):  # type: ignore[no-untyped-def]
+        return getattr(op, self._op_type)(_allow_other_inputs=True, _outputs=["out"])
+
+    def check(self, context: MatchContext, out: ir.Value) -> bool:  # type: ignore[override]
+        """Whether the law is the one that gives the reading found for the node."""
+        return self.gives(self._readings[producer(out)])
+
+    def rewrite(self, op: Any, out: ir.Value) -> ir.Value:
+        node, reading = producer(out), self._readings[producer(out)]
+        source = reading.source
+        if source is not None:
+            source = self._replaced.get(source, source)
+        with self._remarks.at(label(node)):
+            made, what = self.read(op, reading, source, node)
+            self._remarks.fired(label(node), what)
+        self._replaced[out] = made
+        return made
+
+    def gives(self, reading: Reading) -> bool:
+        raise NotImplementedError
+
+    def read(
+        self, op: Any, reading: Reading, source: ir.Value | None, node: ir.Node
+    ) -> tuple[ir.Value, str]:
+        """Emit the nodes; return the numbers, and what became of the node."""
+        raise NotImplementedError
+
+
+class ConstantNumbers(SizeRule):
+    """Numbers that no run can change -> ``Constant``."""
+
+    def gives(self, reading: Reading) -> bool:
+        return reading.constants is not None
+
+    def read(
+        self, op: Any, reading: Reading, source: ir.Value | None, node: ir.Node
+    ) -> tuple[ir.Value, str]:
+        assert reading.constants is not None
+        array = np.array(reading.constants.constants, np.int64)
+        array = array.reshape(reading.constants.shape)
+        made = _constant(op, array, _name=node.name)
+        return made, f"constant {array.ravel().tolist()}"
+
+
+class Span(SizeRule):
+    """Sizes of x side by side -> ``Shape(x, start, end)``."""
+
+    def gives(self, reading: Reading) -> bool:
+        return reading.axes is not None and reading.nodes == 1
+
+    def read(
+        self, op: Any, reading: Reading, source: ir.Value | None, node: ir.Node
+    ) -> tuple[ir.Value, str]:
+        assert reading.source is not None
+        start, end = (reading.axes or (0,))[0], len(reading.axes or ())
+        end += start
+        ends = {"start": start} if start else {}
+        ends |= {"end": end} if end < reading.rank else {}
+        what = f"dimensions {start}:{ends.get('end', '')}" if ends else "the shape"
+        made = op.Shape(source, **ends, _name=node.name)
+        return made, f"reads {what} of {reading.source.name!r}"
+
+
+class Pick(SizeRule):
+    """Sizes of x in any order -> ``Gather(Shape(x), axes)``; of one, maybe a scalar."""
+
+    def gives(self, reading: Reading) -> bool:
+        return reading.axes is not None and reading.nodes > 1
+
+    def read(
+        self, op: Any, reading: Reading, source: ir.Value | None, node: ir.Node
+    ) -> tuple[ir.Value, str]:
+        assert reading.source is not None and reading.axes is not None
+        axes = np.array(reading.axes, np.int64).reshape(() if reading.is_scalar else -1)
+        shape, indices = op.Shape(source), _constant(op, axes)
+        shape.type = _INT64
+        plural = "s" * (len(reading.axes) > 1)
+        text = f"dimension{plural} {', '.join(map(str, reading.axes))}"
+        made = op.Gather(shape, indices, axis=0, _name=node.name)
+        return made, f"reads {text} of {reading.source.name!r}"
+
+
+class Whole(SizeRule):
+    """``Size(f(x))`` -> ``Size(x)``, and Shape, of which not even the rank is known."""
+
+    def gives(self, reading: Reading) -> bool:
+        return reading.axes is None and reading.constants is None
+
+    def read(
+        self, op: Any, reading: Reading, source: ir.Value | None, node: ir.Node
+    ) -> tuple[ir.Value, str]:
+        assert reading.source is not None
+        made = getattr(op, node.op_type)(source, **node.attributes, _name=node.name)
+        return made, f"reads the {node.op_type.lower()} of {reading.source.name!r}"
+
+
+class EqualNumbers(RewriteRuleClassBase):
+    """Two nodes of the same numbers -> the first."""
+
+    def __init__(
+        self, op_type: str, first: Mapping[ir.Node, ir.Value], remarks: Remarks
+    ) -> None:
+        super().__init__()
+        self._op_type, self._first, self._remarks = op_type, first, remarks
+
+    def pattern(self, op):  # type: ignore[no-untyped-def]
+        return getattr(op, self._op_type)(_allow_other_inputs=True, _outputs=["out"])
+
+    def rewrite(self, op: Any, out: ir.Value) -> ir.Value:
+        node = producer(out)
+        first = self._first[node]
+        if node.op_type in ROOTS:
+            self._remarks.fired(label(node), f"is {first.name!r}, its like")
+        return first
+
+
+class BehindMaker(RewriteRuleClassBase):
+    """``h, ..., Shape(h)`` -> ``h, Shape(h), ...``: h is not kept for its sizes."""
+
+    def __init__(
+        self, op_type: str, waiting: set[ir.Node], last: dict[ir.Node, ir.Node]
+    ) -> None:
+        super().__init__()
+        # ``last``: what was moved behind a node last.
+        self._op_type, self._waiting, self._last = op_type, waiting, last
+
+    def pattern(self, op, x):  # type: ignore[no-untyped-def]
+        return getattr(op, self._op_type)(x, _outputs=["out"])
+
+    def check(self, context: MatchContext, x: ir.Value, out: ir.Value) -> bool:  # type: ignore[override]
+        """Whether x is computed in the same graph; else it stays in front."""
+        self._waiting.discard(producer(out))
+        maker = x.producer()
+        return maker is not None and maker.graph is producer(out).graph
+
+    def rewrite(self, op: Any, x: ir.Value, out: ir.Value) -> ir.Value:
+        maker, node = producer(x), producer(out)
+        assert node.graph is not None
+        node.graph.remove(node)
+        self._last.get(maker, maker).append(node)
+        self._last[maker] = node
+        return out
+
+
+def _constant(op: Any, array: NDArray[np.int64], **named: Any) -> ir.Value:
+    made: ir.Value = op.Constant(value=ir.tensor(array), **named)
+    made.type = _INT64
+    return made
