@@ -173,22 +173,21 @@ class _Dispatch(RewriteRule):
     def _gives_way(self, delta: ReplacementSubgraph, node: ir.Node) -> bool:
         """Have a value that is there already read for the one that matched, if a rule says so.
 
-        The engine would give it the name of the other, which is right for outputs only.
+        The engine would give it the name of the other, which is right for outputs only. A
+        rule that has changed some readers itself returns what matched.
         """
         old, there = delta.match.outputs[0], delta.new_outputs[0]
         if len(delta.new_outputs) > 1 or there.producer() in delta.new_nodes:
             return False
-        if old.is_graph_output():
-            if (
-                there.producer() is None
-                or there.is_graph_output()
-                or there.graph is not old.graph
-            ):
+        if there is not old and old.is_graph_output():
+            takes_name = there.producer() is not None and there.graph is old.graph
+            if there.is_graph_output() or not takes_name:
                 copy = ir.node("Identity", [there], name=node.name)
                 delta.new_nodes = [*delta.new_nodes, copy]
                 delta.new_outputs = copy.outputs
             return False
-        old.replace_all_uses_with(there)
+        if there is not old:
+            old.replace_all_uses_with(there)
         assert node.graph is not None
         node.graph.insert_after(node, delta.new_nodes)
         self.gave_way += 1

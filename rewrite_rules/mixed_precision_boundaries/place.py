@@ -8,7 +8,8 @@
                       +-> DQ16' -> Q8 -> DQ8 -> others
 
 In three steps: a plan of types and grids, finished before anything is written, so that a
-region that is refused leaves no trace; Q and DQ at each change of type; :mod:`.fold_rules`.
+region that is refused leaves no trace; Q and DQ at each change of type, by
+:mod:`.boundary_rules`; :mod:`.fold_rules`.
 The 16-bit grid at an entry holds every value of the 8-bit one
 (:meth:`.QuantizationGrid.refine`). Outputs keep their names, codes that a caller feeds or
 reads their type. In mode "float", a region's tensors are not quantised.
@@ -25,6 +26,8 @@ import onnx_ir as ir
 
 from rewrite_rules.closest_name import did_you_mean
 from rewrite_rules.graph.nodes import is_dequantize_linear, is_quantize_linear, label
+from rewrite_rules.mixed_precision_boundaries.boundary_rules import Boundaries
+from rewrite_rules.mixed_precision_boundaries.grids import Grids, choose_grids
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
     QuantizedGraph,
     QuantizedTensor,
@@ -34,15 +37,12 @@ from rewrite_rules.mixed_precision_boundaries.region_constants import (
     bias_changes,
     constant_changes,
 )
-from rewrite_rules.mixed_precision_boundaries.region_writer import RegionWriter
 from rewrite_rules.mixed_precision_boundaries.regions import (
     SHARING_OPERATORS,
-    Grids,
     Groups,
     Overridden,
     Region,
     TensorPlan,
-    choose_grids,
     find_regions,
     sharing_groups,
     type_name,
@@ -109,10 +109,10 @@ def place_boundaries(model: ir.Model, options: BoundaryOptions, context: PassCon
         except Refusal as refusal:
             for seed in region.seeds:
                 context.remarks.refused(seed, refusal)
-    writer = RegionWriter(model)
-    written = [_write(writer, planned, context.remarks) for planned in ready]
-    if any(written):
-        writer.finish()
+    boundaries = Boundaries(model)
+    for planned in ready:
+        _add(boundaries, planned, context.remarks)
+    boundaries.write()
 
 
 class _Planned(NamedTuple):
@@ -148,31 +148,28 @@ def _planned(
     return _Planned(region, grids, constants, biases)
 
 
-def _write(writer: RegionWriter, planned: _Planned, remarks: Remarks) -> bool:
-    """Write a region; return whether any of its tensors changed."""
+def _add(boundaries: Boundaries, planned: _Planned, remarks: Remarks) -> None:
+    """Have a region written, and say what changes."""
     region, grids, constants, biases = planned
-    for change in constants:
-        writer.change_constant(change)
     for change_or_reason in biases:
         if isinstance(change_or_reason, ConstantChange):
-            writer.change_constant(change_or_reason)
+            constants.append(change_or_reason)
         else:
             remarks.refused(label(change_or_reason[0]), change_or_reason[1])
-    changed = False
-    for tensor, plan in region.plans.items():
-        changes = list(_changes(tensor, plan, grids))
-        if changes:
-            changed = True
-            writer.retype(tensor, plan, grids)
-        for reason in changes:
+    changes = {
+        tensor: list(_changes(tensor, plan, grids)) for tensor, plan in region.plans.items()
+    }
+    for tensor, reasons in changes.items():
+        for reason in reasons:
             remarks.fired(tensor.name, reason)
+    changed = [tensor for tensor, reasons in changes.items() if reasons]
+    boundaries.add(region, grids, constants, changed)
     for seed in () if changed else region.seeds:
         remarks.note(
             seed,
             "nothing to change: it is of that type, all that reads it keeps its own, "
             "or it reads and writes no quantised activation",
         )
-    return changed
 
 
 def _check_plan(

@@ -20,6 +20,7 @@ import onnx_ir as ir
 
 from rewrite_rules.graph.nodes import dequantizer, input_of, label
 from rewrite_rules.graph.parameters import constant, require_constant
+from rewrite_rules.mixed_precision_boundaries.grids import Grids
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
     ELEMENTWISE_OPERATORS,
@@ -27,7 +28,7 @@ from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
     QuantizedTensor,
     read_grid,
 )
-from rewrite_rules.mixed_precision_boundaries.regions import Grids, Region
+from rewrite_rules.mixed_precision_boundaries.regions import Region
 from rewrite_rules.remarks import Refusal
 
 _BIASED_OPERATORS = frozenset({"Conv", "ConvTranspose", "Gemm"})

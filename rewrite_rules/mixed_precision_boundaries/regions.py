@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Which type each quantised activation is produced in, each node reads, and by which grid.
+"""Which type each quantised activation is produced in, and which each node reads.
 
 A user names tensors or nodes; what has to follow is found here, in the manner of onnxruntime's
 ``MixedPrecisionTensorQuantOverridesFixer``, one hop, whatever the operators are:
@@ -12,11 +12,6 @@ A user names tensors or nodes; what has to follow is found here, in the manner o
 
 Unlike there, tensors of two types may be neighbours: a node between takes the type of what it
 writes. Contradictions are errors that name both sides.
-
-The grid of a type is, in this order: what the user's override says; the grid that it has, if
-the type is its own; the same grid, moved, if only the sign of the type differs; the whole
-16-bit range over calibrated values, or over a range that is known to begin or end at 0, if
-nothing converts it from or to 8 bits; the refinement of its 8-bit grid.
 """
 
 from __future__ import annotations
@@ -25,11 +20,9 @@ import dataclasses
 from collections.abc import Collection, Hashable, Mapping
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
 from rewrite_rules.graph.nodes import is_quantize_linear, label
-from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
     QuantizedGraph,
     QuantizedTensor,
@@ -311,124 +304,3 @@ def _agree(one: _Request, other: _Request, what: str, advice: str) -> None:
 def type_name(dtype: ir.DataType) -> str:
     """What messages call a type."""
     return dtype.name.lower()
-
-
-Grids = dict[tuple[QuantizedTensor, ir.DataType], QuantizationGrid]
-
-
-def choose_grids(
-    region: Region,
-    groups: Groups,
-    overridden: Overridden,
-    ranges: Mapping[str, tuple[float, float]],
-) -> Grids:
-    """Choose the grids of all that a region touches; one for each group and type.
-
-    Refused: 8 bits of a 16-bit activation without parameters, and a scale that its float type
-    can't hold. Different parameters for one group are an :class:`OverrideError`.
-    """
-    grids: Grids = {}
-    members: dict[int, list[QuantizedTensor]] = {}
-    for tensor in region.plans:
-        members.setdefault(id(groups.find(tensor)), []).append(tensor)
-    for group in members.values():
-        types = dict.fromkeys(
-            dtype for tensor in group for dtype in sorted(region.plans[tensor].types())
-        )
-        for dtype in types:
-            if dtype == ir.DataType.FLOAT:
-                continue
-            try:
-                grid = _shared_grid(group, dtype, region, overridden, ranges)
-            except Refusal as refusal:
-                raise Refusal(refusal.code, f"tensor {group[0].name!r}: {refusal}") from None
-            for tensor in group:
-                grids[tensor, dtype] = grid
-    return grids
-
-
-def _shared_grid(
-    group: list[QuantizedTensor],
-    dtype: ir.DataType,
-    region: Region,
-    overridden: Overridden,
-    ranges: Mapping[str, tuple[float, float]],
-) -> QuantizationGrid:
-    known = [name for tensor in group for name in tensor.names if name in ranges]
-    span = None
-    if known:
-        span = min(ranges[name][0] for name in known), max(ranges[name][1] for name in known)
-    asked = _asked_of_group(group, dtype, overridden, span)
-    if asked is not None:
-        return asked
-    own = group[0].grid
-    if region.plans[group[0]].produced == own.dtype:
-        own = _asked_of_group(group, own.dtype, overridden, span) or own
-    if dtype == own.dtype:
-        return own
-    if dtype.bitwidth > own.bits:
-        span = span or _known_range(own)
-        # A pair of Q and DQ leads from or to another type of the tensor.
-        if any(t.codes_are_read or region.plans[t].types() - {dtype} for t in group):
-            span = None
-    if dtype.bitwidth == own.bits or (span is None and dtype.bitwidth > own.bits):
-        return own.refine(dtype)
-    if span is None:
-        raise Refusal(
-            "ORP312",
-            f"its {dtype.name.lower()} parameters are not known: give 'scale' and "
-            "'zero_point', or 'rmin' and 'rmax'",
-        )
-    return QuantizationGrid.of_range(dtype, *span, own.float_dtype)
-
-
-def _asked_of_group(
-    group: list[QuantizedTensor],
-    dtype: ir.DataType,
-    overridden: Overridden,
-    span: tuple[float, float] | None,
-) -> QuantizationGrid | None:
-    """The grid that overrides of any tensor of a group ask for."""
-    asked: dict[QuantizationGrid, str] = {}
-    for tensor in group:
-        _, override = overridden.get(tensor, ("", TensorOverride()))
-        for entry in filter(None, (override, override.convert)):
-            if (entry.quant_type or tensor.grid.dtype) == dtype:
-                grid = _asked_grid(tensor.grid, dtype, entry, span)
-                if grid is not None:
-                    asked.setdefault(grid, tensor.name)
-    if len(asked) > 1:
-        (one, first), (other, second) = list(asked.items())[:2]
-        raise OverrideError(
-            f"tensors {first!r} and {second!r} share parameters, but are asked to be {one} "
-            f"and {other}; give both the same"
-        )
-    return next(iter(asked), None)
-
-
-def _known_range(grid: QuantizationGrid) -> tuple[float, float] | None:
-    """The range that an 8-bit grid was made for, where its codes tell it exactly.
-
-    Those that begin or end at 0 do. Quantisers remove the Relu and Clip that such a range
-    stands for, and the refinement would let values pass, by a step of 8 bits.
-    """
-    if grid.float_dtype != np.float32 or grid.zero_point not in (grid.low, grid.high):
-        return None
-    low, high = grid.dequantize([grid.low, grid.high])
-    return float(low), float(high)
-
-
-def _asked_grid(
-    own: QuantizationGrid,
-    dtype: ir.DataType,
-    entry: TensorOverride,
-    span: tuple[float, float] | None,
-) -> QuantizationGrid | None:
-    if entry.scale is not None and entry.zero_point is not None:
-        return QuantizationGrid(dtype, own.float_dtype.type(entry.scale), entry.zero_point)
-    if entry.rmin is None and entry.rmax is None and entry.symmetric is None:
-        return None
-    low, high = span or tuple(map(float, own.dequantize([own.low, own.high])))
-    low = low if entry.rmin is None else entry.rmin
-    high = high if entry.rmax is None else entry.rmax
-    return QuantizationGrid.of_range(dtype, low, high, own.float_dtype, bool(entry.symmetric))

@@ -121,7 +121,7 @@ def refused(model: ir.Model, words: str, **options: object) -> None:
     assert serialized(model) == before
 
 
-def chains(model: ir.Model) -> set[str]:
+def chains(model: ir.Model, constants: bool = False) -> set[str]:
     """Each path between operators over Q and DQ, as ``P>u8>u16>C``; inputs by their names."""
     short = {"UINT8": "u8", "INT8": "i8", "UINT16": "u16", "INT16": "i16"}
     found = set()
@@ -152,6 +152,9 @@ def chains(model: ir.Model) -> set[str]:
             if not is_quantize_linear(node) and node.op_type != "DequantizeLinear":
                 for value in node.outputs:
                     follow(value, node.name or node.op_type)
+            elif constants and node.inputs[0].is_initializer():
+                dtype = node.inputs[0].const_value.dtype
+                follow(node.outputs[0], f"constant>{short[dtype.name]}")
     return found
 
 

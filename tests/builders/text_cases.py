@@ -109,15 +109,16 @@ def assert_laws_on_page(
 ) -> None:
     """Compare a page's table of rules with the cases that have a line ``law: NAME``.
 
-    There is a case for each rule class of a module; ``left`` shortens what is expected. With
+    There is a case for each rule class of a module; ``left`` shortens what is expected. A line
+    ``before: TEXT`` says shorter than nodes what a test finds at the start. With
     ``ORTPLUGINS_REWRITE_EXPECTED`` the table is written.
     """
     rows = []
     for case in cases.values():
         if (law := case.settings.get("law")) is not None:
             given = f"x[{case.settings['x']}]: " if "x" in case.settings else ""
-            before = given + " ".join(case.nodes.split())
-            rows.append((law, before, left(case.expected)))
+            nodes = given + " ".join(case.nodes.split())
+            rows.append((law, case.settings.get("before", nodes), left(case.expected)))
     table = markdown([[f"`{cell}`" for cell in row] for row in rows])
     laws = {
         name
@@ -130,7 +131,10 @@ def assert_laws_on_page(
     assert laws == {law for law, *_ in rows}
     text = page.read_text(encoding="utf-8")
     if os.environ.get(_REWRITE):
-        page.write_text(_LAWS.sub(lambda found: found[1] + table, text), encoding="utf-8")
+        # Of several tables of a page, the one with a rule of this module.
+        known = re.compile("|".join(f"`{law}`" for law in laws))
+        text = _LAWS.sub(lambda m: m[1] + table if known.search(m[0]) else m[0], text)
+        page.write_text(text, encoding="utf-8")
     else:
         assert table in text
 

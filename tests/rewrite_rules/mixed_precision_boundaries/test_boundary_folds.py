@@ -12,10 +12,11 @@ import onnx_ir as ir
 import pytest
 from builders.dequantized_models import run
 from builders.qdq_models import chains, count, grid, of, place, refused, serialized, to
-from builders.text_cases import text_cases
+from builders.text_cases import assert_laws_on_page, text_cases
 from builders.text_models import model_of
 
 import ortplugins
+from rewrite_rules.mixed_precision_boundaries import fold_rules
 from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
@@ -44,9 +45,9 @@ def graph(
     return model_of(text, exact, opset=opset)
 
 
-def fold(model: ir.Model, target: str = "cpu") -> Remarks:
+def fold(model: ir.Model, target: str = "cpu", merge: bool = False) -> Remarks:
     remarks = Remarks("mixed_precision_boundaries")
-    fold_pairs(model, target, PassContext(remarks))
+    fold_pairs(model, target, PassContext(remarks), merge=merge)
     model.graph.sort()
     return remarks
 
@@ -66,6 +67,7 @@ def all_of(dtype: ir.DataType) -> npt.NDArray[np.generic]:
 
 
 FOLDS = text_cases(Path(__file__).with_name("folds.txt"))
+PAGE = Path(__file__).parents[3] / "docs" / "mixed-precision.md"
 
 
 @pytest.mark.parametrize("name", FOLDS)
@@ -73,9 +75,10 @@ def test_folds(name: str):
     """A case has the operators that are left, of the domain of each, with what they read."""
     case, options = FOLDS[name], {**FOLDS[name].settings}
     target = options.pop("target", "cpu")
+    merge = options.pop("law", "") == "Bridge"
     opset = int(options.pop("opset", 21))
     before, after = (graph(case.nodes, **options, opset=opset) for _ in range(2))
-    remarks = fold(after, target)
+    remarks = fold(after, target, merge)
     names = [[value.name for value in model.graph.outputs] for model in (before, after)]
     assert names[0] == names[1]
     fed = {value.name: value.dtype for value in before.graph.inputs}
@@ -87,9 +90,16 @@ def test_folds(name: str):
         }
         for expected, found in zip(run(before, feeds), run(after, feeds), strict=True):
             assert found.dtype == expected.dtype
-            assert found.tobytes() == expected.tobytes()
+            assert merge or found.tobytes() == expected.tobytes()
     assert bool(list(remarks)) == (serialized(before) != serialized(after))
     case.expect("\n".join([*written(after), *(f"fired: {remark.node}" for remark in remarks)]))
+
+
+def test_the_page_has_a_case_of_each_rule():
+    def left(expected: str) -> str:
+        return "; ".join(x for x in expected.splitlines() if not x.startswith("fired"))
+
+    assert_laws_on_page(PAGE, fold_rules, FOLDS, left)
 
 
 def written(model: ir.Model) -> Iterator[str]:

@@ -17,12 +17,13 @@ from builders.qdq_models import (
     serialized,
     to,
 )
-from builders.text_cases import text_cases
+from builders.text_cases import assert_laws_on_page, text_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ortplugins
 from rewrite_rules.graph.nodes import is_quantize_linear
+from rewrite_rules.mixed_precision_boundaries import boundary_rules
 from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
@@ -73,6 +74,7 @@ UNNAMED = """g (float[4] x) => (float[4] y, float[4] z) {
 }"""
 
 REGIONS = text_cases(Path(__file__).with_name("regions.txt"))
+PAGE = Path(__file__).parents[3] / "docs" / "mixed-precision.md"
 
 
 def read_grid(text: str) -> QuantizationGrid:
@@ -105,6 +107,12 @@ def test_regions(name: str):
     else:
         named = {key.removeprefix("grid_"): each for key, each in grids.items()}
         model = quantized(text, named, opset, default)
+    if (law := options.pop("law", None)) is not None:
+        is_constant = {"constants": law == "Constant"}
+        assert " ".join(sorted(chains(model, **is_constant))) == options.pop("before")
+        place(model, promote=frozenset(options.pop("promote").split(", ")), **options)
+        case.expect(" ".join(sorted(chains(model, **is_constant))))
+        return
     before = serialized(model)
     options["promote"] = frozenset(filter(None, options.pop("promote", "").split(", ")))
     options["overrides"] = read_overrides(options.pop("overrides", "{}"))
@@ -126,6 +134,10 @@ def test_regions(name: str):
     feeds = {v.name: np.ones(v.shape.numpy(), v.dtype.numpy()) for v in model.graph.inputs}
     run(model, feeds)
     run(model, feeds, optimised=True)
+
+
+def test_the_page_has_a_case_of_each_rule():
+    assert_laws_on_page(PAGE, boundary_rules, REGIONS, str)
 
 
 def test_new_values_have_types_and_shapes():
