@@ -365,7 +365,8 @@ class Float(BoundaryRule):
             return out
         if len(floats) < len(uses):
             twin = made.emit(op, _DQ, codes, tensor, tensor.grid)
-            out.replace_all_uses_with(twin)
+            for reader, index in list(out.uses()):
+                reader.replace_input_with(index, twin)
         return value
 
     def _value(
