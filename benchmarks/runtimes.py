@@ -19,7 +19,7 @@ from benchmarks.models.real_nets import Net, held_out_nets, real_nets
 from benchmarks.sessions.conv_fusion import difference, exact_outputs
 from benchmarks.sessions.hints import hinted
 from ortplugins.measurement.measure import Candidate, measure
-from ortplugins.quantization import quantize
+from ortplugins.quantization import quantize_encoder8
 
 _KINDS = {
     "MiniLM-L6-v2": "encoder",
@@ -83,9 +83,7 @@ def _in_8_bits(net: Net, folder: Path) -> Candidate:
     _, tokenizer = float_minilm()
     samples = feeds(tokenizer, sentences("wiki_calib", _CALIBRATED))
     written = folder / "encoder8.onnx"
-    quantize(
-        net.path, written, recipe="encoder8", calibration_data_reader=samples, overwrite=True
-    )
+    quantize_encoder8(net.path, written, calibration_data_reader=samples, overwrite=True)
     return Candidate(written, "encoder8")
 
 

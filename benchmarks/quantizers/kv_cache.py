@@ -19,7 +19,7 @@ import ortplugins
 from benchmarks.models.corpus import CACHE, read_text
 from ortplugins.evaluation import evaluate
 from ortplugins.measurement.measure import Candidate, SessionProcess
-from ortplugins.quantization import quantize
+from ortplugins.quantization import quantize_kv_cache
 from ortplugins.samples.text import TextSamples
 
 _STEPS = "benchmarks.models.decoder_steps"
@@ -35,8 +35,7 @@ def forms(decoder: Path, tokenizer: Path, folder: Path) -> dict[str, Path]:
     read_text("wiki_calib")
     source = TextSamples(CACHE / "wiki_calib.txt", tokenizer, window=256, count=16)
     samples = list(source.feeds(ir.load(shared).graph.inputs))
-    kept = {"*": "float"}
-    quantize(shared, eight, kv_bits=8, rules=kept, calibration_data_reader=samples)
+    quantize_kv_cache(shared, eight, calibration_data_reader=samples)
     return {"float cache": shared, "int8 cache": eight}
 
 

@@ -17,7 +17,6 @@ _METHODS: Mapping[str, Mapping[str, Any]] = {
     **{name: {"method": name} for name in ("rtn", "awq_lite", "gptq")},
     "rtn, asymmetric": {"method": "rtn", "is_symmetric": False},
     "gptq, asymmetric": {"method": "gptq", "is_symmetric": False},
-    "gptq, quantized_inputs": {"method": "gptq", "quantized_inputs": True},
 }
 
 

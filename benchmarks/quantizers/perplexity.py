@@ -69,7 +69,7 @@ class Recipe:
             self.options is not None
             and not self.head
             and not self.eight_bits
-            and self.options.keys() <= {"method", "grid", "quantized_inputs"}
+            and self.options.keys() <= {"method", "grid"}
         )
 
 
@@ -83,9 +83,6 @@ RECIPES = {
     "awq_lite": Recipe("awq_lite", {"method": "awq_lite"}, {32: 27.0, 128: 31.4}),
     "awq_clip": Recipe("awq_clip", {"method": "awq_clip"}),
     "gptq": Recipe("gptq", {"method": "gptq"}, {32: 27.0, 128: 29.3}),
-    "gptq_paired": Recipe(
-        "gptq, quantized_inputs", {"method": "gptq", "quantized_inputs": True}
-    ),
     "gptq_asymmetric": Recipe("gptq, asymmetric", {"method": "gptq", "is_symmetric": False}),
     "mixed": Recipe(
         "gptq, 3 % of the weights with 8 bits", {"method": "gptq"}, {32: 25.6}, eight_bits=0.03

@@ -65,7 +65,7 @@ class Case:
     external: bool
     head: str = ""
 
-    def ours(self, method: str, output: Path, **settings: bool) -> Cost:
+    def ours(self, method: str, output: Path) -> Cost:
         """Run our quantizer."""
         return run_ours(
             model=str(self.model),
@@ -75,7 +75,6 @@ class Case:
             rules={self.head: "float"} if self.head else {},
             calibration_data_reader=None if method == "rtn" else [str(self.samples)],
             external_data=self.external,
-            **settings,
         )
 
     def peer(self, tool: str, output: Path, fast: bool = False) -> Cost:
@@ -210,20 +209,13 @@ def compare(case: Case, method: str, found: dict[str, Measured]) -> list[Figure]
     return figures
 
 
-def memory_at_the_default_budget(case: Case) -> list[Figure]:
-    """Run GPTQ with ``max_calibration_memory`` of 1 GiB; how much memory it takes."""
-    figures = []
-    for paired in (False, True):
-        with tempfile.TemporaryDirectory(dir=CACHE, prefix="quantizers-") as folder:
-            cost = case.ours("gptq", Path(folder, "model.onnx"), quantized_inputs=paired)
-        what = (
-            f"{case.title}, GPTQ{', quantized_inputs' if paired else ''}: peak private memory"
-        )
-        figures.append(Figure(what, cost.peak_private_mb, unit="MB", bound=_WIDE_BOUND_MB))
-        print(
-            f"{what} {cost.peak_private_mb:.0f} MB, {cost.result['seconds']:.0f} s", flush=True
-        )
-    return figures
+def memory_of_gptq(case: Case) -> list[Figure]:
+    """Run GPTQ; how much memory it takes."""
+    with tempfile.TemporaryDirectory(dir=CACHE, prefix="quantizers-") as folder:
+        cost = case.ours("gptq", Path(folder, "model.onnx"))
+    what = f"{case.title}, GPTQ: peak private memory"
+    print(f"{what} {cost.peak_private_mb:.0f} MB, {cost.result['seconds']:.0f} s", flush=True)
+    return [Figure(what, cost.peak_private_mb, unit="MB", bound=_WIDE_BOUND_MB)]
 
 
 def output_error(case: Case, path: Path) -> float:
@@ -317,7 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             chosen.only or CASES, Path(folder), chosen.width, chosen.layers
         ):
             if case.name == "wide":
-                figures += memory_at_the_default_budget(case)
+                figures += memory_of_gptq(case)
                 continue
             for method, contenders in contests(case, chosen.slow, chosen.gptq).items():
                 if not chosen.method or method in chosen.method:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Encoders by the recipe encoder8: time and accuracy, beside float and other 8 bits."""
+"""Encoders by quantize-encoder8: time and accuracy, beside float and other 8 bits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from benchmarks.models.openvino_runs import beside_openvino, outputs_of_openvino
 from benchmarks.models.real_nets import real_nets
 from ortplugins.evaluation import Evaluation, evaluate
 from ortplugins.measurement.measure import Candidate, measure
-from ortplugins.quantization import quantize
+from ortplugins.quantization import quantize_encoder8
 from session_options.plan import entries_of
 
 _L3 = "paraphrase-MiniLM-L3-v2"
@@ -68,7 +68,7 @@ def _encoder(
         for feed in feeds(tokenizer, sentences("wiki_calib", _CALIBRATED))
     ]
     ours, dynamic = folder / f"{name}.encoder8.onnx", folder / f"{name}.dynamic.onnx"
-    quantize(path, ours, recipe="encoder8", calibration_data_reader=samples, overwrite=True)
+    quantize_encoder8(path, ours, calibration_data_reader=samples, overwrite=True)
     quantize_dynamic(path, dynamic, per_channel=True, weight_type=QuantType.QInt8)
     for what, model, bound in (
         ("encoder8", ours, _LOST),
@@ -154,7 +154,7 @@ def _classifier(path: Path, tokenizer: Tokenizer, folder: Path) -> Iterator[Figu
     model, ours, dynamic = (folder / f"classifier{i}.onnx" for i in range(3))
     _with_head(path, head.astype(np.float32), model)
     samples = feeds(tokenizer, sentences("wiki_calib", _CALIBRATED))
-    quantize(model, ours, recipe="encoder8", calibration_data_reader=samples, overwrite=True)
+    quantize_encoder8(model, ours, calibration_data_reader=samples, overwrite=True)
     quantize_dynamic(model, dynamic, per_channel=True, weight_type=QuantType.QInt8)
     labels = np.arange(_CLASSES).repeat(_ASKED)
     exact = _logits(model, asked)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``ortplugins quantize`` and ``ortplugins quantize-static``."""
+"""``ortplugins quantize``, ``quantize-encoder8`` and ``quantize-kv-cache``."""
 
 from __future__ import annotations
 
@@ -17,17 +17,43 @@ from ortplugins.cli import options as opt
 from ortplugins.cli.evaluate import print_coverage, print_evaluation
 from ortplugins.cli.terminal import console, print_table, progress_bar
 from ortplugins.errors import CalibrationError, ModelFileError, UsageError
-from ortplugins.quantization.weights.recipe import Recipe, Rule, read_recipe, read_yaml
+from ortplugins.quantization.weights.recipe import Recipe, read_recipe, read_yaml
 
 if TYPE_CHECKING:
-    from ortplugins.quantization.weights.report import QuantizeReport
+    from collections.abc import Sequence
+
+    from ortplugins.quantization import QuantizeReport, QuantizeResult
+    from ortplugins.samples.text import TextSamples
 
 
 # Of a text, what is evaluated on and not calibrated on, at least.
 _HELD_BACK = 1 / 3
 
 
-def _read_rule(text: str) -> Rule:
+@Parameter(name="*")
+@dataclasses.dataclass(frozen=True)
+class HeldBackSamples(opt.GivenSamples):
+    """Samples that leave a part of a text to evaluate on.
+
+    Attributes:
+        count: Windows to take from --text; 128 by default.
+        providers: Execution provider that runs samples; repeatable.
+    """
+
+    count: opt.Positive | None = None
+    providers: Annotated[tuple[str, ...], Parameter("--provider")] = ()
+
+    def held_back(self, model: Path) -> Sequence[Path] | TextSamples | None:
+        """Return the samples."""
+        if self.text is None:
+            opt.refuse("without --text", count=self.count)
+            return self.read(model, None)
+        source: Any = self.read(model, self.count)
+        found: TextSamples = dataclasses.replace(source, held_back=_HELD_BACK)
+        return found
+
+
+def _read_rule(text: str) -> tuple[str, Any]:
     """Read ``PATTERN=SETTINGS``."""
     pattern, equals, settings = text.rpartition("=")
     if not equals:
@@ -35,7 +61,7 @@ def _read_rule(text: str) -> Rule:
             f"--rule: {text!r}: a pattern and its settings are expected, as in "
             "'*lm_head*=float' or '*down_proj*={bits: 8}'"
         )
-    return Rule.of(pattern, read_yaml(settings))
+    return pattern, read_yaml(settings)
 
 
 @Parameter(name="*")
@@ -44,12 +70,11 @@ class ChosenRecipe:
     """A recipe by name or file, and changes to it.
 
     Attributes:
-        recipe: small, balanced, best, encoder8, or a YAML file; what follows changes it.
+        recipe: small, balanced, best, or a YAML file; what follows changes it.
         method: How codes are chosen: rtn, awq_lite, awq_clip, gptq; all but rtn need samples.
         bits: Bits of a code: 4 or 8.
         block_size: Elements along K that share a scale; -1 for a scale per column.
         is_symmetric: Signed codes without zero points, or unsigned codes with zero points.
-        quant_format: QDQ, QDQ_transposed or MatMulNBits.
         rules: PATTERN=SETTINGS, for some of the nodes, as `*lm_head*=float` or
             `*down_proj*={bits: 8}`; repeatable.
         settings: NAME=VALUE, another setting, as share_of_8_bits=0.03; repeatable.
@@ -62,14 +87,13 @@ class ChosenRecipe:
     is_symmetric: Annotated[bool | None, Parameter("--symmetric", negative="--asymmetric")] = (
         None
     )
-    quant_format: str | None = None
     rules: Annotated[tuple[str, ...], Parameter("--rule")] = ()
     settings: Annotated[tuple[str, ...], Parameter("--set")] = ()
 
     def read(self) -> Recipe:
         """Return the recipe, changed."""
         changes: dict[str, Any] = {}
-        for name in ("method", "bits", "block_size", "is_symmetric", "quant_format"):
+        for name in ("method", "bits", "block_size", "is_symmetric"):
             if (value := getattr(self, name)) is not None:
                 changes[name] = value
         for name, text in opt.parse_settings(self.settings).items():
@@ -88,10 +112,7 @@ def quantize(
     *,
     output: Annotated[Path | None, Parameter(alias="-o")] = None,
     chosen: ChosenRecipe = ChosenRecipe(),
-    given: opt.GivenSamples = opt.GivenSamples(),
-    count: opt.Positive | None = None,
-    providers: opt.Providers | None = None,
-    max_calibration_memory: Annotated[int | None, Parameter(converter=opt.size)] = None,
+    given: HeldBackSamples = HeldBackSamples(),
     dry_run: bool = False,
     force: opt.Force = False,
     printing: opt.Printing = opt.Printing(),
@@ -100,43 +121,102 @@ def quantize(
 
     Args:
         output: File to write; for a folder, a folder.
-        count: Windows to take from --text; 32 by default.
-        max_calibration_memory: What activations and their statistics may take at once; by
-            default 1GiB.
         dry_run: Print what would be quantised; write nothing.
     """
     from ortplugins.quantization import quantize
-    from ortplugins.samples.text import TextSamples
 
     printing.check()
-    if given.text is None:
-        opt.refuse("without --text", count=count)
-    source = given.read(model, count)
-    if isinstance(source, TextSamples):
-        source = dataclasses.replace(source, held_back=_HELD_BACK)
+    source = given.held_back(model)
     if output is None and not dry_run:
         raise UsageError("give --output, or --dry-run")
     recipe = chosen.read()
     if dry_run:
         opt.refuse("with --dry-run", output=output, force=force)
-    if not recipe.needs_statistics and source is None:
-        memory = max_calibration_memory
-        why = "with --method rtn and without samples"
-        opt.refuse(why, provider=providers, max_calibration_memory=memory)
+    if not recipe.needs_samples and source is None:
+        opt.refuse("with --method rtn and without samples", provider=given.providers)
     with progress_bar() as bar:
         result = quantize(
             model,
             output,
             recipe=recipe,
             calibration_data_reader=source,
-            calibration_providers=providers or opt.CPU,
-            max_calibration_memory=max_calibration_memory or 1 << 30,
+            calibration_providers=given.providers or opt.CPU,
             overwrite=force,
             dry_run=dry_run,
             progress=bar,
         )
+    _finish(result, model, source, printing, dry_run)
+
+
+def quantize_encoder8(
+    model: opt.ModelOrFolder,
+    /,
+    *,
+    output: opt.Output,
+    given: HeldBackSamples = HeldBackSamples(),
+    least_cosine: float = 0.999,
+    nodes_to_exclude: opt.Exclude = (),
+    force: opt.Force = False,
+    printing: opt.Printing = opt.Printing(),
+) -> None:
+    """Quantise an encoder's products to 8 bits, activations included.
+
+    Args:
+        least_cosine: Layers whose output has a lower cosine to float's stay in float.
+    """
+    from ortplugins.quantization import quantize_encoder8
+
+    printing.check()
+    source = given.held_back(model)
+    with progress_bar() as bar:
+        result = quantize_encoder8(
+            model,
+            output,
+            calibration_data_reader=source,
+            calibration_providers=given.providers or opt.CPU,
+            least_cosine=least_cosine,
+            keep_float=nodes_to_exclude,
+            overwrite=force,
+            progress=bar,
+        )
+    _finish(result, model, source, printing)
+
+
+def quantize_kv_cache(
+    model: opt.ModelOrFolder,
+    /,
+    *,
+    output: opt.Output,
+    given: HeldBackSamples = HeldBackSamples(),
+    force: opt.Force = False,
+) -> None:
+    """Keep the cache of GroupQueryAttention in int8."""
+    from ortplugins.quantization import quantize_kv_cache
+
+    with progress_bar() as bar:
+        result = quantize_kv_cache(
+            model,
+            output,
+            calibration_data_reader=given.held_back(model),
+            calibration_providers=given.providers or opt.CPU,
+            overwrite=force,
+            progress=bar,
+        )
+    for note in result.report.notes:
+        console().print(f"note: {note}", soft_wrap=True)
+    print(f"wrote {result.path}")
+
+
+def _finish(
+    result: QuantizeResult,
+    model: Path,
+    source: object,
+    printing: opt.Printing,
+    all_nodes: bool = False,
+) -> None:
+    """Print what became of a model, and how good it is where there is a text."""
     if printing.format == "text":  # before the evaluation, which may be interrupted
-        _print(result.report, printing.verbose or dry_run)
+        _print(result.report, printing.verbose or all_nodes)
         if result.path is not None:
             print(f"wrote {result.path}")
     judged = _evaluate(result.path, model, source)
@@ -149,7 +229,7 @@ def quantize(
         console().print(f"not evaluated: {judged}", style="yellow", soft_wrap=True)
     elif judged is not None:
         print_evaluation(judged)
-        print(f"evaluated on the part of {given.text} that calibration did not read")
+        print("evaluated on what calibration left of the text")
 
 
 def _evaluate(path: Path | None, floats: Path, source: object) -> Any:

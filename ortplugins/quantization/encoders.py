@@ -28,7 +28,7 @@ _SAME = frozenset({"Cast", "DequantizeLinear", "QuantizeLinear", "Transpose"})
 
 SLOWER = (
     "an encoder reads all tokens of a text or an image at once: with weights of few bits that "
-    "takes longer than in float, short texts apart; the recipe encoder8 is faster"
+    "takes longer than in float, short texts apart; quantize-encoder8 is faster"
 )
 """Of a model that is one, and whose weights alone are quantised."""
 
@@ -47,10 +47,7 @@ _FORMS = {
         "time like this"
     ),
 }
-_OURS = (
-    "the recipe encoder8 has .999 and .41 of float's time: ortplugins quantize FLOAT_MODEL "
-    "--recipe encoder8, of the float model"
-)
+_OURS = "ortplugins quantize-encoder8, of the float model, has .999 and .41 of float's time"
 
 
 def is_encoder(model: ir.Model) -> bool:
@@ -84,7 +81,7 @@ def _is_weight(value: ir.Value | None) -> bool:
 
 
 def notes_on_codes(model: ir.Model) -> Iterator[str]:
-    """Yield what the recipe encoder8 would gain for an encoder that is quantised already."""
+    """Yield what quantize-encoder8 would gain for an encoder that is quantised already."""
     if is_encoder(model):
         counts = collections.Counter(map(_form, all_nodes(model)))
         for form, text in _FORMS.items():

@@ -4,9 +4,10 @@
     import modelopt.onnx.quantization.int4 as int4
     import ortplugins.quantization.int4 as int4
 
-A script changes that one line. Names, arguments, defaults and values are those of
-nvidia-modelopt 0.47.0, whose documentation holds here, too; ``docs/moving-from-modelopt.md``
-says what differs. Below :func:`quantize` lies :func:`.quantize`, which has more to offer.
+A script changes that one line. Positional arguments and their defaults are those of ModelOpt's
+documentation of ``int4``; what nvidia-modelopt 0.47.0 has added since are keywords here.
+Values are 0.47.0's; ``docs/moving-from-modelopt.md`` says what differs. Below
+:func:`quantize` lies :func:`.quantize`, which has more to offer.
 
 The primitives compute in the type of their arrays, float16, float32 or float64. With amax the
 greatest magnitude of a block, b bits,
@@ -20,6 +21,8 @@ greatest magnitude of a block, b bits,
 The searches take a ``wa_pack``, as :func:`find_quantizable_weights` makes it,
 
     [(activation with .name, weight TensorProto, is weight [N, K], type, node name)]
+
+the last of which may be missing;
 
 samples ``inputs``, name to array, ``augmented_onnx_path``, which the weights' data lies
 beside, and a ``session`` with ``run([activation], feed)``.
@@ -65,13 +68,16 @@ from ortplugins.errors import OrtpluginsWarning, QuantizationError
 from ortplugins.model_io.loading import load_model
 from ortplugins.quantization.methods.awq import search_scales
 from ortplugins.quantization.methods.nearest import BlockFormat, in_blocks
+from ortplugins.quantization.selection import Pattern
 from ortplugins.quantization.weights.quantize import quantize as quantize_weights
-from ortplugins.quantization.weights.recipe import Rule
 from ortplugins.quantization.weights.uses import WeightUse, find_uses
 from rewrite_rules.closest_name import did_you_mean
+from rewrite_rules.graph.initializers import new_initializer
+from rewrite_rules.graph.nodes import drop_unused_initializers
 
 Array = npt.NDArray[Any]
-WaPack = Sequence[tuple[Any, onnx.TensorProto, bool, int, str]]
+WaPack = Sequence[tuple[Any, ...]]  # 4 or 5 of them
+Rules = list[tuple[Pattern, Any]]
 
 _LOG = logging.getLogger(__name__)
 # ModelOpt's methods by ours. Error feedback does more than clips, in less time; rtn_trt,
@@ -92,11 +98,12 @@ def quantize(
     onnx_path: str | os.PathLike[str] | onnx.ModelProto,
     calibration_method: str = "awq_lite",
     calibration_data_reader: Any = None,
-    calibration_eps: Sequence[str] = ("cpu", "cuda:0", "trt"),
+    calibration_eps: Sequence[str] = ("cuda:0", "dml:0", "cpu"),
     use_external_data_format: bool = True,
     use_zero_point: bool = False,
     block_size: int | None = None,
     nodes_to_exclude: Sequence[str] | None = (r"/lm_head",),
+    *,
     log_level: str = "INFO",
     input_shapes_profile: Sequence[Mapping[str, str]] | None = None,
     **kwargs: Any,
@@ -104,8 +111,9 @@ def quantize(
     """Quantise the weights of MatMul and Gemm to int4, with ModelOpt's arguments.
 
     ``docs/moving-from-modelopt.md`` says which argument of :func:`.quantize` stands for which
-    here, and where results differ. Round to nearest gives ModelOpt's ``rtn_dq``, its names,
-    scales and codes; the AWQ methods search as :func:`.quantize` does. The model that is given
+    here, and where results differ. Round to nearest gives ModelOpt's names, scales and codes;
+    ``"rtn"`` keeps the float weights, behind QuantizeLinear and DequantizeLinear. The AWQ
+    methods search as :func:`.quantize` does. The model that is given
     is not changed; the result has opset 21 or more and holds all its tensors. The report goes
     to the logger of this module.
 
@@ -124,8 +132,6 @@ def quantize(
         )
     source = load_model(onnx_path).model
     settings = _settings_of(source, nodes_to_exclude, kwargs)
-    if method == "gptq" and (clips := settings.pop("clip_ratios", None)):
-        settings["gptq"] = {"ratios": clips}
     if method != "rtn":
         settings["calibration_data_reader"] = calibration_data_reader
         settings["calibration_providers"] = _providers_of(
@@ -143,28 +149,52 @@ def quantize(
         _LOG.info("%s", "\n".join([str(result.report), *result.report.notes]))
     model: ir.Model = result.model
     _name_as_modelopt(model)
+    if calibration_method == "rtn":
+        _quantize_in_the_graph(model, source)
     ir.external_data.load_to_model(model)
     return ir.to_proto(model)
 
 
 def quantize_rtn(
     onnx_model: onnx.ModelProto,
-    block_size: int,
+    gemm_io_type: int | None = None,
+    block_size: int | None = None,
     dq_only: bool = False,
+    *,
     nodes_to_exclude: Sequence[str] = (),
     **kwargs: Any,
 ) -> onnx.ModelProto:
-    """Round to nearest: :func:`quantize` with ``"rtn_dq"``; ``dq_only`` is accepted."""
+    """Round to nearest: :func:`quantize` with ``"rtn"``, or ``"rtn_dq"`` for ``dq_only``.
+
+    ``gemm_io_type`` is a ``TensorProto`` type, that of the weights; None takes it from them.
+
+    Raises:
+        QuantizationError: If the weights have another type.
+        TypeError: If no block size is given.
+    """
+    if block_size is None:
+        raise TypeError(
+            "quantize_rtn() misses block_size, the third argument, behind gemm_io_type"
+        )
+    if gemm_io_type is not None:
+        wanted = ir.DataType(gemm_io_type)
+        for _, use in find_uses(load_model(onnx_model).model, _PRODUCTS):
+            if isinstance(use, WeightUse) and use.tensor.dtype is not wanted:
+                raise QuantizationError(
+                    f"gemm_io_type is {wanted.name}, but weight {use.weight.name!r} is "
+                    f"{use.tensor.dtype.name}: convert the model before"
+                )
     kwargs |= {"block_size": block_size, "nodes_to_exclude": nodes_to_exclude}
-    return quantize(onnx_model, "rtn_dq", **kwargs)
+    return quantize(onnx_model, "rtn_dq" if dq_only else "rtn", **kwargs)
 
 
 def find_scales(
     w: Array,
     block_size: int,
-    quantize_axis: int = 0,
     alpha: float | Array = 1.0,
     use_zero_point: bool = False,
+    *,
+    quantize_axis: int = 0,
     num_bits: int = 4,
 ) -> tuple[Array, Array | None]:
     """Return scales, and zero points or None, of blocks along an axis, in ``w``'s type.
@@ -191,8 +221,9 @@ def rtn(
     w: Array,
     s: Array,
     block_size: int,
-    quantize_axis: int = 0,
     zp: Array | None = None,
+    *,
+    quantize_axis: int = 0,
     num_bits: int = 4,
 ) -> npt.NDArray[np.int8 | np.uint8]:
     """Return the codes nearest to a weight on given scales, ties to even, of ``w``'s shape.
@@ -208,7 +239,7 @@ def rtn(
 
 
 def dq_tensor(
-    w: Array, s: Array, block_size: int, quantize_axis: int = 0, zp: Array | None = None
+    w: Array, s: Array, block_size: int, zp: Array | None = None, *, quantize_axis: int = 0
 ) -> Array:
     """Return ``(w - zp) * s`` for codes ``w``, in the type that numpy gives the product."""
     codes = w.astype(np.result_type(w, s))
@@ -219,14 +250,16 @@ def dq_tensor(
 def quant_tensor(
     w: Array,
     block_size: int,
-    quantize_axis: int = 0,
     alpha: float | Array = 1.0,
     use_zero_point: bool = False,
+    *,
+    quantize_axis: int = 0,
     num_bits: int = 4,
 ) -> tuple[npt.NDArray[np.int8 | np.uint8], Array, Array | None]:
     """Return codes, scales and zero points: :func:`find_scales`, then :func:`rtn`."""
-    grid = find_scales(w, block_size, quantize_axis, alpha, use_zero_point, num_bits)
-    return rtn(w, grid[0], block_size, quantize_axis, grid[1], num_bits), *grid
+    how: dict[str, int] = {"quantize_axis": quantize_axis, "num_bits": num_bits}
+    scales, zero_points = find_scales(w, block_size, alpha, use_zero_point, **how)
+    return rtn(w, scales, block_size, zero_points, **how), scales, zero_points
 
 
 def _rows(array: Array, axis: int) -> Array:
@@ -266,23 +299,27 @@ def get_act_scale(x: Array) -> Array:
 def get_weight_scale(weight: Array, block_size: int | None = None) -> Array:
     """Return abs(w) over its block's greatest, its mean over columns: ``[K, N]`` to ``[K]``.
 
-    Blocks are of ``block_size`` adjacent rows; None and -1 stand for K.
+    As in ModelOpt, the ``block_size`` rows of a block are K / ``block_size`` apart. None and
+    -1 stand for K.
     """
-    tiny = np.finfo(weight.dtype).tiny
-    return _relative_magnitude(weight, -1 if block_size is None else block_size, tiny)
-
-
-def _relative_magnitude(weight: Array, block_size: int, least: Any) -> Array:
-    """Return the mean over columns of abs(w) / (its block's greatest + least), ``[K]``."""
-    size = BlockFormat(block_size=block_size).size_along(len(weight))
-    blocks = np.abs(in_blocks(weight, size))
-    relative = blocks / (blocks.max(axis=1, keepdims=True) + least)
-    mean: Array = relative.reshape(-1, weight.shape[1])[: len(weight)].mean(1)
+    k, n = weight.shape
+    size = BlockFormat(block_size=-1 if block_size is None else block_size).size_along(k)
+    blocks = np.abs(in_blocks(weight, size).reshape(size, -1))
+    relative = blocks / (blocks.max(axis=0) + np.finfo(weight.dtype).tiny)
+    mean: Array = relative.reshape(-1, n)[:k].mean(1)
     return mean
 
 
-def get_scale(x_max: Array, w_max: Array, alpha: float) -> Array:
-    """Return AWQ's scales ``[K]``: ``x^alpha / w^(1 - alpha)``, normalised."""
+def get_scale(
+    x_max: Array, w_max: Array, alpha: float, reduce_across_tp: bool = False
+) -> Array:
+    """Return AWQ's scales ``[K]``: ``x^alpha / w^(1 - alpha)``, normalised.
+
+    Raises:
+        QuantizationError: With ``reduce_across_tp``: one process has the whole model here.
+    """
+    if reduce_across_tp:
+        raise QuantizationError("reduce_across_tp is True: no ranks share a tensor here")
     tiny = np.finfo(w_max.dtype).tiny
     scales = (x_max**alpha / (w_max ** (1 - alpha) + tiny)).clip(1e-4, 1e4)
     normalised: Array = scales / np.sqrt(scales.max() * scales.min())
@@ -385,6 +422,7 @@ def run_awq_scale_search_per_node(
     enable_fast_path_using_high_sysram: bool,
     output_data: list[list[Any]],
     clip_alphas: dict[str, Array],
+    *,
     layer_info: Mapping[str, Mapping[str, Any]] | None = None,
     **kwargs: Any,
 ) -> tuple[list[Any], dict[str, Array]]:
@@ -393,7 +431,7 @@ def run_awq_scale_search_per_node(
     The fast path takes activations from ``output_data``, by sample, then by weight, and sets
     them to None. Keywords are those of the helpers.
     """
-    for index, (activation, weight, transposed, _, _) in enumerate(wa_pack):
+    for index, (activation, weight, transposed, *_) in enumerate(wa_pack):
         w = _matrix(weight, transposed, augmented_onnx_path)
         if enable_fast_path_using_high_sysram:
             x = _tokens([sample[index] for sample in output_data], len(w))
@@ -433,7 +471,10 @@ def run_awq_scale_search_per_subgraph(
     alphas = _exponents(kwargs.get("awqlite_alpha_step", AWQLiteHelper.alpha_step))
     form = BlockFormat(4, block_size, not use_zero_point, "amax")
     for activation, indices in act_to_wa_pack_map.items():
-        weights = [_matrix(*wa_pack[index][1:3], augmented_onnx_path) for index in indices]
+        weights = [
+            _matrix(wa_pack[index][1], wa_pack[index][2], augmented_onnx_path)
+            for index in indices
+        ]
         x = _tokens(_run(session, activation, inputs), len(weights[0]))
         means = wa_pack, indices, augmented_onnx_path, x, block_size
         x_mean, w_mean = get_x_w_mean_for_subgraph(*means)
@@ -460,9 +501,17 @@ def get_x_w_mean_for_subgraph(
 ) -> tuple[Array, Array]:
     """Return the means of abs(x) ``[T, K]``, and of abs(w) over its block's greatest."""
     sums = np.sum(np.abs(x), axis=0, dtype=np.float32)
-    weights = [_matrix(*wa_pack[i][1:3], augmented_onnx_path) for i in wa_pack_idx_list]
-    relative = _relative_magnitude(np.concatenate(weights, axis=1), block_size, 1e-6)
-    return (sums / len(x)).astype(x.dtype), relative
+    weights = [
+        _matrix(wa_pack[i][1], wa_pack[i][2], augmented_onnx_path) for i in wa_pack_idx_list
+    ]
+    together = np.concatenate(weights, axis=1)
+    # Of adjacent rows, unlike :func:`get_weight_scale`'s.
+    size = BlockFormat(block_size=block_size).size_along(len(together))
+    blocks = np.abs(in_blocks(together, size))
+    relative = (blocks / (blocks.max(axis=1, keepdims=True) + 1e-6)).reshape(
+        -1, together.shape[1]
+    )
+    return (sums / len(x)).astype(x.dtype), relative[: len(together)].mean(1)
 
 
 def get_act_to_weight_map_and_act_to_wa_pack_map(
@@ -478,7 +527,7 @@ def get_act_to_weight_map_and_act_to_wa_pack_map(
 
 
 def get_parent_child_nodes_map(
-    graph: onnx.GraphProto, wa_pack: WaPack, nodes_to_exclude: Collection[str]
+    graph: onnx.GraphProto, wa_pack: WaPack, nodes_to_exclude: Collection[str] = ()
 ) -> tuple[dict[str, list[onnx.NodeProto]], dict[str, list[onnx.NodeProto]]]:
     """Return the nodes of a ``wa_pack`` by what makes their activation; readers by tensor.
 
@@ -489,9 +538,9 @@ def get_parent_child_nodes_map(
     for node in graph.node:
         for name in node.input:
             consumers.setdefault(name, []).append(node)
-    weights = {weight.name for _, weight, _, _, _ in wa_pack}
+    weights = {entry[1].name for entry in wa_pack}
     children: dict[str, list[onnx.NodeProto]] = {}
-    for name in dict.fromkeys(activation.name for activation, _, _, _, _ in wa_pack):
+    for name in dict.fromkeys(entry[0].name for entry in wa_pack):
         children.setdefault(producers.get(name, "root_0"), []).extend(
             node
             for node in consumers.get(name, ())
@@ -558,15 +607,18 @@ _PROVIDERS = {
     "NvTensorRtRtx": "NvTensorRTRTXExecutionProvider",
 }
 # What changes nothing, with its default: weights that read one activation get the same scales,
-# and max_calibration_memory of quantize() bounds the memory.
+# the walk bounds the memory, and the searches of quantize() have their own steps.
 _WITHOUT_EFFECT = {
     "awqclip_bsz_col": None,
     "enable_fast_path_using_high_sysram": False,
     "trt_rtx_backend": None,
     "awqlite_run_per_subgraph": True,
+    "awqlite_alpha_step": 0.1,
+    "awqlite_fuse_nodes": True,
+    "awqclip_alpha_step": 0.05,
+    "awqclip_alpha_min": 0.5,
 }
 _KEYWORDS = (
-    *("awqlite_alpha_step", "awqlite_fuse_nodes", "awqclip_alpha_step", "awqclip_alpha_min"),
     *("gather_quantize_axis", "gather_block_size", "enable_mixed_quant", "layers_8bit"),
     *("use_column_major", "force_fp16", *_WITHOUT_EFFECT),
 )
@@ -604,15 +656,7 @@ def _settings_of(
     settings: dict[str, Any] = {
         "op_types": op_types,
         "quant_format": "QDQ_transposed" if given.get("use_column_major") else "QDQ",
-        "fold_scales": given.get("awqlite_fuse_nodes", True),
     }
-    if "awqlite_alpha_step" in given:
-        settings["alphas"] = _exponents(given["awqlite_alpha_step"])
-    if not given.keys().isdisjoint(("awqclip_alpha_min", "awqclip_alpha_step")):
-        least = given.get("awqclip_alpha_min", AWQClipHelper.min_alpha)
-        settings["clip_ratios"] = _ratios(
-            least, given.get("awqclip_alpha_step", AWQClipHelper.alpha_step)
-        )
     found = (use for _, use in find_uses(model, op_types))
     uses = [use for use in found if isinstance(use, WeightUse)]
     return settings | {"rules": _rules(uses, excluded, given)}
@@ -669,7 +713,7 @@ def _providers_of(
 
 def _rules(
     uses: Sequence[WeightUse], excluded: Sequence[str] | None, given: Mapping[str, Any]
-) -> list[Rule]:
+) -> Rules:
     """Return the rules of a model: tables' blocks, wider weights, and what stays in float."""
     if isinstance(excluded, str):
         raise QuantizationError("nodes_to_exclude is a string: a list of patterns is expected")
@@ -682,10 +726,10 @@ def _rules(
     left = [use.label for use in uses if any(p.match(use.label) for p in patterns)]
     wider = _wider([use.label for use in uses if use.activation is not None], given)
     return [
-        Rule(":table", block_size=given.get("gather_block_size", 32), optional=True),
+        (":table", {"block_size": given.get("gather_block_size", 32), "optional": True}),
         # ModelOpt's 8 bits are per column.
-        *(Rule(_exactly(label), bits=8, block_size=-1) for label in wider),
-        *(Rule(_exactly(label), keep_float=True) for label in left),
+        *((_exactly(label), {"bits": 8, "block_size": -1}) for label in wider),
+        *((_exactly(label), "float") for label in left),
     ]
 
 
@@ -758,6 +802,39 @@ def _name_as_modelopt(model: ir.Model) -> None:
                 value.name = f"{name}{suffix}"
                 taken.add(value.name)
         node.name = f"{name}_DequantizeLinear"
+
+
+def _quantize_in_the_graph(model: ir.Model, source: ir.Model) -> None:
+    """Have the graph make the codes of its float weights, which onnxruntime folds."""
+    found = (use for _, use in find_uses(source, ("Gather", *_PRODUCTS)))
+    uses = {use.weight.name: use for use in found if isinstance(use, WeightUse)}
+    for node in [
+        node for node in model.graph.all_nodes() if node.op_type == "DequantizeLinear"
+    ]:
+        codes, scales, *zero_points = node.inputs
+        name = (node.name or "").removesuffix("_DequantizeLinear")
+        use = uses.get(name) or uses.get(name.rpartition("_")[0])
+        if codes is None or codes.const_value is None or use is None or node.graph is None:
+            continue
+        matrix = use.matrix.T if use.stored_k_last else use.matrix
+        if codes.shape != matrix.shape:
+            matrix = matrix.T
+        graph = codes.graph
+        assert isinstance(graph, ir.Graph)
+        tensor = ir.tensor(np.ascontiguousarray(matrix), name=f"{name}_float")
+        floats = new_initializer(graph, tensor)
+        rounded = ir.node("QuantizeLinear", [floats, scales, *zero_points])
+        for key in node.attributes.keys() & {"axis", "block_size"}:
+            rounded.attributes[key] = node.attributes[key]
+        if not zero_points:
+            kind = ir.AttrInt64("output_dtype", int(codes.const_value.dtype))
+            rounded.attributes["output_dtype"] = kind
+        rounded.name, output = f"{name}_QuantizeLinear", rounded.outputs[0]
+        output.name, output.shape = f"{rounded.name}_Output", codes.shape
+        output.type = ir.TensorType(codes.const_value.dtype)
+        node.graph.insert_before(node, rounded)
+        node.replace_input_with(0, output)
+        drop_unused_initializers([codes])
 
 
 def _warn(message: str) -> None:

@@ -12,20 +12,27 @@ on. It attends to what is stored, new tokens included.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common
 
 from ortplugins.errors import CalibrationError, ModelFileError
-from ortplugins.quantization.methods.nearest import Floats
-from ortplugins.quantization.statistics.collect import (
+from ortplugins.model_io.loading import ModelLike
+from ortplugins.model_io.saving import Progress
+from ortplugins.quantization.calibration import (
     Calibration,
     detach_tensors,
     open_for_samples,
     run_sample,
 )
+from ortplugins.quantization.coverage import coverage
+from ortplugins.quantization.files import QuantizedFile, QuantizeResult
+from ortplugins.quantization.methods.nearest import Floats
+from ortplugins.quantization.weights.report import QuantizeReport
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.graph.nodes import input_of, label
 
@@ -62,11 +69,11 @@ def find_caches(model: ir.Model) -> list[Cache]:
             if (past := input_of(node, index)) is None:
                 continue
             if reason := _refusal(node, past, present, model.graph):
-                where = f"kv_bits: the cache of {label(node)!r} stays"
+                where = f"the cache of {label(node)!r} stays in float"
                 raise ModelFileError(f"{where}: {reason}; {_ADVICE}")
             found.append(Cache(node, kind, past, present))
     if not found:
-        raise ModelFileError(f"kv_bits: no GroupQueryAttention has a cache: {_ADVICE}")
+        raise ModelFileError(f"no GroupQueryAttention has a cache: {_ADVICE}")
     return found
 
 
@@ -83,9 +90,42 @@ def _refusal(node: ir.Node, past: ir.Value, present: ir.Value, main: ir.Graph) -
     return ""
 
 
-def quantize_caches(model: ir.Model, calibration: Calibration) -> str:
-    """Keep the caches of a model in 8 bits, in place; return a note of it."""
-    caches, names = find_caches(model), FreshNames(model)
+def quantize_kv_cache(
+    model: ModelLike,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    calibration_data_reader: Any = None,
+    calibration_providers: Sequence[Any] = ("CPUExecutionProvider",),
+    external_data: bool | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> QuantizeResult:
+    """Keep the cache of GroupQueryAttention in int8; arguments as of :func:`.quantize`.
+
+    Samples have float caches, empty ones mostly: ranges are those of what the model makes.
+
+    Raises:
+        CalibrationError: If a sample is bad, or a cache holds NaN or infinity for it.
+        ModelFileError: If no cache can be kept in int8.
+    """
+    file = QuantizedFile(
+        model,
+        output,
+        external_data=external_data,
+        overwrite=overwrite,
+        progress=progress,
+    )
+    caches = find_caches(file.model)
+    with file.scratch() as scratch:
+        calibration = file.calibration(calibration_data_reader, calibration_providers, scratch)
+        note = _quantize(file.model, caches, calibration)
+        report = QuantizeReport("kv_cache", (), coverage(file.model), (note,))
+        return file.saved(report)
+
+
+def _quantize(model: ir.Model, caches: Sequence[Cache], calibration: Calibration) -> str:
+    """Keep caches in 8 bits, in place; return a note of it."""
+    names = FreshNames(model)
     scales = _scales(model, caches, calibration)
     for cache, scale in zip(caches, scales, strict=True):
         node, name = cache.node, names.take(f"{cache.past.name}.scale")
@@ -125,7 +165,7 @@ def _scales(
         if not np.isfinite(most).all():
             raise CalibrationError(
                 f"cache {cache.present.name!r} holds NaN or infinity for these samples: give "
-                "others, or leave out kv_bits"
+                "others"
             )
     least = np.finfo(np.float32).tiny
     return [np.maximum(most / np.float32(_HIGHEST), least) for most in greatest]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ortplugins.errors import QuantizationError
@@ -48,11 +48,10 @@ def check_settings(instance: Any, what: str = "") -> None:
             raise QuantizationError(f"{what}{field.name} is {value!r}: {expected} is expected")
 
 
-def check_keys(what: str, given: Any, kind: Any) -> dict[str, Any]:
-    """Return what a file has for a dataclass; refuse what is no mapping, or no field of it."""
+def check_keys(what: str, given: Any, known: Sequence[str]) -> dict[str, Any]:
+    """Return a mapping that a file has; refuse what is none, or has other keys."""
     if not isinstance(given, Mapping):
         raise QuantizationError(f"{what} is a {type(given).__name__}: a mapping is expected")
-    known = [field.name for field in dataclasses.fields(kind)]
     for name in given:
         if name not in known:
             hint = did_you_mean(str(name), known) or f"; it can have {', '.join(known)}"

@@ -28,8 +28,8 @@ embeddings, agreement of the rankings (Spearman), time of 8 x 128 tokens on one 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
+import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -38,16 +38,25 @@ import numpy.typing as npt
 import onnx_ir as ir
 from onnxscript import TapeBuilder
 
-from ortplugins.errors import CalibrationError, ModelFileError
+from ortplugins.errors import ModelFileError, QuantizationError
+from ortplugins.model_io.loading import ModelLike
+from ortplugins.model_io.saving import Progress
+from ortplugins.quantization.calibration import Calibration
+from ortplugins.quantization.codes import checked
+from ortplugins.quantization.files import QuantizedFile, QuantizeResult
 from ortplugins.quantization.methods.nearest import Floats
-from ortplugins.quantization.statistics.accumulator import ActivationRequest
-from ortplugins.quantization.statistics.collect import Calibration, collect
+from ortplugins.quantization.selection import Pattern
+from ortplugins.quantization.walk import Walk
 from ortplugins.quantization.weights.folds import find_folds, insert_mul
-from ortplugins.quantization.weights.plan import WeightPlan, report_of
-from ortplugins.quantization.weights.quantize_group import checked_matrix
+from ortplugins.quantization.weights.plan import (
+    WeightPlan,
+    check_not_empty,
+    plan_weights,
+    report_of,
+    reported,
+)
 from ortplugins.quantization.weights.recipe import Recipe
 from ortplugins.quantization.weights.uses import WeightUse
-from ortplugins.quantization.weights.weight import UNREACHED, Errors
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.graph.nodes import label, remove_unused
 from rewrite_rules.graph.parameters import constant, float_attribute
@@ -58,7 +67,8 @@ _TOKENS, _MEASURED = 4096, 512
 # more time has to bring the error down to so much of what it was.
 _ALPHAS, _OUTLIERS, _WORTH = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9), (4, 8, 16, 32), 0.6
 _TOP = 127  # of codes of weights, and of two of them that are added in 16 bits
-_FIRST_OPSET = 10  # of QuantizeLinear
+_FIRST_OPSET, _IR_VERSION = 10, 10  # of QuantizeLinear
+_UNREACHED = "no token of the samples reaches it"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -88,18 +98,61 @@ class QuantizedProducts:
         return codes, steps.astype(np.float32)
 
 
-def quantize_products(
-    plan: WeightPlan, recipe: Recipe, calibration: Calibration | None
-) -> None:
-    """Quantise the products that a plan names, in place, and note in it what became of each.
+def quantize_encoder8(
+    model: ModelLike,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    calibration_data_reader: Any = None,
+    calibration_providers: Sequence[Any] = ("CPUExecutionProvider",),
+    least_cosine: float = 0.999,
+    keep_float: Sequence[Pattern] = (),
+    external_data: bool | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> QuantizeResult:
+    """Quantise the products of MatMul and Gemm to 8 bits, activations included.
 
-    A layer whose output's cosine with that of the float layer is below ``least_cosine`` of the
-    recipe, on sampled tokens, stays in float.
+    Args:
+        model: As of :func:`.quantize`, like all others that are not below.
+        output: File or folder to write.
+        calibration_data_reader: Samples.
+        calibration_providers: Execution providers that run them.
+        least_cosine: Least cosine, 0 to 1, of a layer's output to the float layer's, on
+            sampled tokens; layers below it stay in float.
+        keep_float: Nodes to leave in float; patterns as in the rules of :class:`.Recipe`.
+        external_data: Whether large tensors go to a data file.
+        overwrite: Whether ``output`` may exist.
+        progress: Called with steps done, their number and what is done.
 
     Raises:
-        CalibrationError: If there are no samples.
+        CalibrationError: If a sample is bad.
         ModelFileError: If the model has an opset below 10, or no layer can be kept in 8 bits.
+        QuantizationError: If an argument is out of range.
     """
+    if not 0 <= least_cosine <= 1:
+        raise QuantizationError(f"least_cosine is {least_cosine!r}: 0 to 1 is expected")
+    recipe = Recipe(bits=8, block_size=-1, rules=[(each, "float") for each in keep_float])
+    file = QuantizedFile(
+        model,
+        output,
+        external_data=external_data,
+        overwrite=overwrite,
+        progress=progress,
+    )
+    plan = plan_weights(file.model, recipe)
+    check_not_empty(plan, recipe)
+    with file.scratch() as scratch:
+        calibration = file.calibration(calibration_data_reader, calibration_providers, scratch)
+        _quantize_products(plan, least_cosine, calibration)
+        file.model.ir_version = max(file.model.ir_version or 0, _IR_VERSION)
+        report = dataclasses.replace(reported(plan, recipe), method="w8a8")
+        return file.saved(report)
+
+
+def _quantize_products(
+    plan: WeightPlan, least_cosine: float, calibration: Calibration
+) -> None:
+    """Quantise the products of a plan, in place, and note in it what became of each."""
     if (opset := plan.model.opset_imports.get("", 0)) < _FIRST_OPSET:
         raise ModelFileError(
             f"the model has opset {opset}: export it with {_FIRST_OPSET} or later for w8a8"
@@ -107,19 +160,13 @@ def quantize_products(
     layers, floats = _layers(plan)
     if not layers:
         raise ModelFileError(_nothing(floats))
-    if calibration is None:
-        raise CalibrationError(
-            "w8a8 takes the ranges of activations from samples: give some, or a text"
-        )
     found: dict[str, QuantizedProducts] = {}
     errors: dict[WeightUse, float] = {}
-    requests = [
-        ActivationRequest(name, uses[0].K, max_tokens=_TOKENS) for name, uses in layers.items()
-    ]
-    batches = collect(plan.model, requests, calibration)
-    for name, known in itertools.chain.from_iterable(batch.items() for batch in batches):
+    walk = Walk(plan.model, calibration)
+    for name in sorted(layers, key=lambda name: walk.places.get(name, 0)):
+        known = walk.statistics(name, layers[name][0].K, max_tokens=_TOKENS)
         if known is None:
-            floats |= dict.fromkeys(layers[name], UNREACHED)
+            floats |= dict.fromkeys(layers[name], _UNREACHED)
             continue
         tokens = known.tokens * np.float32(known.unit)
         found[name] = choose(tokens, [float_matrix(use) for use in layers[name]])
@@ -127,10 +174,10 @@ def quantize_products(
             errors[use] = error
             # Of two vectors that differ by a right-angled error of this relative size.
             cosine = 1 / math.sqrt(1 + error * error)
-            if not cosine >= recipe.least_cosine:  # NaN is not known to be near
+            if not cosine >= least_cosine:  # NaN is not known to be near
                 floats[use] = (
                     f"its output in 8 bits has a cosine of {cosine:.5f} with float's, below "
-                    f"least_cosine ({recipe.least_cosine})"
+                    f"least_cosine ({least_cosine})"
                 )
     weights = {use.weight for uses in layers.values() for use in uses}
     if not errors.keys() - floats:
@@ -176,7 +223,7 @@ def _note(
         for weight in group.weights:
             weight.uses = [use for use in weight.uses if use not in floats]
             found = [errors[use] for use in weight.uses]
-            weight.method, weight.errors = "w8a8", Errors(output=max(found, default=math.nan))
+            weight.method, weight.output_error = "w8a8", max(found, default=math.nan)
         group.weights = [weight for weight in group.weights if weight.uses]
 
 
@@ -246,8 +293,12 @@ def _largest_pair(weight: Floats) -> Floats:
 
 def float_matrix(use: WeightUse) -> Floats:
     """Return the weight of a use, float32 ``[K, N]``."""
-    matrix = use.tensor.numpy()
-    return checked_matrix(matrix.T if use.stored_k_last else matrix, use.weight.name or "")
+    matrix = use.matrix
+    try:
+        return checked(matrix.T if use.stored_k_last else matrix)
+    except QuantizationError as error:
+        name = use.weight.name
+        raise QuantizationError(f"weight {name!r} cannot be quantised: {error}") from error
 
 
 def _range(tokens: Floats) -> tuple[np.float32, np.uint8]:

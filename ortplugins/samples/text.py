@@ -44,7 +44,7 @@ class TextSamples:
     text: str | os.PathLike[str]
     tokenizer: str | os.PathLike[str]
     window: int = 256
-    count: int | None = 32
+    count: int | None = 128
     chat: bool = False
 
     held_back: float = 0.0

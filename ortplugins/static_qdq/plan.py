@@ -29,7 +29,7 @@ from ortplugins.errors import QuantizationError
 from ortplugins.model_io.loading import ModelLike, load_model
 from ortplugins.model_io.saving import Progress
 from ortplugins.optimization.shape_inference import infer_shapes
-from ortplugins.quantization.statistics.collect import Calibration
+from ortplugins.quantization.calibration import Calibration
 from ortplugins.samples.sources import CalibrationSource, KeptSamples
 from ortplugins.static_qdq.switched_model import Deviation, SwitchedModel, add_switches
 from rewrite_rules.graph.nodes import is_quantize_linear

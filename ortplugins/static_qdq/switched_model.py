@@ -31,13 +31,12 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from ortplugins.errors import QuantizationError
-from ortplugins.quantization.statistics.collect import (
+from ortplugins.quantization.calibration import (
     Calibration,
     detach_tensors,
     open_detached,
     run_sample,
 )
-from ortplugins.quantization.tensor_reference import ScratchWriter, TensorReference
 from ortplugins.runtime.stock_session import stock_options
 from ortplugins.samples.sources import Feed
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
@@ -81,7 +80,7 @@ class SwitchedModel:
         self._samples = calibration.samples
         self._workers = min(self._samples.read_all(), cores)
         self._scratch = Path(tempfile.mkdtemp(dir=calibration.scratch))
-        self._reference: list[list[TensorReference]] = []
+        self._reference: list[list[npt.NDArray[Any]]] = []
         folder = detach_tensors(model, self._scratch)
         model.graph.sort()
         # Constants are folded at the first level, dequantised weights only where no later
@@ -121,10 +120,7 @@ class SwitchedModel:
                     yield dict(zip(self.outputs, outputs, strict=True))
 
     def refer_to(self, outputs: Iterable[Mapping[str, npt.NDArray[Any]]]) -> None:
-        """Take outputs of :meth:`values` as the reference; they lie in a file, mapped."""
-        path = self._scratch / "reference"
-        path.unlink(missing_ok=True)
-        writer = ScratchWriter(path)
+        """Take outputs of :meth:`values` as the reference; they lie in files, mapped."""
         self._reference = []
         for index, values in enumerate(outputs):
             for name, array in values.items():
@@ -134,13 +130,18 @@ class SwitchedModel:
                         "all grids switched off: nothing can be compared with it; leave that "
                         "sample out"
                     )
-            self._reference.append([writer.append(array) for array in values.values()])
+            kept = []
+            for place, array in enumerate(values.values()):
+                path = self._scratch / f"reference-{index}-{place}.npy"
+                np.save(path, array, allow_pickle=False)
+                kept.append(np.load(path, mmap_mode="r"))
+            self._reference.append(kept)
 
     def compare(self, outputs: Iterable[Mapping[str, npt.NDArray[Any]]]) -> Deviation:
         """Measure outputs of another model, sample by sample, against the reference."""
         measured = [
             [
-                _deviation(values[name], reference.map())
+                _deviation(values[name], reference)
                 for name, reference in zip(self.outputs, self._reference[index], strict=True)
             ]
             for index, values in enumerate(outputs)

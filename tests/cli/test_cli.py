@@ -153,7 +153,7 @@ quantize f.onnx -o o.onnx --rule head={ => is not YAML
 quantize f.onnx -o o.onnx --rule 're:(=float' => is not a regular expression
 quantize f.onnx -o o.onnx --bits 3 => bits is 3: 4 or 8 is expected
 quantize f.onnx -o o.onnx --method hqq => 'hqq'
-quantize f.onnx -o o.onnx --set alpha=[1] => --set: unknown setting 'alpha' | 'alphas'
+quantize f.onnx -o o.onnx --set blok_size=1 => --set: unknown setting 'blok_size' | 'block_size'
 quantize f.onnx -o o.onnx --set alphas => 'alphas' is not KEY=VALUE
 cache prune => --max-size | --older-than
 cache prune --max-size 10parsecs => 10parsecs | 500MB

@@ -58,12 +58,15 @@ def primitives(int4):
             for alpha in alphas:
                 case = f"{k}x{n}/{size} {dtype} axis{axis} zp{zero_point:d} {bits}b a{alpha}"
                 w = weight(k, k, n, dtype)
+                how = {"quantize_axis": axis, "num_bits": bits}
                 codes, scales, zeros = int4.quant_tensor(
-                    w, size, axis, alpha, zero_point, bits
+                    w, size, alpha=alpha, use_zero_point=zero_point, **how
                 )
                 found[f"{case} codes"] = codes
                 found[f"{case} scales"] = scales
-                found[f"{case} dq"] = int4.dq_tensor(codes, scales, size, axis, zeros)
+                found[f"{case} dq"] = int4.dq_tensor(
+                    codes, scales, size, zp=zeros, quantize_axis=axis
+                )
                 if zeros is not None:
                     found[f"{case} zeros"] = zeros
     ratios = np.abs(numbers(3, 6 * 4))

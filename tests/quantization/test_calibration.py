@@ -14,12 +14,9 @@ from hypothesis import strategies as st
 import ortplugins
 from ortplugins.errors import CalibrationError
 from ortplugins.model_io.loading import load_model
-from ortplugins.quantization.statistics.accumulator import (
-    ActivationRequest,
-    StatisticsAccumulator,
-    pooled,
-)
-from ortplugins.quantization.statistics.collect import Calibration, collect
+from ortplugins.quantization.calibration import Calibration
+from ortplugins.quantization.statistics import StatisticsAccumulator, pooled
+from ortplugins.quantization.walk import Walk
 from ortplugins.samples.sources import KeptSamples
 
 RNG = np.random.default_rng(0)
@@ -36,13 +33,6 @@ def token_samples(*lengths):
     return [{"x": normal(n, 24, seed=1)} for n in lengths]
 
 
-def requests(max_tokens=8):
-    return [
-        ActivationRequest(name, width, gram=True, max_tokens=max_tokens)
-        for name, width in WIDTHS.items()
-    ]
-
-
 def run_all(model, feeds, names):
     """What onnxruntime says the activations are, tokens of all feeds after each other."""
     model = model.clone()
@@ -56,9 +46,11 @@ def run_all(model, feeds, names):
     }
 
 
-def batches_of(model, source, tmp_path, wanted, **options):
+def statistics_of(model, source, tmp_path, widths, *given, **options):
+    """Return what is known of activations, by width, which are in the model's order."""
     samples = KeptSamples(source, model, scratch=tmp_path)
-    return list(collect(model, wanted, Calibration(samples, tmp_path, **options)))
+    walk = Walk(model, Calibration(samples, tmp_path))
+    return {name: walk.statistics(name, k, *given, **options) for name, k in widths.items()}
 
 
 # Statistics
@@ -72,7 +64,7 @@ def batches_of(model, source, tmp_path, wanted, **options):
 )
 def test_statistics_are_those_of_all_tokens(lengths, k, max_tokens):
     x = np.random.default_rng(0).standard_normal((sum(lengths) + 1, k)).astype(np.float32)
-    accumulator = StatisticsAccumulator(ActivationRequest("x", k, True, max_tokens))
+    accumulator = StatisticsAccumulator("x", k, 2, max_tokens=max_tokens)
     start = 0
     for length in [*lengths, 1]:
         accumulator.update(x[None, start : start + length])
@@ -90,8 +82,8 @@ def test_statistics_are_those_of_all_tokens(lengths, k, max_tokens):
 
 def test_a_sample_of_tokens_is_uniform_and_does_not_depend_on_portions():
     x = np.arange(2000, dtype=np.float32)[:, None]
-    whole = StatisticsAccumulator(ActivationRequest("x", 1, False, 500))
-    parts = StatisticsAccumulator(ActivationRequest("x", 1, False, 500))
+    whole = StatisticsAccumulator("x", 1, max_tokens=500)
+    parts = StatisticsAccumulator("x", 1, max_tokens=500)
     whole.update(x)
     for part in np.split(x, [3, 499, 501, 1600]):
         parts.update(part)
@@ -106,7 +98,7 @@ def test_second_moments_of_some_tokens_favour_no_position():
     x = np.where(np.arange(16 * 500) % 16, 1, 100).astype(np.float32)[:, None]
     found = []
     for portions in ([], [3, 16, 777]):
-        some = StatisticsAccumulator(ActivationRequest("x", 1, True, 1), 8)
+        some = StatisticsAccumulator("x", 1, 2, 8)
         for part in np.split(x, portions):
             some.update(part)
         found.append(some.finish().gram.item())
@@ -122,7 +114,7 @@ def test_second_moments_of_some_tokens_favour_no_position():
     ],
 )
 def test_bad_activations_are_refused_by_name(x, message):
-    accumulator = StatisticsAccumulator(ActivationRequest("x", 3, True, 4))
+    accumulator = StatisticsAccumulator("x", 3, 2)
     with pytest.raises(CalibrationError, match=message):
         accumulator.update(x)
         accumulator.finish()
@@ -135,14 +127,14 @@ def test_statistics_of_huge_activations_are_in_a_unit(greatest):
     small, large = statistics(x), statistics(x * np.float32(factor))
     assert np.log2(large.unit).is_integer()
     rescaled = small.in_unit(large.unit / factor)
-    for key, array in large.arrays().items():
-        expected = rescaled.arrays()[key] * (factor if key == "unit" else 1)
-        np.testing.assert_allclose(array, expected, rtol=1e-6)
+    for key in ("mean_abs", "tokens", "gram"):
+        expected = getattr(rescaled, key)
+        np.testing.assert_allclose(getattr(large, key), expected, rtol=1e-6)
     # One such token, when there is a sum already, or before there is one.
     for outlier in (0, 299):
         rows = x.copy()
         rows[outlier] *= np.float32(factor)
-        accumulator = StatisticsAccumulator(ActivationRequest("x", 6, True, 400))
+        accumulator = StatisticsAccumulator("x", 6, 2, max_tokens=400)
         for part in np.split(rows, 3):
             accumulator.update(part)
         found = accumulator.finish()
@@ -153,8 +145,8 @@ def test_statistics_of_huge_activations_are_in_a_unit(greatest):
         np.testing.assert_allclose(found.tokens.astype(float) * found.unit, wide, rtol=1e-6)
 
 
-def statistics(x, gram=True, max_tokens=16):
-    accumulator = StatisticsAccumulator(ActivationRequest("x", x.shape[-1], gram, max_tokens))
+def statistics(x, max_tokens=16):
+    accumulator = StatisticsAccumulator("x", x.shape[-1], 2, max_tokens=max_tokens)
     accumulator.update(x)
     return accumulator.finish()
 
@@ -162,21 +154,12 @@ def statistics(x, gram=True, max_tokens=16):
 def test_pooled_statistics_are_those_of_all_tokens_together():
     x, y = (RNG.standard_normal((n, 6)).astype(np.float32) for n in (30, 90))
     both = np.concatenate([x, y])
-    of_few = statistics(x, gram=False, max_tokens=30)  # whose tokens are all that there are
-    for parts in ([statistics(x), statistics(y)], [of_few, statistics(y)]):
-        found = pooled(parts)
-        np.testing.assert_allclose(found.gram, both.T @ both / 120, atol=1e-5)
     found = pooled([statistics(x), statistics(y)])
+    np.testing.assert_allclose(found.gram, both.T @ both / 120, atol=1e-5)
     assert found.count == 120
     np.testing.assert_allclose(found.mean_abs, np.abs(both).mean(0), rtol=1e-5)
     shares = [sum((token == part).all(1).any() for token in found.tokens) for part in (x, y)]
     assert shares == [4, 12]
-
-
-def test_pooled_tokens_are_all_that_there_are_where_they_stand_for_the_gram_matrix():
-    parts = [RNG.standard_normal((n, 200)).astype(np.float32) for n in (30, 60)]
-    kept = [statistics(part, gram=False, max_tokens=60) for part in parts]
-    np.testing.assert_array_equal(pooled(kept).tokens, np.concatenate(parts))
 
 
 # Samples
@@ -304,24 +287,15 @@ def test_the_tokens_of_a_gram_matrix_do_not_depend_on_how_samples_are_cut(
     strides = []
     start = StatisticsAccumulator.__init__
 
-    def counted(self, request, gram_stride=1):
+    def counted(self, name, k, axes, gram_stride, *more):
         strides.append(gram_stride)
-        start(self, request, gram_stride)
+        start(self, name, k, axes, gram_stride, *more)
 
     monkeypatch.setattr(StatisticsAccumulator, "__init__", counted)
-    asked = [ActivationRequest("t0", WIDTHS["t0"], gram=True, gram_tokens=64)]
-    batches_of(chain(), token_samples(*lengths), tmp_path, asked)
+    widths = {"t0": WIDTHS["t0"]}
+    statistics_of(chain(), token_samples(*lengths), tmp_path, widths, 2, gram_tokens=64)
     (stride,) = strides
     assert stride == round(sum(lengths) / 64)
-
-
-def test_batches_fill_the_memory_and_an_excess_is_said(tmp_path):
-    wanted = [ActivationRequest(name, WIDTHS[name]) for name in ("t2", "t1", "t0")]
-    for memory, expected in ((60_000, [["t0", "t1"], ["t2"]]), (30_000, [[n] for n in NAMES])):
-        batches = batches_of(chain(), token_samples(20), tmp_path, wanted, max_memory=memory)
-        assert [list(batch) for batch in batches] == expected
-    with pytest.warns(ortplugins.OrtpluginsWarning, match="'t1' takes"):
-        batches_of(chain(), token_samples(20), tmp_path, wanted, max_memory=25_000)
 
 
 def test_weights_stay_in_their_files_and_the_model_as_it_was(tmp_path):
@@ -334,11 +308,9 @@ def test_weights_stay_in_their_files_and_the_model_as_it_was(tmp_path):
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     feeds = token_samples(5, 9, 11)
-    samples = KeptSamples(feeds, loaded, scratch=scratch)
-    (found,) = collect(loaded, requests(max_tokens=100), Calibration(samples, scratch))
+    found = statistics_of(loaded, feeds, scratch, WIDTHS, 2, max_tokens=100)
     assert ir.to_proto(loaded).SerializeToString() == before
-    assert not [f for f in scratch.iterdir() if f.stat().st_size]
-    assert list(found) == NAMES
+    assert not [path for path in scratch.rglob("*.data") if path.stat().st_size]
     for name, x in run_all(model, feeds, NAMES).items():
         assert found[name].count == 25
         np.testing.assert_allclose(found[name].tokens, x, atol=1e-5)
@@ -346,17 +318,13 @@ def test_weights_stay_in_their_files_and_the_model_as_it_was(tmp_path):
         np.testing.assert_allclose(found[name].gram, x.T @ x / 25, atol=1e-4)
 
 
-def test_graph_inputs_and_outputs_are_activations_too(tmp_path):
+def test_graph_inputs_are_activations_too(tmp_path):
     text = "g (float[n, 2] x, float[n, 2] idle) => (float[n, 2] y) { y = Neg(x) }"
     model = model_of(text, {})
     feeds = [{"x": np.eye(2, dtype=np.float32), "idle": np.ones((1, 2), np.float32)}]
-    wanted = [ActivationRequest(name, 2) for name in ("y", "x", "idle")]
-    (found,) = batches_of(model, feeds, tmp_path, wanted)
+    found = statistics_of(model, feeds, tmp_path, {"x": 2, "idle": 2})
     np.testing.assert_array_equal(found["x"].tokens, np.eye(2))
-    np.testing.assert_array_equal(found["y"].tokens, -np.eye(2))
     assert found["idle"].count == 1
-    (alone,) = batches_of(model, feeds, tmp_path, wanted[1:])
-    assert alone.keys() == {"x", "idle"}
 
 
 def test_bfloat16_activations_are_fetched_as_float32(tmp_path):
@@ -364,7 +332,7 @@ def test_bfloat16_activations_are_fetched_as_float32(tmp_path):
     model = model_of(f"g (float[n, 2] x) => (float[n, 2] y) {{ {text} }}", {})
     next(iter(model.graph)).outputs[0].type = ir.TensorType(ir.DataType.BFLOAT16)
     feeds = [{"x": np.array([[1 / 3, 2]], np.float32)}]
-    (found,) = batches_of(model, feeds, tmp_path, [ActivationRequest("half", 2)])
+    found = statistics_of(model, feeds, tmp_path, {"half": 2})
     expected = feeds[0]["x"].astype(ml_dtypes.bfloat16).astype(np.float32)
     np.testing.assert_array_equal(found["half"].tokens, expected)
 
@@ -382,4 +350,4 @@ def test_runs_that_fail_name_the_sample(tmp_path, line, message):
     model = model_of(text, {"two": np.array([2, 2])})
     feeds = [{"x": np.full((n, 2), size, np.float32)} for n, size in ((2, 1), (1, 500))]
     with pytest.raises(CalibrationError, match=message):
-        batches_of(model, feeds, tmp_path, [ActivationRequest("h", 2)])
+        statistics_of(model, feeds, tmp_path, {"h": 2})

@@ -19,7 +19,7 @@ from builders.quantized_files import arrays_of, kinds, read
 from builders.text_models import model_of, normal
 
 from ortplugins.quantization import quantize
-from ortplugins.quantization.weights import quantize_group as group_work
+from ortplugins.quantization.weights import quantize as quantize_module
 
 # Channels of activations; features after a Linear; tokens.
 K, N, T = 24, 10, 40
@@ -289,7 +289,7 @@ def test_a_norm_weight_that_may_be_fed_is_not_touched():
 
 def have_scales(monkeypatch, magnitudes: float) -> None:
     """Find scales within ``10**-magnitudes`` and ``10**magnitudes``, whatever is searched."""
-    search = group_work.search_scales
+    search = quantize_module.search_scales
 
     def found(*args, **keywords):
         choice = search(*args, **keywords)
@@ -297,7 +297,7 @@ def have_scales(monkeypatch, magnitudes: float) -> None:
         exponents = rng.uniform(-magnitudes, magnitudes, len(choice.scales))
         return dataclasses.replace(choice, scales=(10**exponents).astype(np.float32))
 
-    monkeypatch.setattr(group_work, "search_scales", found)
+    monkeypatch.setattr(quantize_module, "search_scales", found)
 
 
 # In blocks of one number each is its scale: nothing is lost, whatever it was multiplied by.

@@ -49,7 +49,12 @@ def products(proto):
             maker = makers.get(node.input[1])
             if maker is not None and maker.op_type == "Transpose":
                 maker = makers[maker.input[0]]
-            found[node.name] = 32 if maker is None else bits[types[maker.input[0]]]
+            kind = None if maker is None else types.get(maker.input[0])
+            if maker is not None and kind is None:  # QuantizeLinear of the float weight
+                inner = makers[maker.input[0]]
+                given = [a.i for a in inner.attribute if a.name == "output_dtype"]
+                kind = given[0] if given else types[inner.input[2]]
+            found[node.name] = 32 if kind is None else bits[kind]
     return found
 
 
@@ -76,26 +81,121 @@ def test_statistics_and_searches_are_modelopts(make):
         assert array.dtype == stored[name].dtype
 
 
-# Of nvidia-modelopt 0.47.0: inspect.signature, without annotations.
-SIGNATURES = {
+# Of ModelOpt's documentation of int4; and what nvidia-modelopt 0.47.0 has besides.
+PAGE = {
     name: rest.removesuffix(")")
     for line in golden.SIGNATURES.read_text(encoding="utf-8").splitlines()
     for name, _, rest in [line.partition("(")]
 }
+LATER = {
+    "dq_tensor": {"quantize_axis=0"},
+    "find_scales": {"quantize_axis=0", "num_bits=4"},
+    "get_parent_child_nodes_map": {"nodes_to_exclude=()"},
+    "quant_tensor": {"quantize_axis=0", "num_bits=4"},
+    "quantize": {"log_level='INFO'", "input_shapes_profile=None"},
+    "quantize_rtn": {"nodes_to_exclude=()", "**kwargs"},
+    "rtn": {"quantize_axis=0", "num_bits=4"},
+    "run_awq_scale_search_per_node": {"layer_info=None"},
+}
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_arguments_and_defaults_are_modelopts(name):
-    parameters = inspect.signature(getattr(int4, name)).parameters.values()
-    words = []
-    for parameter in parameters:
+def words(name: str) -> list[str]:
+    """Parameters as the page writes them."""
+    found = []
+    for parameter in inspect.signature(getattr(int4, name)).parameters.values():
         default = parameter.default
-        if isinstance(default, tuple):
+        if name == "quantize_rtn" and parameter.name in ("gemm_io_type", "block_size"):
+            default = parameter.empty  # 0.47.0 has no gemm_io_type; an error says what misses
+        elif isinstance(default, tuple) and default:
             default = list(default)
         word = "**" * (parameter.kind is parameter.VAR_KEYWORD) + parameter.name
-        words.append(word if default is parameter.empty else f"{word}={default!r}")
-    assert ", ".join(words) == SIGNATURES[name]
+        found.append(word if default is parameter.empty else f"{word}={default!r}")
+    return found
+
+
+@pytest.mark.parametrize("name", PAGE)
+def test_positional_arguments_are_the_pages_and_later_ones_keywords(name):
+    later = LATER.get(name, set())
+    assert ", ".join(w for w in words(name) if w not in later) == PAGE[name]
+    assert later <= set(words(name))
+    for parameter in inspect.signature(getattr(int4, name)).parameters.values():
+        keyword = any(word.startswith(f"{parameter.name}=") for word in later)
+        optional = name == "get_parent_child_nodes_map"  # 0.47.0 has it there, too
+        assert optional or keyword == (parameter.kind is parameter.KEYWORD_ONLY)
     assert name in int4.__all__
+
+
+W, X = numbers(1, 64, 8), numbers(2, 16, 64)
+GRID = int4.find_scales(W, 32)[0]
+PACK = [entry[:4] for entry in [packed("W", W)]]
+GEMM = proto_of("g (float[T, 64] x) => (float[T, 8] y) { [mm] y = MatMul(x, W) }", {"W": W})
+
+
+@pytest.mark.parametrize(
+    ("call", "later"),
+    [
+        (
+            lambda: int4.find_scales(W, 32, 0.9)[0],
+            lambda: int4.find_scales(W, 32, alpha=0.9)[0],
+        ),
+        (
+            lambda: int4.find_scales(W, 32, 1.0, True)[1],
+            lambda: int4.find_scales(W, 32, quantize_axis=0, use_zero_point=True)[1],
+        ),
+        (
+            lambda: int4.rtn(W, GRID, 32, np.zeros_like(GRID)),
+            lambda: int4.rtn(W, GRID, 32, quantize_axis=0, zp=np.zeros_like(GRID)),
+        ),
+        (
+            lambda: int4.dq_tensor(np.rint(W), GRID, 32, np.ones_like(GRID)),
+            lambda: int4.dq_tensor(
+                np.rint(W), GRID, 32, quantize_axis=0, zp=np.ones_like(GRID)
+            ),
+        ),
+        (
+            lambda: int4.quant_tensor(W, 32, 1.0, True)[0],
+            lambda: int4.quant_tensor(W, 32, use_zero_point=True, num_bits=4)[0],
+        ),
+        (
+            lambda: int4.get_scale(abs(X).mean(0), abs(W).mean(1), 0.5, False),
+            lambda: int4.get_scale(abs(X).mean(0), abs(W).mean(1), 0.5),
+        ),
+    ],
+)
+def test_the_pages_calls_and_later_ones_say_the_same(call, later):
+    np.testing.assert_array_equal(call(), later())
+
+
+def test_a_wa_pack_of_the_page_has_no_names():
+    helpers, _ = search_per_node(PACK, [{"x": X}])
+    named, _ = search_per_node([packed("W", W)], [{"x": X}])
+    np.testing.assert_array_equal(helpers[0].best_scale, named[0].best_scale)
+    assert int4.get_act_to_weight_map_and_act_to_wa_pack_map(PACK)[0] == {"x": [0]}
+    assert [
+        n.name for n in int4.get_parent_child_nodes_map(GEMM.graph, PACK)[0]["root_0"]
+    ] == ["mm"]
+
+
+def test_rtn_writes_q_and_dq_unless_dq_alone_is_asked_for():
+    both = int4.quantize_rtn(GEMM, TensorProto.FLOAT, 32)
+    alone = int4.quantize_rtn(GEMM, TensorProto.FLOAT, 32, True)
+    kinds = ([node.op_type for node in proto.graph.node] for proto in (both, alone))
+    assert [*kinds] == [
+        ["QuantizeLinear", "DequantizeLinear", "MatMul"],
+        ["DequantizeLinear", "MatMul"],
+    ]
+    feed = {"x": X}
+    np.testing.assert_array_equal(run_model(both, feed)[0], run_model(alone, feed)[0])
+    later = int4.quantize_rtn(onnx_model=GEMM, block_size=32, dq_only=True)
+    assert later == alone
+    with pytest.raises(
+        QuantizationError, match="gemm_io_type is FLOAT16, but weight 'W' is FLOAT"
+    ):
+        int4.quantize_rtn(GEMM, TensorProto.FLOAT16, 32)
+    with pytest.raises(TypeError, match="block_size, the third argument"):
+        int4.quantize_rtn(GEMM, 32)
+    with pytest.raises(QuantizationError, match="reduce_across_tp"):
+        int4.get_scale(abs(X).mean(0), abs(W).mean(1), 0.5, True)
 
 
 # Where ModelOpt's primitives are wrong
@@ -114,28 +214,24 @@ def test_ranges_of_zero_points_include_0_and_do_not_wrap():
     assert abs(error).max() <= scales.max() * 0.51
 
 
-def test_weight_statistics_are_of_neighbours():
-    w = np.repeat(np.float32([1, 100]), 32)[:, None] * np.ones((1, 4), np.float32)
-    np.testing.assert_array_equal(int4.get_weight_scale(w, 32), np.ones(64))
-    # ModelOpt's, of rows K / block apart, on rows in such an order, are the same numbers.
+def test_weight_statistics_are_of_rows_apart_as_modelopts():
     w = weight(6, 64, 5)
-    stride = np.arange(64).reshape(4, 16).T.reshape(-1)
-    strided = np.abs(w[stride]).reshape(16, -1)
+    strided = np.abs(w).reshape(16, -1)
     tiny = np.finfo(np.float32).tiny
     relative = (strided / (strided.max(axis=0) + tiny)).reshape(64, 5)
-    np.testing.assert_array_equal(int4.get_weight_scale(w, 16)[stride], relative.mean(axis=1))
+    np.testing.assert_array_equal(int4.get_weight_scale(w, 16), relative.mean(axis=1))
 
 
 @pytest.mark.parametrize("axis", [0, 1, -1])
 def test_arrays_of_several_axes_have_blocks_along_one(axis):
     w = np.moveaxis(numbers(4, 24, 3, 2), 0, axis)
-    found = int4.quant_tensor(w, 8, axis)
+    found = int4.quant_tensor(w, 8, quantize_axis=axis)
     flat = int4.quant_tensor(np.moveaxis(w, axis, 0).reshape(24, 6), 8)
     for array, expected in zip(found[:2], flat, strict=False):
         expected = np.moveaxis(expected.reshape(-1, 3, 2), 0, axis)
         np.testing.assert_array_equal(array, expected)
     np.testing.assert_array_equal(
-        int4.dq_tensor(*found[:2], 8, axis),
+        int4.dq_tensor(*found[:2], 8, quantize_axis=axis),
         np.moveaxis(int4.dq_tensor(*flat[:2], 8).reshape(24, 3, 2), 0, axis),
     )
 
@@ -273,7 +369,6 @@ def test_parents_and_their_products():
         {"use_zero_point": True, "block_size": 8},
         {"use_column_major": True, "block_size": 16},
         {"gather_quantize_axis": -1, "gather_block_size": 16},
-        {"awqlite_alpha_step": 0.25, "awqclip_alpha_step": 0.1, "awqlite_fuse_nodes": False},
         {"layers_8bit": "v_proj, /model/layers.0/mlp"},
     ],
     ids=lambda options: ",".join(options) or "defaults",
@@ -290,7 +385,7 @@ def test_every_method_makes_a_model_that_runs(method, options):
     assert set(bits.values()) <= {4, 8} and len(bits) == 3
     types = {tensor.name: tensor.data_type for tensor in result.graph.initializer}
     assert ("wq_zp" in types) == options.get("use_zero_point", False)
-    assert ("table_i4" in types) == ("gather_quantize_axis" in options)
+    assert ("table_scale" in types) == ("gather_quantize_axis" in options)
     assert relative_error(run(result), run(proto)) < 0.25
     assert relative_error(run(result, exact=False), run(proto)) < 0.25
 
@@ -303,14 +398,14 @@ def test_a_path_gives_a_model_that_holds_its_tensors(tmp_path):
     assert all(tensor.data_location == 0 for tensor in result.graph.initializer)
     for file in tmp_path.iterdir():
         file.unlink()
-    expected = int4.quantize_rtn(golden.model(), 8, nodes_to_exclude=[r"/lm_head"])
+    expected = int4.quantize_rtn(golden.model(), None, 8, nodes_to_exclude=[r"/lm_head"])
     np.testing.assert_array_equal(run(result), run(expected))
 
 
 def test_quantize_rtn_excludes_nothing_by_default():
-    bits = products(int4.quantize_rtn(golden.model(), 8, True))
+    bits = products(int4.quantize_rtn(golden.model(), None, 8))
     assert set(bits.values()) == {4}
-    bits = products(int4.quantize_rtn(golden.model(), 8, layers_8bit=["lm_head"]))
+    bits = products(int4.quantize_rtn(golden.model(), None, 8, layers_8bit=["lm_head"]))
     assert bits["/lm_head/MatMul"] == 8
 
 
@@ -334,7 +429,9 @@ def test_one_weight_in_two_forms_has_two_names(dtype):
         [a] h = MatMul (x, w) [b] y = MatMul (h, w)
     }}"""
     model, x = proto_of(text, {"w": numbers(3, 32, 32, dtype=dtype)}), numbers(1, 4, 32)
-    result = int4.quantize(model, "rtn", block_size=-1, layers_8bit="b", use_zero_point=True)
+    result = int4.quantize(
+        model, "rtn_dq", block_size=-1, layers_8bit="b", use_zero_point=True
+    )
     arrays = {t.name: numpy_helper.to_array(t) for t in result.graph.initializer}
     names = {f"w{form}{part}" for form in ("", "_1") for part in ("_i4", "_scale", "_zp")}
     assert arrays.keys() == names
@@ -352,7 +449,7 @@ def test_names_of_the_model_stay_apart_from_modelopts():
         "g (float[s, 32] x) => (float[s, 32] y) { w_scale = MatMul(x, w)  y = Neg(w_scale) }",
         {"w": numbers(3, 32, 32)},
     )
-    result = int4.quantize(model, "rtn")
+    result = int4.quantize(model, "rtn_dq")
     onnx.checker.check_model(result)
     assert {"w_1_i4", "w_1_scale"} == {tensor.name for tensor in result.graph.initializer}
 
@@ -374,10 +471,6 @@ def test_keywords_reach_our_quantizer(monkeypatch):
         "awq_lite",
         samples(),
         ["cpu", "cuda:1", "trt"],
-        awqlite_alpha_step=0.5,
-        awqclip_alpha_min=0.8,
-        awqclip_alpha_step=0.1,
-        awqlite_fuse_nodes=False,
         # What stays as it is needs no warning.
         enable_fast_path_using_high_sysram=False,
         awqlite_run_per_subgraph=True,
@@ -385,12 +478,9 @@ def test_keywords_reach_our_quantizer(monkeypatch):
         layers_8bit=[],
         gather_quantize_axis=None,
     )
-    assert seen["alphas"] == [0, 0.5, 1]
-    assert seen["clip_ratios"] == [1, 0.9, 0.8]
-    assert seen["fold_scales"] is False
     assert (seen["block_size"], seen["grid"], seen["is_symmetric"]) == (128, "positive", True)
     assert "CPUExecutionProvider" in seen["calibration_providers"]
-    assert any(node.op_type == "Mul" for node in result.graph.node)
+    assert products(result)["/lm_head/MatMul"] == 32
 
 
 def test_nodes_are_excluded_by_the_start_of_their_names(monkeypatch):
@@ -441,7 +531,7 @@ def test_8_bits_where_nothing_is_named_so():
     ("kwargs", "error", "message"),
     [
         ({"awqlite_alpha_steps": 0.1}, TypeError, "did you mean 'awqlite_alpha_step'"),
-        ({"bits": 8}, TypeError, "there are awqlite_alpha_step, "),
+        ({"bits": 8}, TypeError, "there are gather_quantize_axis, "),
         ({"calibration_method": "gptq"}, QuantizationError, "quantize has GPTQ as well"),
         ({"calibration_method": "rtn_trt"}, QuantizationError, "one of rtn, rtn_dq"),
         ({"gather_quantize_axis": 0}, QuantizationError, "gather_quantize_axis is 0"),
@@ -453,8 +543,6 @@ def test_8_bits_where_nothing_is_named_so():
         ({"calibration_eps": ["gpu"]}, QuantizationError, "calibration_eps has 'gpu'"),
         ({"calibration_eps": ["cuda:x"]}, QuantizationError, "calibration_eps has 'cuda:x'"),
         ({"input_shapes_profile": [{}]}, QuantizationError, "1 entries for 3"),
-        ({"awqlite_alpha_step": 0}, QuantizationError, "awqlite_alpha_step is 0"),
-        ({"awqclip_alpha_min": 0}, QuantizationError, "awqclip_alpha_min is 0"),
         ({"calibration_data_reader": [{"id": 1}]}, CalibrationError, "did you mean 'ids'"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
@@ -472,6 +560,9 @@ def test_what_is_refused(kwargs, error, message):
         {"enable_fast_path_using_high_sysram": True},
         {"trt_rtx_backend": "abi"},
         {"awqlite_run_per_subgraph": False},
+        {"awqlite_alpha_step": 0.25},
+        {"awqlite_fuse_nodes": False},
+        {"awqclip_alpha_min": 0.8},
     ],
     ids=lambda kwargs: next(iter(kwargs)),
 )

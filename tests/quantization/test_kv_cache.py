@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: MIT
 """A cache of keys and values in int8: its scales, its numbers, and where it cannot be."""
 
+from functools import partial
+
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
@@ -15,13 +17,11 @@ from ortplugins.errors import (
     CalibrationError,
     ModelFileError,
     OrtpluginsWarning,
-    QuantizationError,
 )
-from ortplugins.quantization import quantize
+from ortplugins.quantization import quantize, quantize_encoder8, quantize_kv_cache
 from ortplugins.runtime.stock_session import stock_options
 
 ROWS, PROMPT, STEPS, CAPACITY = 2, 9, 4, 20
-FLOAT = {"rules": {"re:.*": "float"}}
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def constants_of(model: ir.Model) -> dict[str, np.ndarray]:
 
 def test_codes_are_those_of_the_greatest_numbers_in_the_samples(shared):
     samples = [sample(session_on(shared), seed) for seed in range(3)]
-    result = quantize(shared, kv_bits=8, calibration_data_reader=samples, **FLOAT)
+    result = quantize_kv_cache(shared, calibration_data_reader=samples)
     expected, floats = generated(shared)
     found, codes = generated(result.model)
     assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
@@ -108,18 +108,15 @@ def test_codes_are_those_of_the_greatest_numbers_in_the_samples(shared):
     assert any("int8" in note for note in result.report.notes)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"bits": 8}, {"bits": 8, "quant_format": "MatMulNBits"}, {"recipe": "encoder8"}],
-    ids=str,
-)
-def test_weights_and_cache_are_quantised_in_one_call(shared, settings):
+@pytest.mark.parametrize("quantise", [partial(quantize, bits=8), quantize_encoder8])
+def test_weights_and_cache_are_quantised_one_after_the_other(shared, quantise):
     samples = [sample(session_on(shared), seed) for seed in range(3)]
-    given = settings | {"calibration_data_reader": samples}
-    both = quantize(shared, kv_bits=8, **given)
-    assert both.report.bytes_after < both.report.bytes_before
+    weights = quantise(shared, calibration_data_reader=samples)
+    both = quantize_kv_cache(weights.model, calibration_data_reader=samples)
+    covered = (each.report.coverage.quantized_elements for each in (both, weights))
+    assert len({*covered}) == 1
     found, _ = generated(both.model)
-    expected, _ = generated(quantize(shared, **given).model)
+    expected, _ = generated(weights.model)
     assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
 
 
@@ -134,7 +131,7 @@ def test_the_graph_of_onnxruntimes_builder_is_taken_and_a_session_with_passes_op
             np.zeros((1, 2, 0, 8), np.float32),
         ),
     }
-    made = quantize(model, kv_bits=8, calibration_data_reader=[feed], **FLOAT).model
+    made = quantize_kv_cache(model, calibration_data_reader=[feed]).model
     empty = np.zeros((1, 2, 0, 8), np.int8)
     given = feed | {name: empty for name in feed if name.startswith("past")}
     expected = session_on(model).run(["logits"], feed)[0]
@@ -183,30 +180,28 @@ GENAI, FEED = ir.from_proto(decoder("genai")), genai_feeds([1, 2, 3])
 
 
 @pytest.mark.parametrize(
-    ("model", "bits", "error", "match"),
+    ("model", "error", "match"),
     [
         (
             ir.from_proto(decoder("torch")),
-            8,
             ModelFileError,
-            "kv_bits: .*optimize the model",
+            "no GroupQueryAttention.*optimize the model",
         ),
-        (in_a_branch(), 8, ModelFileError, "kv_bits: .*an input of the model to an output"),
-        (with_reader(GENAI), 8, ModelFileError, "kv_bits: .*'reader' reads"),
-        (with_nan(GENAI.clone()), 8, CalibrationError, "_key' holds NaN or infinity.*samples"),
-        (GENAI, 4, QuantizationError, "kv_bits is 4: 8 is expected"),
+        (in_a_branch(), ModelFileError, "an input of the model to an output"),
+        (with_reader(GENAI), ModelFileError, "'reader' reads"),
+        (with_nan(GENAI.clone()), CalibrationError, "_key' holds NaN or infinity.*samples"),
     ],
-    ids=["as exported", "in a branch", "read by another node", "NaN", "4 bits"],
+    ids=["as exported", "in a branch", "read by another node", "NaN"],
 )
-def test_a_cache_that_cannot_be_int8_is_an_error(model, bits, error, match):
+def test_a_cache_that_cannot_be_int8_is_an_error(model, error, match):
     with pytest.raises(error, match=match):
-        quantize(model, kv_bits=bits, calibration_data_reader=[FEED], **FLOAT)
+        quantize_kv_cache(model, calibration_data_reader=[FEED])
 
 
 def test_a_second_time_there_is_no_float_cache(shared):
     with pytest.warns(OrtpluginsWarning, match="random inputs"):
-        quantize(shared, kv_bits=8, **FLOAT)
+        quantize_kv_cache(shared)
     samples = [sample(session_on(shared))]
-    made = quantize(shared, kv_bits=8, calibration_data_reader=samples, **FLOAT).model
+    made = quantize_kv_cache(shared, calibration_data_reader=samples).model
     with pytest.raises(ModelFileError, match="it is int8"):
-        quantize(made, kv_bits=8, calibration_data_reader=samples)
+        quantize_kv_cache(made, calibration_data_reader=samples)

@@ -120,7 +120,7 @@ def test_the_command_ends_with_figures_where_there_is_a_text(source, monkeypatch
     assert (table["op_type"], table["reason"]) == ("Gather", "Gather is not among op_types")
     # A third of four windows is more than one: two are left, and the rest of the text.
     assert found["count"] == 511 and found["kl_divergence"] > 0 and found["held_back"]
-    assert "evaluated on the part of text.txt that calibration did not read" in shown
+    assert "evaluated on what calibration left of the text" in shown
     judged = found["model"]["coverage"]
     assert judged["quantized_elements"] == result["coverage"]["quantized_elements"] > 0
     assert judged["elements"] == result["coverage"]["elements"]

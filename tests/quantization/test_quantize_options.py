@@ -13,12 +13,11 @@ import pytest
 from builders.dequantized_models import relative_error, run
 from builders.quantized_files import FORMATS, arrays_of, dequantised, kinds, read
 from builders.same_numbers import session
-from builders.samples import Reader
 from builders.text_models import matmul_chain, matmul_of, model_of, normal
 
 import ortplugins
 from ortplugins.errors import ModelFileError
-from ortplugins.quantization import Rule, quantize
+from ortplugins.quantization import quantize
 from ortplugins.quantization.coverage import coverage
 
 D = 32
@@ -79,7 +78,7 @@ def exported(named: str, opset: int) -> ir.Model:
 def test_patterns_mean_weights_and_modules_too(pattern, named, opset):
     model = exported(named, opset)
     assert chosen(model, rules={pattern: "float"}) == ["node_linear"]
-    rows = quantize(model, rules=[Rule(pattern, bits=8)]).report.nodes
+    rows = quantize(model, rules={pattern: {"bits": 8}}).report.nodes
     assert [row.bits for row in rows] == [4, 8]
 
 
@@ -227,10 +226,10 @@ def test_rules_give_bits_and_block_and_the_last_one_wins():
 
 
 @pytest.mark.parametrize("layout", FORMATS)
-@pytest.mark.parametrize("half_scales", [False, True])
+@pytest.mark.parametrize("scale_type", ["float32", "float16"])
 @pytest.mark.parametrize("other", [{"bits": 8, "block_size": 16}, {"method": "gptq"}], ids=str)
-def test_one_weight_in_two_forms(layout, half_scales, other):
-    options = {"quant_format": layout, "half_scales": half_scales, "rules": {"b": other}}
+def test_one_weight_in_two_forms(layout, scale_type, other):
+    options = {"quant_format": layout, "scale_type": scale_type, "rules": {"b": other}}
     x = normal(40, D)
     result = quantize(shared(), calibration_data_reader=[{"x": x}], **options)
     proto = read(result.model)
@@ -253,7 +252,7 @@ def test_one_weight_in_two_forms(layout, half_scales, other):
         ({"block_size": None}, "block_size is None"),
         ({"op_types": ["Conv"]}, r"op_types is \['Conv'\]"),
         ({"op_types": "MatMul"}, "op_types"),
-        ({"half_scales": "no"}, "half_scales is 'no': True or False"),
+        ({"scale_type": "half"}, "scale_type is 'half'"),
         ({"rules": {3: "float"}}, "rule 3: a pattern is a text"),
         (
             {"rules": {"m": {"keep_float": "no"}}},
@@ -274,7 +273,6 @@ def test_one_weight_in_two_forms(layout, half_scales, other):
         ({"accuracy_level": 5, **NBITS}, "accuracy_level is 5"),
         ({"block_size": 24, **NBITS}, "block_size 24"),
         ({"rules": {"*": {"block_size": 8}}, **NBITS}, "block_size 8"),
-        ({"max_calibration_memory": 0, "method": "awq_lite"}, "max_calibration_memory is 0"),
     ],
     ids=str,
 )
@@ -323,23 +321,6 @@ def test_codes_that_onnxruntime_dequantises_at_every_run_are_reported(options, r
     assert re.search(reported, "; ".join(notes))
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"quantized_inputs": True, "method": "awq_lite"}, "quantized_inputs"),
-        ({"alphas": [0.5]}, "alphas"),
-        ({"clip_ratios": [0.5], "method": "gptq"}, "clip_ratios"),
-        ({"gptq": {"revisits": 0}, "rules": {"*": {"method": "gptq"}}}, ""),
-        ({"fold_scales": False, "least_cosine": 0.9, "method": "awq_lite"}, "least_cosine"),
-    ],
-    ids=str,
-)
-def test_settings_that_no_method_reads_are_noted(options, named):
-    data = [{"x": normal(8, D)}]
-    notes = quantize(chain("m"), calibration_data_reader=data, **options).report.notes
-    assert [note.partition(" has no effect")[0] for note in notes] == named.split()
-
-
 # What was quantised before.
 
 
@@ -364,25 +345,6 @@ def test_a_second_round_leaves_what_is_done(layout):
             quantize(second.model, quant_format=again)
 
 
-def uneven() -> Reader:
-    sizes = 10 ** np.linspace(-1, 1, D, dtype=np.float32)
-    return Reader([{"x": normal(50 + seed, D, seed=seed) * sizes} for seed in range(4)])
-
-
-@pytest.mark.filterwarnings("ignore::ortplugins.OrtpluginsWarning")
-@pytest.mark.parametrize("method", ["awq_lite", "gptq", "paired"])
-def test_memory_changes_no_bit(method):
-    settings = {"method": method}
-    if method == "paired":
-        settings = {"method": "gptq", "quantized_inputs": True}
-    options = [{}, {"max_calibration_memory": 1}, {"max_calibration_memory": 20_000}]
-    found = [
-        quantize(chain("a", "b", "c"), calibration_data_reader=uneven(), **settings, **each)
-        for each in options
-    ]
-    assert all(read(each.model) == read(found[0].model) for each in found)
-
-
 @pytest.mark.parametrize("method", ["awq_lite", "gptq"])
 def test_what_has_no_statistics_is_rounded_to_nearest_and_says_why(method):
     model = model_of(
@@ -395,20 +357,17 @@ def test_what_has_no_statistics_is_rounded_to_nearest_and_says_why(method):
     assert "K is not the last axis" in row.reason
 
 
-@pytest.mark.parametrize(
-    "options", [{"method": "gptq"}, {"method": "gptq", "quantized_inputs": True}], ids=str
-)
-def test_samples_may_leave_out_an_input_that_has_a_default(options):
+def test_samples_may_leave_out_an_input_that_has_a_default():
     text = f"""g (float[T, {D}] x) => (float[T, {D}] y, float[Q, {D}] z) {{
         [m] y = MatMul(x, W) [n] z = MatMul(queries, V) }}"""
     model = model_of(text, {"W": normal(D, D), "V": normal(D, D), "queries": normal(8, D)})
     model.graph.inputs.append(model.graph.initializers["queries"])
     feed = {"x": normal(50, D)}
     left_out, given = (
-        quantize(model, calibration_data_reader=[each], **options)
+        quantize(model, method="awq_lite", calibration_data_reader=[each])
         for each in (feed, feed | {"queries": normal(8, D)})
     )
-    assert {row.method for row in left_out.report.quantized} == {"gptq"}
+    assert {row.method for row in left_out.report.quantized} == {"awq_lite"}
     assert read(left_out.model) == read(given.model)
 
 
@@ -575,10 +534,10 @@ def test_codes_of_a_table_and_its_head_know_what_the_head_reads(method, done):
 
 @pytest.mark.parametrize("layout", FORMATS)
 @pytest.mark.parametrize("method", ["rtn", "awq_lite", "gptq"])
-def test_half_scales_are_cast_where_they_are_read(method, layout, tmp_path):
+def test_scales_of_float16_are_cast_where_they_are_read(method, layout, tmp_path):
     x = normal(50, D, seed=9) * np.geomspace(0.1, 10, D, dtype=np.float32)
     options = {"calibration_data_reader": [{"x": x}], "method": method}
-    options |= {"half_scales": True, "quant_format": layout, "block_size": 16}
+    options |= {"scale_type": "float16", "quant_format": layout, "block_size": 16}
     result = quantize(chain("m"), tmp_path / "out.onnx", **options)
     proto = read(tmp_path / "out.onnx")
     onnx.checker.check_model(proto, full_check=layout != "MatMulNBits")
@@ -604,11 +563,11 @@ def test_half_scales_are_cast_where_they_are_read(method, layout, tmp_path):
 @pytest.mark.parametrize(
     ("size", "reason"), [(1e-8, "below float16's least"), (1e7, "beyond 65504")]
 )
-def test_weights_that_half_scales_do_not_suit_are_named(method, size, reason):
+def test_weights_that_scales_of_float16_do_not_suit_are_named(method, size, reason):
     model, data = matmul_of(normal(D, D) * np.float32(size)), [{"x": normal(40, D)}]
     options = {"method": method, "calibration_data_reader": data}
     with pytest.raises(ValueError, match=f"weight 'W' cannot be quantised: .* {reason}"):
-        quantize(model, half_scales=True, **options)
+        quantize(model, scale_type="float16", **options)
     assert quantize(model, **options).report.nodes[0].weight_error < 0.2
 
 
@@ -765,7 +724,6 @@ def test_values_of_bfloat16_between_layers(typed):
         node = next(node for node in model.graph if node.outputs[0].name == "half")
         node.outputs[0].type = ir.TensorType(ir.DataType.BFLOAT16)
     samples = [{"x": normal(40, D, seed=seed)} for seed in (1, 2)]
-    options = {"method": "gptq", "quantized_inputs": True}
-    result = quantize(model, calibration_data_reader=samples, **options)
+    result = quantize(model, method="gptq", calibration_data_reader=samples)
     assert all(row.output_error < 0.2 for row in result.report.nodes)
     assert {row.method for row in result.report.nodes} == {"gptq"}

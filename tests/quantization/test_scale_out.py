@@ -6,17 +6,15 @@ import contextlib
 import multiprocessing
 import os
 import threading
-import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 import pytest
-from builders.text_models import matmul_chain, matmul_of, model_of, normal
+from builders.text_models import matmul_chain, model_of, normal
 
 from ortplugins.quantization import quantize
 from ortplugins.quantization.methods.gptq import Gptq
-from ortplugins.quantization.weights import run
 
 # Processes are started in the middle of these; one worker of pytest-xdist runs them all.
 pytestmark = pytest.mark.xdist_group("scale_out")
@@ -69,14 +67,13 @@ def test_the_default_threads_and_other_processes(floats, expected, tmp_path):
         assert written(executor, floats, tmp_path / "processes") == expected
 
 
-@pytest.mark.parametrize("quantized_inputs", [False, True])
 @pytest.mark.parametrize("layout", ["QDQ", "QDQ_transposed"])
-def test_threads_share_the_columns_of_one_weight(layout, quantized_inputs, monkeypatch):
+def test_threads_share_the_columns_of_one_weight(layout, monkeypatch):
     model = model_of(
         "g (float[T, 40] x) => (float[T, 1200] y) { [m] y = MatMul(x, W) }",
         {"W": normal(40, 1200)},
     )
-    options = {"method": "gptq", "block_size": 16, "quantized_inputs": quantized_inputs}
+    options = {"method": "gptq", "block_size": 16}
     options |= {"calibration_data_reader": [{"x": normal(99, 40, seed=1)}]}
     options["quant_format"] = layout
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
@@ -129,49 +126,3 @@ def test_an_error_in_a_worker_names_the_weight(tmp_path):
     ):
         quantize(model, tmp_path / "q.onnx", executor=executor)
     assert not list(tmp_path.iterdir())
-
-
-def test_threads_share_the_memory_that_there_is():
-    # GPTQ factors H in float64; a budget for one such factor is not to hold two.
-    k, n = 800, 8
-    factor = 8 * k * k
-    model = model_of(
-        f"""g (float[b, {k}] x, float[b, {k}] y) => (float[b, {n}] i, float[b, {n}] j) {{
-            i = MatMul(x, A) j = MatMul(y, B)
-        }}""",
-        {"A": normal(k, n), "B": normal(k, n, seed=1)},
-    )
-    feed = {"x": normal(100, k, seed=2), "y": normal(100, k, seed=3)}
-
-    def peak(executor: concurrent.futures.Executor | None) -> int:
-        tracemalloc.start()
-        quantize(
-            model,
-            method="gptq",
-            calibration_data_reader=[feed],
-            max_calibration_memory=2 * factor,
-            executor=executor,
-        )
-        found = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        return found
-
-    with concurrent.futures.ThreadPoolExecutor(1) as executor:
-        alone = peak(executor)
-    assert peak(None) < alone + factor / 2
-
-
-def test_statistics_are_not_held_while_weights_are_worked_on(monkeypatch):
-    k, held = 1500, []
-    work = run.quantize_group
-
-    def measured(*args, **keywords):
-        held.append(tracemalloc.get_traced_memory()[0])
-        return work(*args, **keywords)
-
-    monkeypatch.setattr(run, "quantize_group", measured)
-    samples = [{"x": normal(800, k)}]
-    tracemalloc.start()
-    quantize(matmul_of(normal(k, 8)), method="gptq", calibration_data_reader=samples)
-    tracemalloc.stop()
-    assert held[0] < samples[0]["x"].nbytes * 2 + 2 * k * k  # half of a Gram matrix

@@ -14,7 +14,7 @@ from builders.same_numbers import session
 from builders.text_models import model_of, normal
 
 from ortplugins.errors import ModelFileError, QuantizationError
-from ortplugins.quantization import Rule, quantize
+from ortplugins.quantization import quantize
 from ortplugins.quantization.weights.uses import WeightUse, find_uses
 
 K, N = 12, 5
@@ -85,7 +85,7 @@ def test_tables_of_cosines_and_sines_stay_in_float(angle, lines, bits):
     options = {"op_types": ["MatMul", "Gather"]}
     table, _ = quantize(model_of(text, weights), **options).report.nodes
     assert (table.bits, "cosines of positions" in table.reason) == (bits, not bits)
-    options["rules"] = [Rule("W", keep_float=False)]
+    options["rules"] = {"W": {"keep_float": False}}
     table, _ = quantize(model_of(text, weights), **options).report.nodes
     assert table.bits == 4
 
@@ -300,14 +300,15 @@ def test_what_chooses_experts_stays_in_float(name):
 
 def test_a_rule_quantises_what_chooses_experts():
     model = routed("top of softmax")
-    for rule in (Rule(":router", keep_float=False), Rule("R", bits=8, keep_float=False)):
-        (row, *_) = quantize(model, rules=[rule]).report.nodes
-        assert row.bits == (rule.bits or 4)
+    eight = {"R": {"bits": 8, "keep_float": False}}
+    for rules, bits in (({":router": {"keep_float": False}}, 4), (eight, 8)):
+        (row, *_) = quantize(model, rules=rules).report.nodes
+        assert row.bits == bits
     # A rule that says nothing of it leaves it as it is.
-    (row, *_) = quantize(model, rules=[Rule("scores", bits=8)]).report.nodes
+    (row, *_) = quantize(model, rules={"scores": {"bits": 8}}).report.nodes
     assert row.bits == 0
     with pytest.raises(QuantizationError, match="':router' matches no node"):
-        quantize(routed("labels"), rules=[Rule(":router", keep_float=False)])
+        quantize(routed("labels"), rules={":router": {"keep_float": False}})
 
 
 @pytest.mark.parametrize("pattern", ["*", "sc*", "re:cores"])
@@ -319,6 +320,30 @@ def test_a_pattern_of_names_does_not_mean_what_chooses_experts(pattern):
     rules |= {":router": {"keep_float": False}}
     (row, *_) = quantize(routed("top of softmax"), rules=rules).report.nodes
     assert row.bits == 4
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+@pytest.mark.parametrize(("batch", "bits"), [("B, ", 4), ("", 0)])
+def test_a_stack_of_one_matrix_is_one_where_the_product_has_its_rank_anyway(
+    batch, bits, layout
+):
+    text = f"g (float[{batch}T, 32] x) => (float[B, T, 32] y) {{ [m] y = MatMul(x, W) }}"
+    both = "g (float[B, T, 32] x, float[T, 32] z) => (float[B, T, 32] y, float[C, T, 32] v)"
+    model = model_of(text, {"W": normal(1, 32, 32)})
+    if not bits:
+        with pytest.raises(ModelFileError, match=r"\[1, 32, 32\]: a stack of matrices"):
+            quantize(model, quant_format=layout)
+        return
+    x = normal(2, 5, 32, seed=1)
+    found = session(quantize(model, quant_format=layout).model).run(None, {"x": x})[0]
+    expected = x @ normal(1, 32, 32)[0]
+    assert np.linalg.norm(found - expected) < 0.15 * np.linalg.norm(expected)
+    # What reads it as a stack keeps its floats.
+    model = model_of(
+        f"{both} {{ [m] y = MatMul(x, W) [n] v = MatMul(z, W) }}", {"W": normal(1, 32, 32)}
+    )
+    rows = {row.node: row.bits for row in quantize(model, quant_format=layout).report.nodes}
+    assert rows == {"m": 4, "n": 0}
 
 
 def residual_stream(layers: int) -> ir.Model:

@@ -17,8 +17,8 @@ from builders.text_models import model_of, normal, proto_of
 
 from ortplugins.errors import CalibrationError, ModelFileError, UsageError
 from ortplugins.measurement.models import comparison_feeds
-from ortplugins.quantization.statistics.accumulator import ActivationRequest
-from ortplugins.quantization.statistics.collect import Calibration, collect
+from ortplugins.quantization.calibration import Calibration
+from ortplugins.quantization.walk import Walk
 from ortplugins.samples.made_up import MadeUpInputs
 from ortplugins.samples.sources import KeptSamples
 from ortplugins.samples.text import TextSamples, _chat_template
@@ -372,7 +372,7 @@ def test_padding_never_counts_in_statistics():
     assert counted is not None and counted.tolist() == [[True] * 5 + [False] * 7]
 
     samples = KeptSamples([feed], graph, scratch=Path())
-    request = ActivationRequest("x", 8, gram=True)
-    (part,) = collect(graph, [request], Calibration(samples, Path()))
+    part = Walk(graph, Calibration(samples, Path().absolute())).statistics("x", 8, 2)
     expected = np.abs(table[[0, 3, 4, 5, 1]]).mean(0)
-    np.testing.assert_allclose(part["x"].mean_abs, expected, rtol=1e-5)
+    assert part is not None
+    np.testing.assert_allclose(part.mean_abs, expected, rtol=1e-5)

@@ -19,7 +19,7 @@ are tried for each block and column, each with the error feedback within the blo
 Departures from the paper. Without the first, the perplexity is above that of rounding to
 nearest (SmolLM2-135M, int4, blocks of 32: 30.1 against 29.3) though the layer error is lower.
 
-* *Damping by each channel's own energy*: ``relative_damping`` times diag(H) is added to H. The
+* *Damping by each channel's own energy*: ``RELATIVE_DAMPING`` times diag(H) is added to H. The
   cause is likely, not proven: the first token of a text has activations a thousand times the
   others', H is nearly of rank one along them, and the feedback trades the errors of all other
   tokens for theirs. With it even the natural order of the blocks is good. Tried
@@ -44,7 +44,6 @@ Zhang et al., arXiv 2505.11695), with H damped as above:
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,16 +59,20 @@ from ortplugins.quantization.methods.nearest import (
     candidate_grids,
     stored_scales,
 )
-from ortplugins.quantization.schema import check_settings, is_int, is_number, setting
 
 Doubles = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.intp]
 # A weight's block, its target, feedback within it, cost of its rows; see _round_rows.
 _Block = tuple[Floats, Floats, Floats, Floats, BlockFormat]
 
+# Part of the mean of diag(H) that is added to it; ten times as much for as long as H cannot be
+# factored. And part of diag(H) itself.
+DAMPING, RELATIVE_DAMPING = 0.01, 1.0
 # Ranges to try for a block. Above 1, too: the errors of its rows move others beyond the range
 # that they had when its scale was chosen.
-_RATIOS = (1.1, 1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
+RATIOS = (1.1, 1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
+# How often each block is quantised again, given all others.
+REVISITS = 4
 # Floats of the candidates of a strip of columns: 4 MB. Narrower ones cost more calls of numpy
 # for each row than they spare the caches.
 _STRIP = 1 << 20
@@ -79,53 +82,16 @@ _PANEL = 512
 _ATTEMPTS = 12
 
 
-def _not_negative(value: float) -> bool:
-    return is_number(value) and value >= 0
-
-
-@dataclasses.dataclass(frozen=True)
-class GptqOptions:
-    """Options of the method gptq.
-
-    Attributes:
-        damping: Part of the mean of diag(H) that is added to it; ten times as much for as long
-            as H cannot be factored.
-        relative_damping: Part of diag(H) that is added to it.
-        ratios: What to shrink or stretch the range of a block by, the best for each block and
-            column; the first of those that cost the same.
-        revisits: How often each block is quantised again, given all others.
-
-    Raises:
-        QuantizationError: If a value is out of range.
-    """
-
-    damping: float = setting(0.01, "0 or more", _not_negative)
-    relative_damping: float = setting(1.0, "0 or more", _not_negative)
-    ratios: Sequence[float] = setting(
-        _RATIOS,
-        "a list of numbers above 0 and up to 2",
-        lambda given: bool(given) and all(0 < ratio <= 2 for ratio in given),
-    )
-    revisits: int = setting(
-        4, "an int, 0 or more,", lambda count: is_int(count) and count >= 0
-    )
-
-    def __post_init__(self) -> None:
-        check_settings(self, "gptq: ")
-
-
 class Gptq:
     """Quantises weights so that the errors of their rows make up for each other.
 
-    Where H is diagonal, ``ratios`` is ``(1.0,)`` and ``revisits`` is 0, the result is that of
-    :func:`~ortplugins.quantization.methods.nearest.quantize_blocks`. A channel without energy
-    is rounded to nearest and changes nothing else. The same arguments give the same bits, with
-    the same number of BLAS threads.
+    A channel without energy is rounded to nearest and changes nothing else. The same arguments
+    give the same bits, with the same number of BLAS threads.
     """
 
-    def __init__(self, gram: npt.NDArray[Any], options: GptqOptions) -> None:
+    def __init__(self, gram: npt.NDArray[Any]) -> None:
         """Take H, float ``[K, K]``: X^T X over the number of tokens, or in any other unit."""
-        self._gram, self._options, self._damping = gram, options, options.damping
+        self._gram, self._damping = gram, DAMPING
         self._energy: Doubles = np.diagonal(gram).astype(np.float64)
         self._mean = float(self._energy.mean()) or 1.0  # all of H is over it: it has no unit
         self._factored: tuple[int, list[Rows], Doubles, Floats] | None = None
@@ -151,15 +117,15 @@ class Gptq:
         ``residual`` is X^T (Y - X W) over the number of tokens, float32 ``[K, N]``, where the
         outputs are to be Y and not X W.
         """
-        size, ratios = form.size_along(len(weight)), self._options.ratios
+        size = form.size_along(len(weight))
         order, feedback, cost = self.factor(form)
         if residual is not None:
             weight = weight + self._solve(np.concatenate(order), feedback, cost, residual)
-        width = max(64, _STRIP // (min(size, len(weight)) * len(ratios)))
+        width = max(64, _STRIP // (min(size, len(weight)) * len(RATIOS)))
         result = _Result(weight, form, width)
-        result.round_blocks(order, ratios, feedback, cost)
+        result.round_blocks(order, feedback, cost)
         # A block that is all of the rows has no others to make up for.
-        for _ in range(self._options.revisits if len(order) > 1 else 0):
+        for _ in range(REVISITS if len(order) > 1 else 0):
             for rows in order:
                 result.revisit(rows, *self._block(rows, result.errors))
         return result.codes, result.scales, result.zero_points
@@ -223,8 +189,7 @@ class Gptq:
             np.divide(self._gram[row][rows], self._mean, out=values)
         own = self._energy[rows] / self._mean
         # A channel without energy stands apart: anything above 0 does.
-        relative = self._options.relative_damping
-        own = np.where(own > 0, own * (1 + relative) + self._damping, 1.0)
+        own = np.where(own > 0, own * (1 + RELATIVE_DAMPING) + self._damping, 1.0)
         np.fill_diagonal(hessian, own)
         return hessian
 
@@ -243,9 +208,7 @@ class _Result:
         self.zero_points = None if form.is_symmetric else np.empty(grid, np.uint8)
         self.errors: Floats = np.empty((k, n), np.float32)
 
-    def round_blocks(
-        self, order: Sequence[Rows], ratios: Sequence[float], feedback: Doubles, cost: Floats
-    ) -> None:
+    def round_blocks(self, order: Sequence[Rows], feedback: Doubles, cost: Floats) -> None:
         """Quantise the blocks in their order, each given those before; H as factored."""
         errors: Floats = np.empty(self.codes.shape, np.float32)  # in this order
         start = 0
@@ -262,7 +225,7 @@ class _Result:
                 given = part, part - moved[:, columns], own, cost[start:stop], self._form
                 # What the block would be if it were not rounded: that decides its range.
                 free = part - settled[:, columns]
-                grid = _best_grid(given, *candidate_grids(free, ratios, self._form))
+                grid = _best_grid(given, *candidate_grids(free, RATIOS, self._form))
                 errors[start:stop, columns] = self._store(rows, columns, given, *grid)
             start = stop
 

@@ -88,8 +88,9 @@ class BlockFormat:
             reaches all elements; ``"amax"`` maps the greatest magnitude to
             ``2**(bits - 1) - 1``. Scales of ``"amax"``, asymmetric ones as well, are those of
             the formulas, and never searched.
-        scale_type: ``"float32"`` or ``"float16"``, the type that scales are stored in. Codes
-            are computed with the scale that is stored.
+        scale_type: ``"float32"`` or ``"float16"``, the type that scales are stored in; float16
+            for a weight of that type, and where a kernel wants the weight's type, that. Codes
+            are computed with the scale that is stored, behind a Cast that onnxruntime folds.
 
     Raises:
         QuantizationError: If a value is none of these.

@@ -17,25 +17,94 @@ from these by the fusion's own rules.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
+from ortplugins.quantization.codes import WeightCodes
 from ortplugins.quantization.methods.nearest import Floats
-from ortplugins.quantization.tensor_reference import ScratchWriter, TensorReference
 from ortplugins.quantization.weights.folds import described, find_folds, insert_mul
-from ortplugins.quantization.weights.plan import WeightPlan
-from ortplugins.quantization.weights.recipe import Recipe
+from ortplugins.quantization.weights.plan import Weight, WeightPlan
 from ortplugins.quantization.weights.uses import WeightUse
-from ortplugins.quantization.weights.weight import Weight
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.graph.nodes import remove_unused
 from rewrite_rules.graph.parameters import float_attribute, int_attribute
 from rewrite_rules.weights.bit_packing import pack_rows
 
+# Of tensors within a file: a cache line, which is enough for every vector instruction.
+_ALIGNMENT = 64
+# Bytes of codes that are packed at a time.
+_CHUNK_BYTES = 1 << 22
 
-def write_codes(plan: WeightPlan, recipe: Recipe, writer: ScratchWriter) -> None:
+
+class CodesFile:
+    """A file that tensors are appended to; without one they stay in memory.
+
+    The file lies beside the output, and has all codes before the output is written.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def add(self, weight: Weight, found: WeightCodes) -> None:
+        """Store the codes of a weight, and the errors with them."""
+        form, kind = weight.form, f"{'' if weight.form.is_symmetric else 'U'}INT"
+        code = ir.DataType[f"{kind}{form.bits}"]
+        scales = found.grid.astype(form.scale_type)
+        weight.tensors = [self._packed(weight, found.codes, code), self._plain(weight, scales)]
+        if found.zero_points is not None:
+            weight.tensors.append(self._packed(weight, found.zero_points, code))
+        weight.weight_error, weight.output_error = found.weight_error, found.output_error
+
+    def replace_scales(self, weight: Weight, scales: npt.NDArray[Any]) -> None:
+        """Store other scales of a weight, in the layout of the codes; the codes stay."""
+        stored = self._stored([scales], ir.DataType.from_numpy(scales.dtype), scales.shape)
+        weight.tensors = [weight.tensors[0], stored, *weight.tensors[2:]]
+
+    def _packed(
+        self, weight: Weight, array: npt.NDArray[Any], dtype: ir.DataType
+    ) -> ir.TensorProtocol:
+        rows, bits = array.T if weight.k_last else array, weight.form.bits
+        # Eight rows are whole bytes, whatever their length.
+        step = max(8, _CHUNK_BYTES // rows.shape[1] // 8 * 8)
+
+        def chunks() -> Iterator[npt.NDArray[np.uint8]]:
+            for start in range(0, len(rows), step):
+                part = np.ascontiguousarray(rows[start : start + step])
+                yield pack_rows(
+                    part.reshape(-1).view(np.uint8) & np.uint8((1 << bits) - 1), bits
+                )
+
+        return self._stored(chunks(), dtype, rows.shape)
+
+    def _plain(self, weight: Weight, array: npt.NDArray[Any]) -> ir.TensorProtocol:
+        rows = np.ascontiguousarray(array.T if weight.k_last else array)
+        return self._stored([rows], ir.DataType.from_numpy(rows.dtype), rows.shape)
+
+    def _stored(
+        self, chunks: Iterable[npt.NDArray[Any]], dtype: ir.DataType, shape: Sequence[int]
+    ) -> ir.TensorProtocol:
+        if self._path is None:
+            array = np.concatenate([chunk.reshape(-1) for chunk in chunks])
+            if dtype.bitwidth < 8:
+                return ir.PackedTensor(array, dtype, shape=ir.Shape(shape))
+            return ir.Tensor(array.view(dtype.numpy()).reshape(shape), dtype=dtype)
+        with open(self._path, "ab") as file:
+            start = file.tell()
+            for chunk in chunks:
+                file.write(chunk.data)
+            end = file.tell()
+            file.write(bytes(-end % _ALIGNMENT))
+        place = (self._path.name, start, end - start, dtype)
+        name, folder = self._path.name, str(self._path.parent)
+        return ir.ExternalTensor(*place, shape=ir.Shape(shape), name=name, base_dir=folder)
+
+
+def write_codes(plan: WeightPlan, file: CodesFile) -> None:
     """Have nodes read codes, and divide the activations whose weights were scaled.
 
     Scales that change are written again.
@@ -45,20 +114,18 @@ def write_codes(plan: WeightPlan, recipe: Recipe, writer: ScratchWriter) -> None
     by_value: dict[ir.Value, list[Weight]] = {}  # a list, as rules may give it several forms
     for weight in weights:
         by_value.setdefault(weight.uses[0].weight, []).append(weight)
-    divisors = _divide_activations(plan, recipe, by_value, names)
+    divisors = _divide_activations(plan, by_value, names)
     for weight in weights:
         for divisor in divisors[weight.uses[0].weight]:
-            # The codes stay.
-            scales = weight.scales.map()
+            scales = weight.tensors[1].numpy()
             quotient = scales / (divisor[:, None] if weight.k_last else divisor)
-            weight.scales = writer.append(quotient.astype(scales.dtype))
+            file.replace_scales(weight, quotient.astype(scales.dtype))
         _read_through_dequantize(weight, names)
     remove_unused(plan.model)
 
 
 def _divide_activations(
     plan: WeightPlan,
-    recipe: Recipe,
     by_value: Mapping[ir.Value, list[Weight]],
     names: FreshNames,
 ) -> dict[ir.Value, list[Floats]]:
@@ -74,9 +141,8 @@ def _divide_activations(
             continue
         group.folded = "folded"
         for activation in group.activations:
-            uses, folds = group.reads_of(activation), None
-            if recipe.fold_scales:
-                folds = find_folds(activation, uses, scales)
+            uses = group.reads_of(activation)
+            folds = find_folds(activation, uses, scales)
             quantized = (w for fold in folds or () for w in by_value.get(fold.constant, ()))
             if not all(_divisible(weight, scales) for weight in quantized):
                 folds = None
@@ -100,7 +166,7 @@ def _divisible(weight: Weight, divisor: Floats) -> bool:
     """Whether the scales of a quantised weight can be divided without losing digits."""
     if weight.form.scale_type == "float32":
         return True
-    scales = weight.scales.map()
+    scales = weight.tensors[1].numpy()
     with np.errstate(over="ignore"):
         exact = scales.astype(np.float32) / (divisor[:, None] if weight.k_last else divisor)
         error = abs(exact.astype(scales.dtype).astype(np.float32) - exact)
@@ -128,31 +194,19 @@ def _dequantize(weight: Weight, use: WeightUse, names: FreshNames) -> ir.Value:
     graph = use.weight.graph if producer is None else producer.graph
     assert isinstance(graph, ir.Graph)
     form, axis = weight.form, int(weight.k_last)
-    code = ir.DataType[f"{'' if form.is_symmetric else 'U'}INT{form.bits}"]
-    real, half = use.tensor.dtype, ir.DataType.FLOAT16
-    scale_type = half if form.scale_type == "float16" else ir.DataType.FLOAT
+    codes, scales, *zero_points = weight.tensors
+    real = use.tensor.dtype
     shape = (weight.N, weight.K) if weight.k_last else (weight.K, weight.N)
     by_column = form.block_size == -1
-    grid = (weight.N,) if by_column else weight.scales.shape
-    base = f"{use.weight.name}.{code.name.lower()}_block{form.block_size}"
+    grid = (weight.N,) if by_column else tuple(scales.shape.numpy())
+    base = f"{use.weight.name}.{codes.dtype.name.lower()}_block{form.block_size}"
     base = names.take(f"{base}_transposed" if weight.k_last else base)
-    tensors: list[ir.TensorProtocol] = [
-        in_file(weight.codes, code, shape, base),
-        in_file(weight.scales, scale_type, grid, names.take(f"{base}_scales")),
-    ]
-    if weight.zero_points is not None:
-        numbers = np.ascontiguousarray(weight.zero_points.map()).reshape(-1)
-        name = names.take(f"{base}_zero_points")
-        packed = pack_rows(numbers, form.bits)
-        tensors.append(
-            ir.Tensor(packed.reshape(grid), dtype=code, name=name)
-            if form.bits == 8
-            else ir.PackedTensor(packed, code, shape=ir.Shape(grid), name=name)
-        )
-    inputs = [new_initializer(graph, tensor) for tensor in tensors]
+    parts = [(codes, shape, base), (scales, grid, names.take(f"{base}_scales"))]
+    parts += [(zeros, grid, names.take(f"{base}_zero_points")) for zeros in zero_points]
+    inputs = [new_initializer(graph, _as(*part)) for part in parts]
     # A reader in a subgraph of If or Loop sees what comes before that node.
     first = use.node if use.node.graph is graph else graph[0]
-    if scale_type is not real:
+    if scales.dtype is not real:
         name = names.take(f"{base}_scales.{real.name.lower()}")
         cast = ir.node("Cast", inputs[1:2], {"to": int(real)}, name=name)
         graph.insert_before(first, cast)
@@ -185,16 +239,12 @@ def _unfuse(node: ir.Node) -> None:
         node.attributes.clear()
 
 
-def in_file(
-    reference: TensorReference, dtype: ir.DataType, shape: tuple[int, ...], name: str
-) -> ir.ExternalTensor:
-    """Return numbers in a file as a tensor."""
-    return ir.ExternalTensor(
-        reference.path,
-        reference.offset,
-        reference.nbytes,
-        dtype,
-        shape=ir.Shape(shape),
-        name=name,
-        base_dir="",
-    )
+def _as(tensor: ir.TensorProtocol, shape: Sequence[int], name: str) -> ir.TensorProtocol:
+    """Return a tensor that :class:`CodesFile` made with another shape and name."""
+    if isinstance(tensor, ir.ExternalTensor):
+        place = (tensor.location, tensor.offset, tensor.length, tensor.dtype)
+        folder = tensor.base_dir
+        return ir.ExternalTensor(*place, shape=ir.Shape(shape), name=name, base_dir=folder)
+    if isinstance(tensor, ir.PackedTensor):
+        return ir.PackedTensor(tensor.raw, tensor.dtype, shape=ir.Shape(shape), name=name)
+    return ir.Tensor(tensor.numpy().reshape(shape), dtype=tensor.dtype, name=name)

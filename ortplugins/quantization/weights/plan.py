@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""Which weights of a model are quantised, how, and which share an activation."""
+"""Which weights of a model are quantised, how, which share an activation, what became of them.
+
+WeightUse   a node, and which of its inputs is the matrix         (uses.py)
+Weight      a matrix in one form: its uses, and its codes once it is quantised
+Group       weights of one method that read one activation
+"""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +19,8 @@ import onnx_ir as ir
 from ortplugins.errors import ModelFileError
 from ortplugins.model_io.loading import lift_constants
 from ortplugins.quantization.coverage import Coverage, coverage
-from ortplugins.quantization.kv_cache import find_caches
-from ortplugins.quantization.weights.recipe import METHODS, Recipe
+from ortplugins.quantization.methods.nearest import BlockFormat, Floats
+from ortplugins.quantization.weights.recipe import Recipe
 from ortplugins.quantization.weights.report import NodeReport, QuantizeReport
 from ortplugins.quantization.weights.uses import (
     OP_TYPES,
@@ -24,9 +29,84 @@ from ortplugins.quantization.weights.uses import (
     readers_of,
     state_sizes,
 )
-from ortplugins.quantization.weights.weight import Group, Weight
 from rewrite_rules.dq_matmulnbits_fusion.kernels import fitting_block_size
 from rewrite_rules.graph.nodes import inline_functions, label
+
+
+@dataclasses.dataclass(eq=False)
+class Weight:
+    """A float matrix ``[K, N]`` in one form, and its codes once it is quantised.
+
+    Attributes:
+        uses: Nodes that read it.
+        form: Bits, blocks and grid.
+        method: By which it gets its codes.
+        k_last: Whether codes are ``[N, K]``; scales and zero points follow.
+        tensors: Codes, scales and zero points, if any; empty before it is quantised.
+        weight_error: As in :class:`NodeReport`.
+        output_error: Likewise.
+    """
+
+    uses: list[WeightUse]
+    form: BlockFormat
+    method: str
+    k_last: bool
+    tensors: Sequence[ir.TensorProtocol] = ()
+    weight_error: float = math.nan
+    output_error: float = math.nan
+
+    @property
+    def name(self) -> str:
+        """Of the initializer."""
+        return self.uses[0].weight.name or ""
+
+    @property
+    def K(self) -> int:
+        """Size along which the blocks run."""
+        return self.uses[0].K
+
+    @property
+    def N(self) -> int:
+        """Number of columns."""
+        return self.uses[0].N
+
+    @property
+    def is_table(self) -> bool:
+        """Whether a Gather reads it."""
+        return any(use.activation is None for use in self.uses)
+
+
+@dataclasses.dataclass(eq=False)
+class Group:
+    """Weights of one K, type and method that share the scales of their input channels.
+
+    Attributes:
+        weights: These.
+        method: ``"rtn"`` where nothing is known of their activations.
+        activations: What they read; none where nothing is calibrated.
+        reason: Why nothing is known, or what else happened.
+        channel_scales: float32 ``[K]``, of rows; activations are divided by them. None for 1.
+        alpha: Their exponent; NaN without.
+        folded: As in :class:`NodeReport`.
+    """
+
+    weights: list[Weight]
+    method: str
+    activations: Sequence[ir.Value] = ()
+    reason: str = ""
+    channel_scales: Floats | None = None
+    alpha: float = math.nan
+    folded: str = ""
+
+    @property
+    def elements(self) -> int:
+        """How many numbers all its weights have."""
+        return sum(weight.K * weight.N for weight in self.weights)
+
+    def reads_of(self, activation: ir.Value) -> list[tuple[ir.Node, int]]:
+        """Return where an activation meets the weights of the group."""
+        uses = (use for weight in self.weights for use in weight.uses)
+        return [(use.node, 1 - use.index) for use in uses if use.activation is activation]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,10 +122,7 @@ class WeightPlan:
     notes: list[str]
 
 
-def plan_weights(
-    model: ir.Model,
-    recipe: Recipe,
-) -> WeightPlan:
+def plan_weights(model: ir.Model, recipe: Recipe) -> WeightPlan:
     """Find what is to be quantised.
 
     Functions of the model are inlined; the graph's larger Constant nodes become initializers.
@@ -62,7 +139,7 @@ def plan_weights(
     named = (name for use in uses for name in use.names)
     names = list(dict.fromkeys([*labels, *named]))
     notes = recipe.check_against(uses, names)
-    nodes, weights = _chosen(found, recipe, _places(model))
+    nodes, weights = _chosen(found, recipe)
     functions = [NodeReport(name, "function", reason=reason) for name, reason in left.items()]
     nodes = [*functions, *nodes, *_other_readers(weights, set(labels))]
     why = {row.node: row.reason for row in nodes if isinstance(row, NodeReport)}
@@ -74,17 +151,13 @@ def plan_weights(
     )
     methods = dict.fromkeys(weight.method for weight in weights)
     groups = [group for method in methods for group in _grouped(weights, method)]
-    notes += recipe.without_effect(
-        (group.method for group in groups),
-        has_tables=any(weight.is_table for weight in weights),
-    )
+    notes += recipe.without_effect(has_tables=any(weight.is_table for weight in weights))
     return WeightPlan(model, groups, nodes, covered, notes)
 
 
 def _chosen(
     found: Sequence[tuple[ir.Node, WeightUse | str]],
     recipe: Recipe,
-    places: Mapping[ir.Value, int],
 ) -> tuple[list[WeightUse | NodeReport], list[Weight]]:
     """Return the use of each node with a constant, or why it stays in float; the weights."""
     tables = {
@@ -103,24 +176,10 @@ def _chosen(
             reason = f"GatherBlockQuantized wants rows of whole bytes, not {size}"
         nodes.append(report_of(use, reason=reason) if reason else use)
         if not reason:
-            name, k_last = use.weight.name or "", use.stored_k_last
-            key = (use.weight, k_last, form, method)
-            place = places[use.weight]
-            weight = Weight(name, place, use.K, use.N, k_last, form, method)
-            weights.setdefault(key, weight).uses.append(use)
+            k_last = recipe.quant_format != "QDQ" or use.weight in tables
+            key = (use.weight, use.stored_k_last, form, method)
+            weights.setdefault(key, Weight([], form, method, k_last)).uses.append(use)
     return nodes, list(weights.values())
-
-
-def _places(model: ir.Model) -> dict[ir.Value, int]:
-    """Return the place of each value among those of its name, which subgraphs may repeat."""
-    places: dict[ir.Value, int] = {}
-    counts = collections.Counter[str | None]()
-    for node in model.graph.all_nodes():
-        for value in node.inputs:
-            if value is not None and value not in places:
-                places[value] = counts[value.name]
-                counts[value.name] += 1
-    return places
 
 
 def _other_readers(weights: Iterable[Weight], reported: Collection[str]) -> list[NodeReport]:
@@ -148,9 +207,7 @@ def _not_asked(node: ir.Node, recipe: Recipe) -> str:
 
 def check_not_empty(plan: WeightPlan, recipe: Recipe) -> None:
     """Refuse a plan that quantises nothing, and say why."""
-    if recipe.kv_bits:
-        find_caches(plan.model)
-    if plan.groups or recipe.kv_bits:
+    if plan.groups:
         return
     refused = [node for node in plan.nodes if isinstance(node, NodeReport)]
     left = [node for node in refused if not node.reason.startswith("already quantised")]
@@ -172,7 +229,7 @@ def _grouped(weights: Iterable[Weight], method: str) -> list[Group]:
     """
     groups: list[Group] = []
     alone = []
-    scaled = "scales" in METHODS[method]
+    scaled = method == "awq_lite"
     for weight in weights:
         if weight.method != method:
             continue
@@ -229,9 +286,9 @@ def reported(plan: WeightPlan, recipe: Recipe) -> QuantizeReport:
                 method=weight.method,
                 alpha=group.alpha,
                 folded=group.folded,
-                weight_error=weight.errors.weight,
-                output_error=weight.errors.output,
-                reason=group.reason if recipe.needs_statistics or weight.codes.path else "",
+                weight_error=weight.weight_error,
+                output_error=weight.output_error,
+                reason=group.reason if recipe.needs_samples or weight.tensors else "",
             )
         rows.append(dataclasses.replace(node, bytes_before=before, bytes_after=after))
     stored = sum(row.bytes_after for row in rows if row.quantized)

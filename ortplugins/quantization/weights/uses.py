@@ -14,9 +14,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 from ortplugins.quantization.weights.routers import is_router
@@ -61,12 +63,18 @@ class WeightUse:
     @property
     def K(self) -> int:
         """Size that is reduced; for Gather, the length of a row."""
-        return int(self.tensor.shape.numpy()[int(self.stored_k_last)])
+        return int(self.tensor.shape.numpy()[int(self.stored_k_last) - 2])
 
     @property
     def N(self) -> int:
         """Number of output columns; for Gather, of rows."""
-        return int(self.tensor.shape.numpy()[1 - int(self.stored_k_last)])
+        return int(self.tensor.shape.numpy()[-1 - int(self.stored_k_last)])
+
+    @property
+    def matrix(self) -> npt.NDArray[Any]:
+        """The weight as it is stored, of rank 2; mapped where it lies in a file."""
+        array = self.tensor.numpy()
+        return array.reshape(array.shape[-2:])
 
     @property
     def label(self) -> str:
@@ -129,6 +137,7 @@ def find_uses(
     model: ir.Model, op_types: Collection[str]
 ) -> Iterator[tuple[ir.Node, WeightUse | str]]:
     """Yield every node of some operators that reads a constant: a use, or its refusal."""
+    facts = functools.cache(lambda: ProvedShapes(model, on_demand=True))
     for node in model.graph.all_nodes():
         fused = (node.domain, node.op_type) == ("com.microsoft", "FusedMatMul")
         kind = "MatMul" if fused else node.op_type
@@ -137,7 +146,9 @@ def find_uses(
         for index in (1, 0) if kind != "Gather" else (0,):
             operand = node.inputs[index] if index < len(node.inputs) else None
             try:
-                use = None if operand is None else _use(node, index, operand, model.graph)
+                use = (
+                    None if operand is None else _use(node, index, operand, model.graph, facts)
+                )
             except Refusal as refusal:
                 yield node, str(refusal)
                 break
@@ -171,7 +182,13 @@ def readers_of(value: ir.Value) -> Iterator[tuple[ir.Node | None, str]]:
             yield node, label(node)
 
 
-def _use(node: ir.Node, index: int, operand: ir.Value, main: ir.Graph) -> WeightUse | None:
+def _use(
+    node: ir.Node,
+    index: int,
+    operand: ir.Value,
+    main: ir.Graph,
+    facts: Callable[[], ProvedShapes],
+) -> WeightUse | None:
     """Read an operand; None where it is not a constant matrix."""
     root, swapped = _root(operand)
     _check_not_quantised(root)
@@ -197,7 +214,7 @@ def _use(node: ir.Node, index: int, operand: ir.Value, main: ir.Graph) -> Weight
         )
     if len(shape) < 2:
         return None
-    if len(shape) > 2:
+    if len(shape) > 2 and not _is_matrix(node, index, shape, swapped, facts):
         raise Refusal(
             "ORP802",
             f"weight {root.name!r} has shape {list(shape)}: a stack of matrices has no "
@@ -227,6 +244,20 @@ def _use(node: ir.Node, index: int, operand: ir.Value, main: ir.Graph) -> Weight
         activation=product.x,
         no_statistics=_no_statistics(product, product.x, main),
     )
+
+
+def _is_matrix(
+    node: ir.Node,
+    index: int,
+    shape: Sequence[int],
+    swapped: bool,
+    facts: Callable[[], ProvedShapes],
+) -> bool:
+    """Whether a weight ``[1, K, N]`` may be ``[K, N]``: the product keeps its rank."""
+    if {*shape[:-2]} != {1} or (node.op_type, index, swapped) != ("MatMul", 1, False):
+        return False
+    rank = read_product(node, index).x_rank(facts())
+    return rank is not None and rank >= len(shape)
 
 
 def _is_head(value: ir.Value) -> bool:

@@ -19,7 +19,7 @@ from builders.text_cases import assert_page_has, markdown
 from onnxruntime.quantization import quantize_dynamic
 from test_trim_padding_attacks import attack, proved
 
-from ortplugins.quantization import quantize
+from ortplugins.quantization import quantize_encoder8
 
 PAGE = Path(__file__).parents[3] / "docs" / "trim-padding.md"
 FAMILIES = {
@@ -96,7 +96,7 @@ def _encoder8(model: onnx.ModelProto) -> onnx.ModelProto:
     feed = batch("1" * 12, "1" * 9)
     if len(model.graph.input) == 3:
         feed["token_type_ids"] = np.zeros_like(feed["input_ids"])
-    made = quantize(model, recipe="encoder8", calibration_data_reader=[feed], least_cosine=0)
+    made = quantize_encoder8(model, calibration_data_reader=[feed], least_cosine=0)
     assert isinstance(made.model, onnx.ModelProto)
     return made.model
 

@@ -15,7 +15,7 @@ from builders.sessions import options, start
 
 import ortplugins
 from ortplugins.optimization.optimize import OptimizeResult
-from ortplugins.quantization import quantize
+from ortplugins.quantization import quantize_encoder8
 from rewrite_rules.remarks import PassContext, Remarks
 from rewrite_rules.trim_padding.trim import trim_padding
 
@@ -391,9 +391,7 @@ def test_codes_are_packed():
     """encoder8's: one number scales all tokens."""
     model = exported("roberta-dynamo-sdpa")
     data = [fed(model, "1" * 12, "1" * 20)]
-    quantized = quantize(
-        model, recipe="encoder8", calibration_data_reader=data, least_cosine=0
-    ).model
+    quantized = quantize_encoder8(model, calibration_data_reader=data, least_cosine=0).model
     codes = next(node for node in quantized.graph.node if node.op_type == "QuantizeLinear")
     result = trimmed(quantized, pack=True)
     for rows in O2_MASKS:

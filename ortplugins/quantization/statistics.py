@@ -2,7 +2,7 @@
 """What calibration keeps of an activation: mean |x|, some of its tokens, its Gram matrix.
 
 Tokens stream through and are not kept. The same tokens in the same updates give the same
-statistics, bit for bit, whatever else is collected beside them.
+statistics, bit for bit.
 
 Squares of float32 overflow beyond 1.8e19. Where activations are so large, all statistics are
 in a unit, a power of two, which changes no digit of them.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,9 +43,8 @@ class ActivationStatistics:
 
     count: int  # of tokens
     mean_abs: Floats  # [K], the mean of |x| over all tokens
-    # [T, K], a uniform random sample in their order, or all where no more were asked for.
-    tokens: Floats
-    # [K, K], X^T X / count over all tokens; exactly symmetric. Or its diagonal alone, [K].
+    tokens: Floats  # [T, K], a uniform random sample in their order, or all if they are few
+    # [K, K], X^T X / count; exactly symmetric. Or its diagonal alone, [K].
     gram: Floats | None = None
     unit: float = 1.0  # a power of two, by which the numbers in all of these are divided
     # Where X is the quantised model's: the same tokens of the float model, and [K, K],
@@ -53,31 +52,11 @@ class ActivationStatistics:
     float_tokens: Floats | None = None
     drift: Floats | None = None
 
-    def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """Return what there is as arrays, by name."""
-        return {
-            n: np.atleast_1d(value) for n, value in vars(self).items() if value is not None
-        }
-
-    @classmethod
-    def of(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> ActivationStatistics:
-        """Return the statistics that have these arrays."""
-        values: dict[str, Any] = {**arrays, "count": int(arrays["count"].item())}
-        return cls(**values | {"unit": float(arrays["unit"].item())})
-
-    def with_gram(self) -> ActivationStatistics:
-        """Return the same, its Gram matrix made of its tokens where these are all."""
-        if self.gram is not None:
-            return self
-        gram = self.tokens.T @ self.tokens / np.float32(len(self.tokens))
-        return dataclasses.replace(self, gram=gram)
-
+    @property
     def energy(self) -> Floats:
-        """Return the mean square of each channel, ``[K]``."""
-        if self.gram is not None:
-            return self.gram if self.gram.ndim == 1 else np.diagonal(self.gram)
-        mean: Floats = np.square(self.tokens).mean(axis=0)
-        return mean
+        """The mean square of each channel, ``[K]``."""
+        assert self.gram is not None
+        return self.gram if self.gram.ndim == 1 else np.diagonal(self.gram)
 
     def over(self, scales: Floats) -> ActivationStatistics:
         """Return the statistics of X / scales; what is the float model's stays."""
@@ -99,25 +78,6 @@ class ActivationStatistics:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class ActivationRequest:
-    """An activation to collect, and what of it."""
-
-    name: str  # of the value, in the main graph: a node's output or a graph input
-    k: int  # size of its last axis
-    gram: bool = False  # whether the Gram matrix is wanted
-    # At most; all where they are fewer than half of K, and so take less memory than the Gram
-    # matrix, which is then left out.
-    max_tokens: int = 128
-    gram_tokens: float = math.inf  # about how many are in it, picked at random
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its accumulator, at most."""
-        waiting = (self.k * self.k + _GRAM_TOKENS * self.k) * 4 if self.gram else 0
-        return waiting + self.max_tokens * (self.k + 2) * 4 + self.k * 8
-
-
 def unit_for(greatest: float) -> float:
     """Return the unit for numbers up to this magnitude; 1 where that is not finite."""
     if not _GREATEST < greatest < math.inf:
@@ -131,17 +91,36 @@ class StatisticsAccumulator:
     Activations that have equally many tokens keep those of the same positions.
     """
 
-    def __init__(self, request: ActivationRequest, gram_stride: int = 1) -> None:
-        """Start; of each ``gram_stride`` tokens a random one counts for the Gram matrix."""
-        self._name, self._max_tokens = request.name, request.max_tokens
-        self._k = k = request.k
+    def __init__(
+        self,
+        name: str,
+        k: int,
+        axes: int = 0,
+        gram_stride: int = 1,
+        max_tokens: int = 128,
+        zeros: Callable[[tuple[int, ...]], Floats] | None = None,
+    ) -> None:
+        """Start.
+
+        Args:
+            name: The activation's, for errors.
+            k: Size of its last axis.
+            axes: Of the Gram matrix: 2, 1 for its diagonal, 0 for none.
+            gram_stride: Of so many tokens a random one counts for the Gram matrix.
+            max_tokens: How many tokens are kept.
+            zeros: Makes the Gram matrix, of its shape; in memory by default.
+        """
+        self._name, self._k, self._max_tokens = name, k, max_tokens
         self._rng = np.random.default_rng(0)
         self._count = 0
         self._sum_abs = np.zeros(k, np.float64)
-        self._tokens: Floats = np.zeros((request.max_tokens, k), np.float32)
-        self._positions = np.empty(request.max_tokens, np.int64)
-        self._gram: Floats | None = np.zeros((k, k), np.float32) if request.gram else None
-        self._waiting: Floats = np.zeros((_GRAM_TOKENS * request.gram, k), np.float32)
+        self._tokens: Floats = np.zeros((max_tokens, k), np.float32)
+        self._positions = np.empty(max_tokens, np.int64)
+        shape = (k,) * axes
+        self._gram: Floats | None = None
+        if axes:
+            self._gram = np.zeros(shape, np.float32) if zeros is None else zeros(shape)
+        self._waiting: Floats = np.zeros((_GRAM_TOKENS * (axes == 2), k), np.float32)
         self._waiting_tokens = 0
         self._gram_stride, self._gram_count = gram_stride, 0
         self._windows, self._pick = itertools.count(gram_stride, gram_stride), 0
@@ -164,7 +143,7 @@ class StatisticsAccumulator:
         self._sum_abs += sums
         self._sample(rows)
         if self._gram is not None:
-            self._add_products(rows)
+            self._add_products(rows, self._gram)
         self._count += len(rows)
 
     def rescale(self, unit: float) -> None:
@@ -188,7 +167,7 @@ class StatisticsAccumulator:
         if gram is not None:
             self._flush(gram)
             gram /= np.float32(self._gram_count)
-            for start in range(0, self._k, _GRAM_ROWS):
+            for start in range(0, self._k * (gram.ndim - 1), _GRAM_ROWS):
                 end = start + _GRAM_ROWS
                 square = gram[start:end, start:end]
                 square[:] = np.triu(square) + np.triu(square, 1).T
@@ -233,8 +212,7 @@ class StatisticsAccumulator:
             self._tokens[places[index]] = rows[head + index]
             self._positions[places[index]] = positions[index]
 
-    def _add_products(self, rows: Floats) -> None:
-        assert self._gram is not None
+    def _add_products(self, rows: Floats, gram: Floats) -> None:
         if self._gram_stride > 1:
             # Every s-th would be the first of each text where s divides their length.
             picked = []
@@ -243,10 +221,13 @@ class StatisticsAccumulator:
                 self._pick = next(self._windows) + int(self._picks.integers(self._gram_stride))
             rows = rows[picked]
         self._gram_count += len(rows)
+        if gram.ndim == 1:
+            gram += np.square(rows).sum(axis=0)
+            return
         if self._waiting_tokens + len(rows) > _GRAM_TOKENS:
-            self._flush(self._gram)
+            self._flush(gram)
         if len(rows) >= _GRAM_TOKENS:
-            _add_upper(rows, self._gram)
+            _add_upper(rows, gram)
             return
         end = self._waiting_tokens + len(rows)
         self._waiting[self._waiting_tokens : end] = rows
@@ -268,15 +249,13 @@ def _add_upper(rows: Floats, gram: Floats) -> None:
 def pooled(statistics: Sequence[ActivationStatistics]) -> ActivationStatistics:
     """Return the statistics of all tokens together, for a weight that has several inputs.
 
-    All tokens are kept where each has all of its own; else as many as the longest sample has,
-    taken from each in proportion to its count and evenly spread over it.
+    As many tokens are kept as the longest sample has, taken from each in proportion to its
+    count and evenly spread over it.
     """
     if len(statistics) == 1:
         return statistics[0]
     unit = max(item.unit for item in statistics)
     statistics = [item.in_unit(unit) for item in statistics]
-    if any(item.gram is not None for item in statistics):
-        statistics = [item.with_gram() for item in statistics]
     count = sum(item.count for item in statistics)
     shares = [item.count / count for item in statistics]
     mean_abs = np.average([item.mean_abs for item in statistics], axis=0, weights=shares)
@@ -285,9 +264,7 @@ def pooled(statistics: Sequence[ActivationStatistics]) -> ActivationStatistics:
         if item.gram is not None:
             part = item.gram * np.float32(share)
             gram = part if gram is None else np.add(gram, part, out=gram)
-    whole = gram is None and all(len(item.tokens) == item.count for item in statistics)
-    capacity = count if whole else max(len(item.tokens) for item in statistics)
-    tokens = []
+    capacity, tokens = max(len(item.tokens) for item in statistics), []
     for share, item in zip(shares, statistics, strict=True):
         kept = len(item.tokens)
         count_here = min(kept, max(1, round(capacity * share)))

@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: MIT
-"""Runs a model and its quantised copy side by side, from one activation to the next.
+"""Runs a model and its copy, quantised so far, side by side, from one activation to the next.
 
 A weight that is quantised for the inputs X which it gets behind quantised weights, and for the
 outputs of the float model, makes up for the errors of those weights, too (see
 :mod:`~ortplugins.quantization.methods.gptq`). That needs the order of the graph: with the
 inputs of a model that was quantised before, all weights at once, SmolLM2-135M got worse.
 
-Every node runs once in each of the two models. What later nodes read of it is kept in files
-until the last of them has run; one sample is in memory at a time.
+Every node runs once for each sample, in each of the two models. What later nodes read of it is
+kept in files until the last of them has run; one sample is in memory at a time.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import errno
 import itertools
+import math
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -26,20 +30,18 @@ import numpy.typing as npt
 import onnx_ir as ir
 import onnxruntime
 
-from ortplugins.quantization.statistics.accumulator import (
-    ActivationRequest,
-    StatisticsAccumulator,
-    unit_for,
-)
-from ortplugins.quantization.statistics.collect import (
+from ortplugins.errors import CalibrationError
+from ortplugins.quantization.calibration import (
     Calibration,
-    appended,
     detach_tensors,
     open_for_samples,
     run_sample,
-    without_padding,
 )
-from ortplugins.quantization.tensor_reference import ScratchWriter, TensorReference
+from ortplugins.quantization.statistics import (
+    ActivationStatistics,
+    StatisticsAccumulator,
+    unit_for,
+)
 from ortplugins.samples.sources import Feed
 from rewrite_rules.facts.token_rows import TokenRows
 from rewrite_rules.graph.nodes import captures, drop_unused_initializers
@@ -52,17 +54,19 @@ _PLACE = "ortplugins.place"  # of a node, among all of the model
 _DRIFT_ROWS = 384
 
 
-class PairedModels:
+class Walk:
     """A model and its quantised copy, both run up to the same node.
 
     Attributes:
+        model: The float model that was given; :meth:`replace` takes its nodes.
         places: How many nodes have to run for a value to be there, by its name; inputs of the
             model are not in it.
     """
 
     def __init__(self, model: ir.Model, calibration: Calibration) -> None:
         """Start before the first node; the samples are gone through for every activation."""
-        self._samples, self._providers = calibration.samples, calibration.providers
+        calibration.samples.read_all()  # bad ones are reported before hours of work
+        self._calibration, self.model = calibration, model
         self._scratch = Path(tempfile.mkdtemp(dir=calibration.scratch))
         self._model = model.clone()
         # Not by name: nodes of sibling subgraphs may have one, and so may their outputs.
@@ -82,58 +86,74 @@ class PairedModels:
         self._numbers = itertools.count()
         self._kept: dict[str, Path] = {}  # folders by name of the value
         self._halved: set[str] = set()  # of these, what is bfloat16 and kept in float32
+        self._differs = False  # whether the copy has run a quantised weight
         self._weights: dict[str, dict[int, Callable[[], Array]]] = {}
 
     def replace(self, node: ir.Node, index: int, weight: Callable[[], Array]) -> None:
-        """Have what is a node of the model read another weight in the quantised one.
+        """Have a node of the copy read another weight, which is asked for when it is to run.
 
-        ``weight`` returns it, and is called when the node is to run.
+        A node that has run already keeps what it had.
         """
         self._weights.setdefault(self._places_of[node], {})[index] = weight
 
     def statistics(
-        self, request: ActivationRequest, writer: ScratchWriter
-    ) -> dict[str, TensorReference]:
-        """Run both models up to an activation; write what is known of its X.
+        self,
+        name: str,
+        k: int,
+        axes: int = 0,
+        *,
+        gram_tokens: float = math.inf,
+        max_tokens: int = 128,
+    ) -> ActivationStatistics | None:
+        """Return statistics of an activation in the float model; None without tokens.
 
-        Return the arrays of ActivationStatistics; nothing without tokens. Activations are
-        asked for in the order of the graph.
+        Activations are asked for in the order of the graph. ``axes`` and ``max_tokens`` are as
+        for :class:`StatisticsAccumulator`; about ``gram_tokens`` are in the Gram matrix.
         """
-        name, k = request.name, request.k
         self._run_to(self.places.get(name, 0))
-        quantized = StatisticsAccumulator(request)
-        floats = StatisticsAccumulator(dataclasses.replace(request, gram=False))
-        # In its file from the start: a second matrix of this size is not held in memory.
-        drift = writer.reserve((k, k), np.float32)
-        sums, unit = drift.map("r+"), 1.0
+        stride = (
+            max(1, round(self._count(name) / gram_tokens)) if gram_tokens < math.inf else 1
+        )
+        found = StatisticsAccumulator(name, k, axes, stride, max_tokens, self._zeros)
+        for index, feed in enumerate(self._calibration.samples):
+            if (rows := self._tokens(_FLOAT, index, name, feed)) is not None:
+                _update(found, rows, index)
+        return found.finish()
+
+    def paired(self, name: str, k: int) -> ActivationStatistics | None:
+        """Return statistics of an activation in the copy, and of how it drifted.
+
+        All its tokens count.
+        """
+        self._run_to(self.places.get(name, 0))
+        copy = StatisticsAccumulator(name, k, 2, zeros=self._zeros)
+        floats = StatisticsAccumulator(name, k)
+        drift, unit = self._zeros((k, k)), 1.0
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
-            for index, feed in enumerate(self._samples):
-                both = [
-                    (name, self._value(m, index, name, feed)) for m in (_FLOAT, _QUANTIZED)
-                ]
-                rows = [each for _, each in without_padding(both, self._rows, feed)]
-                if not rows:
+            for index, feed in enumerate(self._calibration.samples):
+                given = self._tokens(_FLOAT, index, name, feed)
+                rows = self._tokens(_QUANTIZED, index, name, feed)
+                if given is None or rows is None:
                     continue
-                larger = max(unit_for(float(abs(each).max())) for each in rows)
+                larger = max(unit_for(float(abs(each).max())) for each in (given, rows))
                 if larger > unit:
-                    quantized.rescale(larger)
+                    copy.rescale(larger)
                     floats.rescale(larger)
                     for _ in range(2):
-                        sums *= np.float32(unit / larger)
+                        drift *= np.float32(unit / larger)
                     unit = larger
                 updates = [
-                    pool.submit(quantized.update, rows[_QUANTIZED]),
-                    pool.submit(floats.update, rows[_FLOAT]),
-                    pool.submit(_add_drift, rows[_QUANTIZED], rows[_FLOAT], sums, unit),
+                    pool.submit(_update, copy, rows, index),
+                    pool.submit(_update, floats, given, index),
+                    pool.submit(_add_drift, rows, given, drift, unit),
                 ]
                 for update in updates:
                     update.result()
-        found, expected = quantized.finish(), floats.finish()
+        found, expected = copy.finish(), floats.finish()
         if found is None or expected is None:
-            return {}
-        sums /= np.float32(found.count)
-        arrays = dataclasses.replace(found, float_tokens=expected.tokens).arrays()
-        return {key: writer.append(array) for key, array in arrays.items()} | {"drift": drift}
+            return None
+        drift /= np.float32(found.count)
+        return dataclasses.replace(found, float_tokens=expected.tokens, drift=drift)
 
     def _run_to(self, place: int) -> None:
         """Run what is left of the nodes before a place, in both models."""
@@ -145,44 +165,82 @@ class PairedModels:
         folders = {name: self._scratch / f"value{next(self._numbers)}" for name in made}
         for folder in folders.values():
             folder.mkdir()
+        samples = self._calibration.samples
         for model in (_FLOAT, _QUANTIZED):
-            path, weights = self._scratch / "weights", dict[str, Array]()
-            session, reads = None, _reads(nodes)
-            for index, feed in enumerate(self._samples):
+            weights, session, reads = dict[str, Array](), None, _reads(nodes)
+            for index, feed in enumerate(samples):
                 names = reads & (self._kept.keys() | feed.keys())
                 inputs = {name: self._value(model, index, name, feed) for name in names}
                 if session is None:
                     part = ir.convenience.extract(self._model.graph, sorted(names), made)
                     if model == _QUANTIZED:
-                        weights = self._put_in_weights(part, ScratchWriter(path))
+                        weights = self._put_in_weights(part)
+                        self._differs |= bool(weights)
+                        if not self._differs:
+                            break
                     session = self._open(part, inputs | weights)
-                arrays = run_sample(session, (), inputs | weights, f"sample {index}")
+                what = f"sample {index}"
+                self._calibration.progress(index, samples.count or 0, f"calibration, {what}")
+                arrays = run_sample(session, (), inputs | weights, what)
                 for folder, array in zip(folders.values(), arrays, strict=True):
-                    np.save(folder / f"{model}-{index}.npy", array, allow_pickle=False)
-            path.unlink(missing_ok=True)
+                    _store(folder / f"{model}-{index}.npy", array)
+        shutil.rmtree(self._scratch / "weights", ignore_errors=True)
         self._place = place
         self._kept |= folders
         for name in [name for name in self._kept if self._last_reads[name] <= place]:
             shutil.rmtree(self._kept.pop(name))
 
+    def _zeros(self, shape: tuple[int, ...]) -> Array:
+        """Return a mapped matrix: several of 11,008 x 11,008 are not to be in memory."""
+        path, size = self._scratch / f"matrix{next(self._numbers)}", 4 * math.prod(shape)
+        with open(path, "wb") as file:
+            # Writing to a mapping of a full disk would kill the process.
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+            else:
+                file.truncate(size)
+        mapped = np.asarray(np.memmap(path, np.float32, "r+", shape=shape))
+        with contextlib.suppress(OSError):  # Windows keeps it until the walk is over
+            path.unlink()
+        return mapped
+
+    def _count(self, name: str) -> float:
+        """Return about how many tokens of all samples are no padding."""
+        return sum(
+            math.prod(self._value(_FLOAT, index, name, feed).shape[:-1])
+            * self._rows.share(name, feed)
+            for index, feed in enumerate(self._calibration.samples)
+        )
+
+    def _tokens(self, model: int, index: int, name: str, feed: Feed) -> Array | None:
+        """Return the rows of an activation that are no padding; None if there are none."""
+        array = self._value(model, index, name, feed)
+        real = self._rows.real(name, array.shape, feed)
+        array = array if real is None else array[real]
+        return array if array.size else None
+
     def _value(self, model: int, index: int, name: str, feed: Feed) -> Array:
         if name in self._kept:
-            path = self._kept[name] / f"{model}-{index}.npy"
-            kept: Array = np.load(path, allow_pickle=False)
+            paths = [self._kept[name] / f"{m}-{index}.npy" for m in (model, _FLOAT)]
+            # As long as the copy is the same, the float model alone is run.
+            kept: Array = np.load(next(filter(Path.exists, paths)), allow_pickle=False)
             return kept
         default = self._model.graph.initializers.get(name)
         if name in feed or default is None or default.const_value is None:
             return feed[name]
         return default.const_value.numpy()
 
-    def _put_in_weights(self, part: ir.Graph, writer: ScratchWriter) -> dict[str, Array]:
+    def _put_in_weights(self, part: ir.Graph) -> dict[str, Array]:
         """Have nodes read quantised weights; return those, mapped, by their new names."""
         weights: dict[str, Array] = {}
+        folder = self._scratch / "weights"
+        folder.mkdir()
         for node in part.all_nodes():
             place = node.metadata_props.get(_PLACE, "")
             for index, weight in self._weights.pop(place, {}).items():
                 name = f"ortplugins.weight{next(self._numbers)}"
-                weights[name] = writer.append(weight()).map()
+                _store(folder / f"{name}.npy", weight())
+                weights[name] = np.load(folder / f"{name}.npy", mmap_mode="r")
                 part.inputs.append(ir.Value(name=name))
                 node.replace_input_with(index, part.inputs[-1])
         drop_unused_initializers(list(part.initializers.values()))
@@ -200,7 +258,7 @@ class PairedModels:
             _cast_input(part, value)
         functions = list(self._model.functions.values())
         model = ir.Model(part, ir_version=self._model.ir_version, functions=functions)
-        session = open_for_samples(model, self._folder, self._providers)
+        session = open_for_samples(model, self._folder, self._calibration.providers)
         # onnxruntime has no numpy arrays of bfloat16, and knows now which outputs are.
         halved = {o.name for o in session.get_outputs() if o.type == "tensor(bfloat16)"}
         if not halved:
@@ -208,9 +266,18 @@ class PairedModels:
         self._halved |= halved
         for place, value in enumerate(part.outputs):
             if value.name in halved:
-                to = {"to": ir.DataType.FLOAT.value}
-                part.outputs[place] = appended(model, "Cast", value, to)
-        return open_for_samples(model, self._folder, self._providers)
+                part.outputs[place] = _cast_output(part, value)
+        return open_for_samples(model, self._folder, self._calibration.providers)
+
+
+def _store(path: Path, array: Array) -> None:
+    try:
+        np.save(path, array, allow_pickle=False)
+    except OSError as error:
+        if error.errno is None:  # numpy says only how many numbers did not fit
+            full = errno.ENOSPC
+            raise OSError(full, os.strerror(full), str(path)) from error
+        raise
 
 
 def _cast_input(part: ir.Graph, value: ir.Value) -> None:
@@ -220,6 +287,22 @@ def _cast_input(part: ir.Graph, value: ir.Value) -> None:
     node.replace_input_with(0, value)
     node.outputs[0].name = f"{value.name}.bfloat16"
     part.insert_before(part[0], node)
+
+
+def _cast_output(part: ir.Graph, value: ir.Value) -> ir.Value:
+    """Return a value of bfloat16 in float32."""
+    node = ir.node("Cast", [value], {"to": ir.DataType.FLOAT.value})
+    node.outputs[0].name = f"{value.name}.float"
+    node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
+    part.append(node)
+    return node.outputs[0]
+
+
+def _update(statistics: StatisticsAccumulator, rows: Array, sample: int) -> None:
+    try:
+        statistics.update(rows)
+    except CalibrationError as error:
+        raise CalibrationError(f"sample {sample}: {error}") from None
 
 
 def _add_drift(quantized: Array, floats: Array, sums: Array, unit: float) -> None:

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: MIT
+"""Chooses the codes of one weight: a pure function of arrays, which any executor can run.
+
+The weight is worked on in strips of its columns, which no method mixes: it is never held in
+float32 as a whole, and the result is the same, bit for bit, however many threads share it.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ortplugins.errors import QuantizationError
+from ortplugins.quantization.methods.awq import search_clip
+from ortplugins.quantization.methods.gptq import Gptq
+from ortplugins.quantization.methods.nearest import (
+    BlockFormat,
+    Codes,
+    Floats,
+    ZeroPoints,
+    dequantize_blocks,
+    quantize_blocks,
+    search_blocks,
+)
+from ortplugins.quantization.statistics import ActivationStatistics
+
+# Float bytes of a strip of columns: with the copies that a method makes, what a thread holds.
+_STRIP_BYTES = 4 << 20
+# GPTQ rounds row by row, and a call of numpy costs more than a narrow row; but the strips of a
+# weight go to several threads.
+_GPTQ_STRIP_BYTES, _GPTQ_COLUMNS = 8 << 20, 512
+# The relative error of a weight of which nothing is left.
+_LOST = 0.9
+# Below it, float32 loses digits of sums of squares.
+_LEAST_SQUARE = 1e-20
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class KnownInputs:
+    """What is known of a weight's inputs, and how its codes are chosen by that.
+
+    Attributes:
+        statistics: Of the activation, divided by the channel scales; None for rounding to
+            nearest as if every channel mattered as much.
+        scales: float32 ``[K]``, what rows of the weight are multiplied by; None for 1.
+        gptq: Feeds errors back.
+        clips: Whether ranges of blocks are searched by the Gram matrix.
+    """
+
+    statistics: ActivationStatistics | None = None
+    scales: Floats | None = None
+    gptq: Gptq | None = None
+    clips: bool = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class WeightCodes:
+    """The codes of a weight, and what they lose; NaN where it was not measured.
+
+    Attributes:
+        codes: ``[K, N]``, a byte each: int8, or uint8 with zero points.
+        grid: Scales, float32 ``[blocks, N]``.
+        zero_points: uint8 ``[blocks, N]``; None when symmetric.
+        weight_error: Frobenius norm of the difference from the floats over theirs, channel
+            scales taken out again.
+        output_error: The same of products with sampled tokens.
+        added: Square of the error of the products, for each token, by the energy of all
+            channels.
+    """
+
+    codes: Codes
+    grid: Floats
+    zero_points: ZeroPoints | None
+    weight_error: float
+    output_error: float = math.nan
+    added: float = math.nan
+
+    def dequantized(self, form: BlockFormat, scales: Floats | None) -> Floats:
+        """Return the matrix that the codes stand for, float32 ``[K, N]``, over the scales."""
+        matrix = dequantize_blocks(self.codes, self.grid, self.zero_points, form)
+        if scales is not None:
+            matrix /= scales[:, None]
+        return matrix
+
+
+def choose_codes(
+    matrix: npt.NDArray[Any], form: BlockFormat, known: KnownInputs, threads: int = 1
+) -> WeightCodes:
+    """Quantise a weight, float ``[K, N]``.
+
+    Raises:
+        QuantizationError: If it holds NaN or infinite values, or its codes leave its type.
+    """
+    k, n = matrix.shape
+    if known.gptq is not None:
+        known.gptq.factor(form)
+    codes, blocks = np.empty((k, n), form.code_dtype), (form.blocks(k), n)
+    grid = np.empty(blocks, np.float32)
+    zero_points = None if form.is_symmetric else np.empty(blocks, np.uint8)
+
+    def strip(columns: slice) -> list[float]:
+        floats = checked(matrix[:, columns])
+        scaled = floats if known.scales is None else floats * known.scales[:, None]
+        found = _codes(floats, scaled, form, known)
+        codes[:, columns], grid[:, columns] = found[:2]
+        if zero_points is not None and found[2] is not None:
+            zero_points[:, columns] = found[2]
+        difference = dequantize_blocks(*found, form)
+        _check_type_holds(difference, found[1], form, matrix.dtype)
+        difference -= scaled
+        return _squares(floats, scaled, difference, known)
+
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        sums = np.sum(list(pool.map(strip, _strips(k, n, known.gptq is not None))), axis=0)
+    weight, output = np.sqrt(sums[:4:2] / np.where(sums[1:4:2] > 0, sums[1:4:2], 1)).tolist()
+    if weight > _LOST and matrix.dtype.name != form.scale_type == "float16":
+        raise QuantizationError(
+            "its scales are below float16's least number; leave out scale_type"
+        )
+    if known.statistics is None:
+        return WeightCodes(codes, grid, zero_points, weight)
+    return WeightCodes(codes, grid, zero_points, weight, output, float(sums[4]))
+
+
+def _codes(
+    floats: Floats, scaled: Floats, form: BlockFormat, known: KnownInputs
+) -> tuple[Codes, Floats, ZeroPoints | None]:
+    """Quantise columns; ``scaled`` are those times the scales."""
+    statistics = known.statistics
+    if known.gptq is not None and statistics is not None:
+        residual = None if statistics.drift is None else statistics.drift @ floats
+        return known.gptq.quantize(scaled, form, residual)
+    if known.clips and statistics is not None and statistics.gram is not None:
+        return quantize_blocks(scaled, form, search_clip(scaled, statistics.gram, form))
+    counts = statistics is not None and statistics.gram is not None
+    return search_blocks(scaled, form, statistics.energy if statistics and counts else None)
+
+
+def _squares(
+    floats: Floats, scaled: Floats, difference: Floats, known: KnownInputs
+) -> list[float]:
+    """Return squares: of errors and the weight, of errors and the product for each token.
+
+    The last of five is the product's error by the energy of the channels.
+    """
+    error = wanted_square = added = 0.0
+    statistics = known.statistics
+    if statistics is not None:
+        sample = statistics.tokens
+        product = wanted = sample @ scaled
+        if statistics.float_tokens is not None:
+            wanted = statistics.float_tokens @ floats
+        error = _square(sample @ difference + (product - wanted)) / len(sample)
+        wanted_square = _square(wanted) / len(sample)
+        if statistics.gram is not None:
+            added = float(statistics.energy @ np.square(difference).sum(axis=1))
+            added *= statistics.unit**2
+    if known.scales is not None:
+        difference /= known.scales[:, None]
+    return [_square(difference), _square(floats), error, wanted_square, added]
+
+
+def checked(matrix: npt.NDArray[Any]) -> Floats:
+    """Return a copy in float32; a QuantizationError where it holds NaN or infinite values."""
+    copy = np.ascontiguousarray(matrix, np.float32)
+    # A sum is not finite if one of its terms isn't; it may also overflow, so look again.
+    with np.errstate(over="ignore", invalid="ignore"):
+        suspicious = not np.isfinite(copy.sum())
+    if suspicious and not np.isfinite(copy).all():
+        raise QuantizationError("it holds NaN or infinite values")
+    return copy
+
+
+def _check_type_holds(
+    matrix: Floats, scales: Floats, form: BlockFormat, dtype: np.dtype[Any]
+) -> None:
+    """Refuse codes of a weight that stand for a matrix beyond its type."""
+    with np.errstate(over="ignore"):
+        reach = float(abs(scales).max()) * (1 << form.bits)
+        if reach > np.finfo(dtype).max and not np.isfinite(matrix.astype(dtype)).all():
+            raise QuantizationError(
+                f"its codes stand for numbers beyond {dtype}: take more bits, or grid 'amax'"
+            )
+
+
+def _strips(k: int, n: int, by_rows: bool) -> Iterator[slice]:
+    size, columns = (_GPTQ_STRIP_BYTES, _GPTQ_COLUMNS) if by_rows else (_STRIP_BYTES, n + 7)
+    width = max(8, min(size // (4 * k), columns) // 8 * 8)
+    for start in range(0, n, width):
+        yield slice(start, min(start + width, n))
+
+
+def _square(array: npt.NDArray[Any]) -> float:
+    """Return the sum of squares, also where float32 has no such number."""
+    flat = array.reshape(-1)
+    with np.errstate(over="ignore", under="ignore"):
+        total = float(np.dot(flat, flat))
+    if _LEAST_SQUARE < total < math.inf:
+        return total
+    return float(np.dot(flat, flat.astype(np.float64)))

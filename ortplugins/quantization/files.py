@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: MIT
+"""What all quantisers of weights do around their work: a model comes in, and goes out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from ortplugins.model_io.loading import (
+    ModelLike,
+    initializer_tensors,
+    is_path,
+    load_model,
+    same_kind,
+)
+from ortplugins.model_io.model_folder import OutputFolder, model_in
+from ortplugins.model_io.saving import (
+    Progress,
+    check_output,
+    has_data_file,
+    save_with_data,
+    scratch_within,
+)
+from ortplugins.quantization.calibration import Calibration
+from ortplugins.quantization.weights.report import QuantizeReport
+from ortplugins.samples.sources import CalibrationSource, KeptSamples
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class QuantizeResult:
+    """What a quantiser made.
+
+    Attributes:
+        path: The .onnx file written; None when no output was asked for.
+        report: What became of every node.
+        model: The quantised model, of the type that was given (``onnx_ir.Model`` for a path);
+            None after a dry run.
+    """
+
+    path: Path | None
+    report: QuantizeReport
+    model: Any
+
+
+class QuantizedFile:
+    """A model that is loaded, quantised in place and written.
+
+    Attributes:
+        model: The model; large tensors of a path are mapped.
+    """
+
+    def __init__(
+        self,
+        model: ModelLike,
+        output: str | os.PathLike[str] | None,
+        *,
+        external_data: bool | None = None,
+        overwrite: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        """Load a file, a folder with one, or an object, which is copied; check the output."""
+        self._target = None if output is None else Path(output)
+        self._folder: OutputFolder | None = None
+        if is_path(model) and os.path.isdir(model):
+            source, model = Path(model), model_in(model)
+            if self._target is not None and self._target.suffix != ".onnx":
+                self._folder = OutputFolder(source, model, self._target, overwrite)
+                self._folder.check()
+        if self._folder is None and self._target is not None:
+            check_output(model, self._target, overwrite)
+        self._given, self._loaded = model, load_model(model, map_inline=True)
+        self.model = self._loaded.model
+        self._external_data, self._overwrite = external_data, overwrite
+        self._progress = progress
+
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """Yield a folder for files that the result is made of, until it is saved."""
+        # The system's own folder may be memory, or too small; the output has to fit anyway.
+        beside = None if self._target is None else self._target.absolute().parent
+        with scratch_within(beside) as folder:
+            yield Path(folder)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the result is an object, and no file."""
+        return self._target is None
+
+    def calibration(
+        self, reader: CalibrationSource, providers: Sequence[Any], scratch: Path
+    ) -> Calibration:
+        """Return samples for the model."""
+        samples = KeptSamples(reader, self.model, scratch=scratch)
+        progress = self._progress or Calibration.progress
+        return Calibration(samples, scratch, providers, progress)
+
+    def saved(self, report: QuantizeReport) -> QuantizeResult:
+        """Write the model, or take into it what lies in files; return it."""
+        if self._target is None:
+            _into_memory(self.model)
+            model = same_kind(self._given, self.model)
+            return QuantizeResult(None, report, model)
+        external = self._external_data
+        if external is None:
+            external = has_data_file(self._loaded, self.model)
+        save = functools.partial(
+            save_with_data,
+            self.model,
+            inline=not external,
+            overwrite=self._overwrite,
+            progress=self._progress,
+        )
+        if self._folder is None:
+            save(self._target)
+            return QuantizeResult(self._target, report, same_kind(self._given, self.model))
+        with self._folder.staged(without=self._loaded.data_files.values()) as staged:
+            save(staged)
+        path = self._folder.written_model
+        return QuantizeResult(path, report, same_kind(self._given, load_model(path).model))
+
+
+def _into_memory(model: ir.Model) -> None:
+    """Compute tensors that the fusion's rules only promise; they are of whole bytes all."""
+    for value, tensor in initializer_tensors(model):
+        if isinstance(tensor, ir.LazyTensor):
+            value.const_value = ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=tensor.name)
