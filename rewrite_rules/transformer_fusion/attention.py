@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: MIT
-"""Attention, in the form that is fastest for one token and for a prompt, or for an encoder.
+"""Attention by kernels, with the model's own nodes behind what they ask.
 
     Transpose(MatMul(Softmax(scale * MatMul(q, repeat(k)') + mask), repeat(v)))
-        -> If(one token:   Attention, or grouped queries, without a Transpose
-              nothing cached: GroupQueryAttention(q, k, v), with attention_bias=mask
-                              where that hides any earlier token
-              else:        grouped queries)               where k and v are a cache
-        -> If(few scores: Attention(q, k, v, mask)
-              else:       blocks of scores, text by text)  elsewhere, see :mod:`.long_texts`
+        -> guarded(nodes, (one token, Attention), (a prompt, GroupQueryAttention))
+                                                            where k and v are a cache
+        -> guarded(nodes, (few scores, Attention), (many, blocks text by text))    elsewhere
 
-Grouped queries are one MatMul for all query heads that share a key and value head. For one
-token they beat GroupQueryAttention, which clears the whole new cache before it copies the old
-one, and the standard operator of opset 23 beats both where those query heads are rows of one
-head; for a prompt GroupQueryAttention is faster by a third. The cache's Concat, names and
-order stay. Without a cache, and across from a decoder to what an encoder made, the standard
-operator takes 0.6 to 0.8 of the time of the nodes.
+Here is what is read of the nodes and what is refused; :mod:`.attention_questions` has what a
+run is asked, :mod:`.attention_kernels` what computes it. For one token the standard operator
+of opset 23 beats GroupQueryAttention, which clears the whole new cache before it copies the
+old one; for a prompt that is faster by a third. The cache's Concat, names and order stay.
+Without a cache, and across from a decoder to what an encoder made, the standard operator takes
+0.6 to 0.8 of the time of the nodes.
 
-Shapes are proved, and a run asks its mask what kernels take for granted (:mod:`.conditions`);
-where it shows something else, nodes add it as the model does.
+Heads may be merged with the batch, ``[B * H, S, D]``: each Reshape on the way has to make the
+sizes that are named here.
 
 Refused by name: other types than float32, weights that something else reads. What multiplies
 the weights of a Softmax and is not fused says why.
@@ -27,40 +24,48 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import onnx_ir as ir
 from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
 from onnxscript.rewriter.pattern import OrValue
 
-from rewrite_rules.graph.nodes import label, producer
+from rewrite_rules.graph.nodes import label, made_by, producer
 from rewrite_rules.graph.parameters import constant, int_attribute
 from rewrite_rules.remarks import Refusal, Remarks
 from rewrite_rules.shapes.dimensions import known, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
-from rewrite_rules.transformer_fusion.attention_forms import Attention
-from rewrite_rules.transformer_fusion.conditions import (
+from rewrite_rules.transformer_fusion import attention_kernels as kernels
+from rewrite_rules.transformer_fusion import attention_questions as questions
+from rewrite_rules.transformer_fusion.attention_kernels import Attention
+from rewrite_rules.transformer_fusion.guarded import (
     Build,
-    Conditions,
-    bounded,
-    check_shared,
-    either,
+    Question,
+    Region,
     guarded,
+    mended,
 )
 from rewrite_rules.transformer_fusion.head_layout import (
     SPLIT_HEADS,
+    count_query_heads,
+    head_size,
     ints,
-    unproved_splits,
+    keeps_size,
+    rows_are,
+    unsplit,
 )
-from rewrite_rules.transformer_fusion.long_texts import by_text
-from rewrite_rules.transformer_fusion.masks import Mask
-from rewrite_rules.transformer_fusion.read_attention import (
-    Match,
-    keeps_order,
-    read_attention,
+from rewrite_rules.transformer_fusion.repeated_heads import RepeatedHeads, read_repeated_heads
+from rewrite_rules.transformer_fusion.scores import (
+    HIDDEN,
+    LOWEST,
+    factor,
+    read_scores,
+    unscaled,
 )
 from rewrite_rules.transformer_fusion.shared_cache import SharedCache
+from rewrite_rules.transformer_fusion.sizes import Sizes
 
 _KERNELS = ("Attention", "GroupQueryAttention", "MultiHeadAttention")
 # From heads [B, H, S, D] to [S, B, H, D], as torch's own MultiheadAttention goes on.
@@ -68,69 +73,52 @@ TOKENS_FIRST = (2, 0, 1, 3)
 _MAX_BETWEEN = 4
 
 
-@dataclasses.dataclass
-class Written:
-    """What :class:`FuseAttention` has put into the graph.
-
-    Attributes:
-        caches: Each new cache, and what replaces it.
-    """
-
-    caches: list[tuple[ir.Value, ir.Value]] = dataclasses.field(default_factory=list)
-
-    def name_caches(self) -> None:
-        """Let new caches be the outputs, under their names."""
-        for whole, made in self.caches:
-            if not whole.is_graph_output():
-                continue  # another attention that reads it has replaced it
-            made.type, made.shape, name = whole.type, whole.shape, whole.name
-            whole.replace_all_uses_with(made, replace_graph_outputs=True)
-            whole.name, made.name = None, name
-
-
 class FuseAttention(RewriteRuleClassBase):
-    """``Transpose(softmax(scale q k' + mask) v) -> If(one token, ..., ...)``.
+    """``Transpose(softmax(scale q k' + mask) v) -> guarded(nodes, (question, kernel), ...)``.
 
     ``tokens_first``: to ``[S, B, H, D]``, where a Transpose of the first two axes stays.
+    ``nonempty``: shapes in runs without empty values; kernels ask for these. ``caches``: gets
+    each new cache, and what replaces it.
     """
 
     def __init__(
         self,
         facts: ProvedShapes,
+        nonempty: ProvedShapes,
         remarks: Remarks,
         standard: bool,
-        written: Written,
+        caches: list[tuple[ir.Value, ir.Value]],
         shared: SharedCache | None = None,
         tokens_first: bool = False,
     ) -> None:
         super().__init__(remove_nodes=False)
         self._facts = facts
+        self._nonempty = nonempty
         self._remarks = remarks
         self._standard = standard
-        self._written = written
+        self._caches = caches
         self._cache = shared
         self._order = TOKENS_FIRST if tokens_first else SPLIT_HEADS
         # What layers share.
-        self._conditions = Conditions()
-        self._masks: dict[object, ir.Value] = {}
-        self._shared: dict[object, ir.Value] = {}
+        self._shared: dict[object, Any] = {}
         self._places: dict[ir.Node, int] = {}
 
     def pattern(self, op, logits, zero, values):  # type: ignore[no-untyped-def]
         softmax = op.Softmax(logits, _allow_other_attributes=True, _outputs=["softmax"])
         numbers = op.Where(op.IsNaN(softmax), zero, softmax)
-        weights = OrValue([softmax, numbers], tag_var="guarded", tag_values=[0, 1])
+        split = op.Reshape(softmax, _allow_other_inputs=True, _allow_other_attributes=True)
+        forms = [softmax, numbers, split]
+        weights = OrValue(forms, tag_var="guarded", tag_values=[0, 1, 2])
         mixed = op.MatMul(weights, values, _outputs=["mixed"])
-        same = op.Reshape(mixed, _allow_other_inputs=True, _allow_other_attributes=True)
-        kept = OrValue([mixed, same], tag_var="kept", tag_values=[0, 1])
+        heads = op.Reshape(mixed, _allow_other_inputs=True, _allow_other_attributes=True)
+        kept = OrValue([mixed, heads], tag_var="kept", tag_values=[0, 1])
         return op.Transpose(kept, perm=[*self._order], _outputs=["out"])
 
     def check(  # type: ignore[override]
         self,
         context: MatchContext,
-        softmax: ir.Value,
-        zero: ir.Value | None,
         mixed: ir.Value,
+        zero: ir.Value | None,
         guarded: int,
         **bound: Any,
     ) -> MatchResult:
@@ -140,7 +128,7 @@ class FuseAttention(RewriteRuleClassBase):
             return result.fail("what NaN becomes is not 0", node)
         with self._remarks.at(label(node)):
             try:
-                self._read(softmax, mixed, guarded, **bound)
+                self._read(mixed=mixed, guarded=guarded, **bound)
             except Refusal as refusal:
                 self._remarks.refused(label(node), refusal.behind("attention: "))
                 return result.fail(str(refusal), node)
@@ -154,212 +142,402 @@ class FuseAttention(RewriteRuleClassBase):
         out: ir.Value,
         **_: object,
     ) -> Attention:
-        dims = self._facts.dims(softmax)
-        axis = int_attribute(producer(softmax), "axis", -1)
-        if axis != -1 and (dims is None or axis != len(dims) - 1):
-            raise Refusal(
-                "ORP603", f"its weights are over axis {axis}, not known to be the last"
-            )
-        match = Match(softmax, mixed, out, guarded == 1)
-        found = read_attention(match, self._facts)
-        for applies, code, reason in _REFUSALS:
-            if applies(self, found):
-                raise Refusal(code, reason)
+        found = read_attention(softmax, mixed, out, guarded == 1, self._nonempty)
+        for heads in found.both:
+            _note_heads(heads.source.producer(), self._facts)
+        if not found.cached and not self._standard:
+            raise Refusal("ORP608", "without a cache it needs the kernel of onnxruntime 1.24")
+        if not found.cached and found.keys.merge is not None:
+            raise Refusal("ORP602", "the batch of its heads is not known to be their own")
+        if found.cached and self._cache is not None:
+            if not found.fits_group_query:
+                text = "GroupQueryAttention, which kv_cache=shared needs, can't compute it"
+                raise Refusal("ORP609", text)
+            if not self._cache.takes(found):
+                text = (
+                    "it is not known which inputs are a mask [B, T] and tokens [B, S] of this"
+                )
+                raise Refusal("ORP609", f"{text} cache")
+        elif found.cached and not (found.masks and (self._standard or found.fits_group_query)):
+            raise Refusal("ORP603", "no kernel computes it with a cache")
         return found
 
     def rewrite(self, op: Any, mixed: ir.Value, out: ir.Value, **bound: Any) -> Any:
-        """Emit the forms, and what chooses between them at each run."""
-        found = self._with_mask(op, self._read(mixed=mixed, out=out, **bound))
-        name = producer(mixed).name
-        if not found.cached:
-            form, (rows, *cache) = self._uncached(op, found, name)
-        elif self._cache is not None:
-            form, (rows, *cache) = "GroupQueryAttention", self._in_buffers(op, found)
+        """Emit the kernels, with the model's own nodes behind what they ask."""
+        found, name = self._read(mixed=mixed, out=out, **bound), producer(mixed).name
+        mask = self._once(found.masks, lambda: _sum(op, found)) if found.masks else None
+        found = dataclasses.replace(found, mask=mask)
+        end = _merged(out, found.sizes) if self._order == SPLIT_HEADS else None
+        if found.cached and self._cache is not None:
+            form, made = "GroupQueryAttention", self._in_buffers(op, found, end)
         else:
-            form, (rows, *cache) = self._cached(op, found, name)
-        self._remarks.fired(label(producer(mixed)), f"attention: {form}")
-        heads: Any = found.heads
-        if not found.proves_heads:
-            heads = op.Div(op.Shape(rows, start=2), ints(op, found.size))
-        split = op.Reshape(rows, ints(op, 0, 0, heads, found.size))
-        if self._order == TOKENS_FIRST:
-            split = op.Transpose(split, perm=[1, 0, 2, 3])
-        self._facts.replace(out, split)
-        for node in out.consumers() if self._order == SPLIT_HEADS else ():
-            if self._merges(node, found):
-                self._facts.replace(node.outputs[0], rows)
-                node.outputs[0].replace_all_uses_with(rows)
-        self._written.caches += zip((found.keys, found.values), cache, strict=False)
-        if (tokens := found.result_tokens) is not None:  # of an If it is not known otherwise
-            self._facts.note(rows, (*tokens, known(found.heads * found.size)))
-        return split
+            found, nodes = self._own_nodes(found, end or out)
 
-    def _merges(self, node: ir.Node, found: Attention) -> bool:
-        """Whether a Reshape makes ``[B, S, H * D]`` of ``[B, S, H, D]``."""
-        shape = self._facts.dims(found.query, 4)
-        assert shape is not None
-        width = (known(found.heads * found.size),) if found.proves_heads else ()
-        wanted = zip(found.tokens, (shape[0], shape[2]), strict=True)
-        kept = keeps_order(self._facts, node, *wanted, width)
-        return kept and not node.outputs[0].is_graph_output()
+            def laid_out(kernel: Build) -> Build:
+                return lambda op: self._laid_out(op, kernel(op), found, end)
+
+            form, cases = (self._cached if found.cached else self._uncached)(
+                op, found, nodes, laid_out
+            )
+            made = guarded(op, nodes, *cases, name=name)
+        self._remarks.fired(label(producer(mixed)), f"attention: {form}")
+        self._caches += zip((each.source for each in found.both), made[1:], strict=False)
+        self._note(end or out, made[0], found)
+        if end is None:
+            return made[0]
+        end.replace_all_uses_with(made[0])
+        return op.Reshape(made[0], ints(op, 0, 0, found.heads, found.size))
 
     def _uncached(
-        self, op: Any, found: Attention, name: str | None
-    ) -> tuple[str, Sequence[ir.Value]]:
-        """Emit the forms of attention without a cache; return what to call them."""
-        answers, form = self._conditions.of_uncached(op, found), "Attention"
-        others, long = cast(Build, found.any_tokens), answers.texts
+        self, op: Any, found: Attention, nodes: Build, laid_out: Callable[[Build], Build]
+    ) -> tuple[str, list[tuple[Question, Build]]]:
+        """Return what the kernels are called, and what they ask."""
+        short, long, mask = questions.of_uncached(op, found, self._once)
+        form, whole = "Attention", laid_out(lambda op: kernels.without_cache(op, found, mask))
+        cases: list[tuple[Question, Build]] = [
+            (lambda op: short, _mended(found, nodes, whole))
+        ]
         if long is not None:
             form = f"{form}, MultiHeadAttention for long texts"
-
-            def others(op: Any) -> Sequence[ir.Value]:
-                fits = op.And(long, bounded(op, found, with_values=True))
-                return either(op, fits, functools.partial(by_text, found), found.any_tokens)
-
-        def whole(op: Any) -> Sequence[ir.Value]:
-            kernel = functools.partial(found.whole, mask=answers.mask)
-            if not found.mends_nan:
-                return kernel(op)
-            return guarded(op, kernel, found.any_tokens, lambda op, made: op.Identity(made))
-
-        if answers.standard is None:
-            return form, whole(op)
-        return form, either(op, answers.standard, whole, others, name)
-
-    def _in_buffers(self, op: Any, found: Attention) -> Sequence[ir.Value]:
-        assert self._cache is not None
-        last, total = self._cache.counts(found)
-        key = "checked", found.mask, *unproved_splits(op, found.splits, self._facts)
-        if key not in self._shared:
-            name = f"mask_hides_later_tokens_{len(self._shared)}"
-            zero = check_shared(op, found, name)
-            self._shared[key] = op.Add(last, zero)
-        joined = dataclasses.replace(found, joins=True)
-        return joined.by_kernel(op, self._shared[key], total, cached=True)
+            blocks = laid_out(lambda op: kernels.by_text(op, found))
+            bounded = functools.partial(questions.is_bounded, found=found, with_values=True)
+            cases.append((lambda op: op.And(long, bounded(op)), blocks))
+        return form, cases
 
     def _cached(
-        self, op: Any, found: Attention, name: str | None
-    ) -> tuple[str, Sequence[ir.Value]]:
-        """Emit the forms of attention with a cache; return what to call them."""
-        found = dataclasses.replace(found, joins=not self._depends(found))
-        answers = self._conditions.of_cached(op, found)
-        forms, build = "grouped queries", cast(Build, found.any_tokens)
-        if found.shortest_prompt is not None:
-            forms, past = f"{forms}, GroupQueryAttention", producer(found.keys).inputs[0]
+        self, op: Any, found: Attention, nodes: Build, laid_out: Callable[[Build], Build]
+    ) -> tuple[str, list[tuple[Question, Build]]]:
+        """Return what the kernels are called, and what they ask."""
+        one, prompt, plain = questions.of_cached(op, found, self._once)
+        forms, cases = list[str](), list[tuple[Question, Build]]()
+        if self._standard and number(found.sizes.dim("S")) in (None, 1):
+            mask = self._once(
+                ("token", found.mask, found.heads // found.groups),
+                lambda: kernels.mask_of_token(op, found),
+            )
+            token = laid_out(lambda op: kernels.of_one_token(op, found, mask))
+            forms.append("Attention")
+            cases.append((lambda op: one, _mended(found, nodes, token)))
+        if found.fits_group_query:
+            masked = laid_out(lambda op: kernels.of_prompt(op, found))
+            causal = laid_out(
+                lambda op: kernels.of_prompt(op, dataclasses.replace(found, mask=None))
+            )
 
-            def build(op: Any) -> Sequence[ir.Value]:
-                empty = op.Less(op.Shape(past, start=2, end=3), ints(op, 1))
-                is_prompt = op.And(op.And(answers.kernel, empty), bounded(op, found))
-                return either(op, is_prompt, kernel, found.any_tokens)
+            def is_prompt(op: Any) -> ir.Value:
+                fits = op.And(prompt, questions.is_empty(op, found))
+                made: ir.Value = op.And(fits, questions.is_bounded(op, found))
+                return made
 
-            def kernel(op: Any) -> Sequence[ir.Value]:
-                plain = dataclasses.replace(found, mask=None)
-                return either(op, answers.plain, plain.by_prompt, found.by_prompt)
+            forms.append("GroupQueryAttention")
+            cases.append(
+                (is_prompt, lambda op: guarded(op, masked, (lambda op: plain, causal)))
+            )
+        return ", ".join(forms), cases
 
-        if number(found.tokens[1]) not in (None, 1):
-            return forms, build(op)
-        rows = self._group_rows(op, found)
+    def _in_buffers(
+        self, op: Any, found: Attention, end: ir.Value | None
+    ) -> Sequence[ir.Value]:
+        """Emit GroupQueryAttention on a cache in the caller's buffers."""
+        assert self._cache is not None
+        last, total = self._cache.counts(found)
+        name = f"mask_hides_later_tokens_{len(self._shared)}"
+        checked = self._once(
+            ("checked", found.mask, found.sizes.key),
+            lambda: op.Add(last, questions.check_shared(op, found, name)),
+        )
+        found = dataclasses.replace(found, joins=True)
+        made = kernels.by_group_query(op, found, checked, total, found.past)
+        return self._laid_out(op, made, found, end)
 
-        def one_token(op: Any) -> Sequence[ir.Value]:
-            nodes = functools.partial(found.one_token, rows=None)
-            kernel = functools.partial(found.one_token, rows=rows)
-            if found.mends_nan and rows is not None:
-                return guarded(op, kernel, nodes, found.merge_token)
-            mixed, *caches = kernel(op)
-            return [found.merge_token(op, mixed), *caches]
+    def _laid_out(
+        self, op: Any, made: Sequence[ir.Value], found: Attention, end: ir.Value | None
+    ) -> Sequence[ir.Value]:
+        """Emit what the model makes of ``[B, S, H * D]``."""
+        rows, *caches = made
+        if end is None:
+            rows = op.Reshape(rows, ints(op, 0, 0, found.heads, found.size))
+            if self._order == TOKENS_FIRST:
+                rows = op.Transpose(rows, perm=[1, 0, 2, 3])
+        return [rows, *caches]
 
-        return forms, either(op, answers.one, one_token, build, name)
+    def _note(self, end: ir.Value, made: ir.Value, found: Attention) -> None:
+        """Note the shape of a result, with B and S of the queries where masks add no more."""
+        places = [found.sizes.place(name) for name in "BS"]
+        for facts in (self._facts, self._nonempty):
+            facts.replace(end, made)
+            batch, length = ((facts.dims(value) or ())[axis] for value, axis in places)
+            dims, mask = facts.dims(end), facts.dims(found.mask, 4)
+            stays = found.mask is None or (
+                mask is not None
+                and rows_are(mask[0], batch, facts)
+                and keeps_size(mask[2], length, facts)
+            )
+            if stays and dims is not None and self._order == SPLIT_HEADS:
+                facts.note(made, (batch, length, *dims[2:]))
 
-    def _group_rows(self, op: Any, found: Attention) -> ir.Value | None:
-        """Emit the mask of one token, a row for each query head of a group.
+    def _own_nodes(self, found: Attention, end: ir.Value) -> tuple[Attention, Build]:
+        """Return whether the cache is joined with the rest, and what clones the nodes."""
+        masks = [mask.value for mask in found.masks]
+        news = [found.new(heads) for heads in found.both]
+        held = [heads.source for heads in found.both]
+        graph = producer(end).graph
+        if producer(end) not in self._places:
+            self._places = {node: place for place, node in enumerate(graph or ())}
+        readers = [node for value in (found.query, *news) for node in value.consumers()]
+        first = min((self._places[n] for n in readers if n in self._places), default=0)
 
-        None where the standard operator does not take it.
-        """
-        if not self._standard or found.mask is None:
-            return None
-        repeats = found.heads // found.groups
-        if repeats == 1 or found.masks_heads:
-            return found.mask
-        key = "rows", found.mask, repeats
-        if key not in self._shared:
-            # Without tokens the mask has no row to repeat.
-            first = op.Slice(found.mask, ints(op, 0), ints(op, 1), ints(op, 2))
-            self._shared[key] = op.Tile(first, ints(op, 1, 1, repeats, 1))
-        return self._shared[key]
+        def is_before(node: ir.Node) -> bool:
+            return self._places.get(node, first) < first
 
-    def _depends(self, found: Attention) -> bool:
-        """Whether what a form reads is computed from the new cache."""
-        joins = [producer(cache) for cache in (found.keys, found.values)]
-        if joins[0] not in self._places:
-            graph = joins[0].graph
-            assert isinstance(graph, ir.Graph)
-            self._places = {node: place for place, node in enumerate(graph)}
-        first = min(self._places[node] for node in joins)
-        others = [value for node in joins for value in node.inputs]
-        read = (found.query, found.mask, *others)
-        pending = [value.producer() for value in read if value is not None]
-        seen = set[ir.Node | None]()
+        if found.cached:
+            read = [value for value in found.past if value is not None]
+            region = Region([end, *held], [found.query, *read, *news, *masks], is_before)
+            inputs = [found.query, *news, *masks, *region.captured]
+            if not self._depend(inputs, [producer(whole) for whole in held]):
+                joined = dataclasses.replace(found, joins=True)
+                return joined, functools.partial(region.emit, facts=self._facts)
+        region = Region([end], [found.query, *held, *masks], is_before)
+        return found, functools.partial(region.emit, facts=self._facts)
+
+    def _depend(self, values: Iterable[ir.Value], joins: Sequence[ir.Node]) -> bool:
+        """Whether values are computed from the new cache."""
+        first = min(self._places.get(node, 0) for node in joins)
+        pending, seen = [value.producer() for value in values], set[ir.Node | None]()
         while pending:
             node = pending.pop()
-            if node is None or node in seen or self._places.get(node, first) < first:
-                continue
             if node in joins:
                 return True
+            if node is None or node in seen or self._places.get(node, first) < first:
+                continue
             seen.add(node)
             pending += [value.producer() for value in node.inputs if value is not None]
         return False
 
-    def _with_mask(self, op: Any, found: Attention) -> Attention:
-        """Emit the sum of the masks, and of those that replace scores."""
-        if not found.masks:
-            return found
-        mask = self._sum_of(op, found.masks)
-        replacing = tuple(mask for mask in found.masks if mask.replaces)
-        chosen = self._sum_of(op, replacing) if replacing else None
-        return dataclasses.replace(found, mask=mask, chosen=chosen)
-
-    def _sum_of(self, op: Any, masks: tuple[Mask, ...]) -> ir.Value:
-        """Emit a sum, once for all layers."""
-        if masks not in self._masks:
-            total: Any = None
-            for mask in masks:
-                rank = len(self._facts.dims(mask.value) or ())
-                total = mask.added(op, len(SPLIT_HEADS) - rank, total)
-            self._masks[masks] = total
-        return self._masks[masks]
+    def _once(self, key: object, emit: Callable[[], Any]) -> Any:
+        """Return what was emitted for a key by an earlier layer, or emit it."""
+        if key not in self._shared:
+            self._shared[key] = emit()
+        return self._shared[key]
 
 
-_REFUSALS: tuple[tuple[Callable[[FuseAttention, Attention], bool], str, str], ...] = (
-    (
-        lambda rule, found: not found.cached and not rule._standard,
-        "ORP608",
-        "without a cache it needs the kernel of onnxruntime 1.24",
-    ),
-    (
-        lambda rule, found: found.never_fits,
-        "ORP601",
-        "its sizes are known not to fit each other",
-    ),
-    (
-        lambda rule, found: not found.cached and found.read_keys.merge is not None,
-        "ORP602",
-        "the batch of its heads is not known to be their own",
-    ),
-    (
-        lambda rule, found: bool(
-            found.cached and rule._cache and not (found.fits_kernel and found.appends_tokens)
-        ),
-        "ORP609",
-        "GroupQueryAttention, which kv_cache=shared needs, can't compute it",
-    ),
-    (
-        lambda rule, found: bool(
-            found.cached and rule._cache and not rule._cache.takes(found)
-        ),
-        "ORP609",
-        "it is not known which inputs are a mask [B, T] and tokens [B, S] of this cache",
-    ),
-)
+def _mended(found: Attention, nodes: Build, kernel: Build) -> Build:
+    """Return a kernel, with the nodes behind results that are NaN where these may not be."""
+    if not found.mends_nan:
+        return kernel
+    return functools.partial(mended, nodes=nodes, kernel=kernel)
+
+
+def _sum(op: Any, found: Attention) -> Any:
+    """Emit the sum of the masks."""
+    total: Any = None
+    for mask in found.masks:
+        total = mask.added(op, found.facts, found.heads, total)
+    return total
+
+
+def _merged(out: ir.Value, sizes: Sizes) -> ir.Value | None:
+    """Return ``[B, S, H * D]`` if that is all that is made of ``[B, S, H, D]``."""
+    readers = out.consumers()
+    node = made_by(readers[0].outputs[0], "Reshape") if len(readers) == 1 else None
+    if node is None or node.outputs[0].is_graph_output() or out.is_graph_output():
+        return None
+    return node.outputs[0] if sizes.fits(node.outputs[0], "B S H*D") else None
+
+
+def name_caches(caches: Iterable[tuple[ir.Value, ir.Value]]) -> None:
+    """Let new caches be the outputs, under their names."""
+    for whole, made in caches:
+        if not whole.is_graph_output():
+            continue  # another attention that reads it has replaced it
+        made.type, made.shape, name = whole.type, whole.shape, whole.name
+        whole.replace_all_uses_with(made, replace_graph_outputs=True)
+        whole.name, made.name = None, name
+
+
+def read_attention(
+    softmax: ir.Value, mixed: ir.Value, out: ir.Value, are_numbers: bool, facts: ProvedShapes
+) -> Attention:
+    """Read attention of which ``out`` is the transposed result; a Refusal for anything else.
+
+    ``are_numbers``: weights that are NaN count as 0.
+    """
+    dims, axis = facts.dims(softmax), int_attribute(producer(softmax), "axis", -1)
+    if axis != -1 and (dims is None or axis != len(dims) - 1):
+        raise Refusal("ORP603", f"its weights are over axis {axis}, not known to be the last")
+    scores = read_scores(producer(softmax).inputs[0], facts)
+    if scores is None:
+        raise Refusal("ORP603", f"{softmax.name!r} is not scaled scores and masks")
+    product, scale, masks, steps = scores
+    weights, values_operand = producer(mixed).inputs
+    keys = _heads(product.inputs[1], "keys", facts)
+    values = _heads(values_operand, "values", facts)
+    for whole in (keys, values):
+        _note_heads(whole.source.producer(), facts)
+    if not keys.transposed or values.transposed:
+        raise Refusal("ORP603", "keys or values are laid out in another way")
+    if values.scalings:
+        raise Refusal("ORP603", "the values are scaled")
+    if keys.repeats != values.repeats:
+        raise Refusal("ORP603", "keys and values are repeated differently")
+    query, more, reshaped = _unmerged(product.inputs[0], facts)
+    if query.dtype != ir.DataType.FLOAT:
+        raise Refusal("ORP605", f"computes in {query.dtype}, not in float32")
+    for node, index in keys.scalings:
+        more *= factor(node, index)
+    # GroupQueryAttention takes 0 for no scale at all, and Attention takes positive ones only.
+    if not 0 < scale * more < math.inf:
+        raise Refusal("ORP603", "its scale is not a positive number")
+    _check_readers(softmax, mixed, 1 + are_numbers, steps)
+    size, others = (
+        head_size(heads.source, facts, 1 + heads.split) for heads in (keys, values)
+    )
+    if size is None or (size, keys.groups) != (others, values.groups):
+        raise Refusal("ORP602", "keys and values are not known to have heads of one size")
+    # The MatMul wants as many as keys have, where they have more than one.
+    asked, shared = count_query_heads(query, facts), keys.groups * keys.repeats
+    heads = asked if shared == 1 else shared
+    if heads is None or heads != asked:
+        raise Refusal("ORP602", f"how many heads {query.name!r} has is not known")
+    cached, sizes = _is_cached(keys, values, producer(mixed)), Sizes(facts)
+    found = Attention(
+        query, keys, values, masks, scale * more, heads, keys.groups, size, cached,
+        are_numbers or any(mask.lowest is not None for mask in masks), sizes,
+    )  # fmt: skip
+    _name_sizes(found)
+    steps = *steps, *([weights] if weights else [])
+    _check_layout(found, steps, out, reshaped, (product, producer(mixed)))
+    _check_masks(found)
+    return found
+
+
+def _heads(operand: ir.Value | None, what: str, facts: ProvedShapes) -> RepeatedHeads:
+    assert operand is not None
+    heads = read_repeated_heads(operand, facts, once=True)
+    if heads is None:
+        raise Refusal("ORP602", f"{what} {operand.name!r} are not known to be [B, H, T, D]")
+    return heads
+
+
+def _unmerged(
+    operand: ir.Value | None, facts: ProvedShapes
+) -> tuple[ir.Value, float, ir.Value | None]:
+    """Return ``[B, H, S, D]`` of queries, their scale, and ``[B * H, S, D]`` if there is."""
+    query, scale, _ = unscaled(operand)
+    node = made_by(query, "Reshape")
+    if query is None or node is None or facts.dims(query, 3) is None:
+        assert query is not None
+        return query, scale, None
+    inner, more, _ = unscaled(node.inputs[0])
+    assert inner is not None
+    return inner, scale * more, query
+
+
+def _name_sizes(found: Attention) -> None:
+    """Bind B, S and T; which of them differ in a run is asked there."""
+    sizes, length = found.sizes, "S" if found.cached else "T"
+    for heads in (found.values, found.keys):
+        sizes.match_heads(found.new(heads), f"B _ {length} _", heads.split)
+    sizes.match_heads(found.query, "B _ S _")
+    sizes.know("H", known(found.heads))
+    sizes.know("D", known(found.size))
+    for heads in found.both if found.cached else ():
+        # What is appended has the batch of what is there: a run fails where it has not.
+        dims = found.facts.dims(heads.source, 4)
+        if dims is not None:
+            sizes.know("B", dims[0])
+            sizes.know("T", dims[2])
+
+
+def _check_layout(
+    found: Attention,
+    steps: Iterable[ir.Value],
+    out: ir.Value,
+    reshaped: ir.Value | None,
+    products: Iterable[ir.Node],
+) -> None:
+    """Refuse Reshapes that may do more than merge heads with the batch, or split them."""
+    kept, sizes = producer(out).inputs[0], found.sizes
+    forms: list[tuple[ir.Value | None, tuple[str, ...]]] = [
+        (step, ("B H S T", "B*H S T")) for step in steps
+    ]
+    forms += [(reshaped, ("B*H S D",)), (kept, ("B H S D",))]
+    for heads in found.both:
+        sizes.know("K", known(heads.groups * heads.repeats))
+        for value, axes in heads.reshaped:
+            last = " ".join(("BTKD" if heads.split else "BKTD")[axis] for axis in axes)
+            forms.append((value, (f"B*K {last}", f"B K {last}")))
+    for step, form in forms:
+        node = made_by(step, "Reshape")
+        if step is not None and node is not None and not sizes.fits(step, *form):
+            raise Refusal("ORP603", f"Reshape {label(node)!r} is laid out in another way")
+    for product in products:
+        if len({len(found.facts.dims(value) or ()) for value in product.inputs}) > 1:
+            raise Refusal("ORP603", f"{label(product)!r} multiplies by more than heads")
+    if found.facts.dims(kept, 4) is None:
+        raise Refusal("ORP603", "the result is laid out in another way")
+
+
+def _check_masks(found: Attention) -> None:
+    """Refuse masks of unknown axes, and where heads share keys of unknown heads."""
+    highest, behind = HIDDEN if len(found.masks) == 1 else LOWEST, 1.0
+    for mask in reversed(found.masks):
+        name, dims = mask.value.name, mask.dims(found.facts, found.heads)
+        behind *= mask.scale
+        shared = found.cached and found.heads != found.groups
+        if mask.lowest is not None and not mask.lowest * behind <= highest:
+            low = f"{mask.lowest * behind:g}"
+            raise Refusal(
+                "ORP604", f"Where by {name!r} puts {low} for scores, which may be as low"
+            )
+        # One query head would be repeated for the heads of a mask.
+        if (shared or found.heads == 1) and number(dims[1]) not in (1, found.heads):
+            raise Refusal("ORP603", f"mask {name!r} may differ from head to head")
+
+
+def _check_readers(
+    softmax: ir.Value, mixed: ir.Value, of_softmax: int, steps: Iterable[ir.Value]
+) -> None:
+    """Refuse scores or weights that are read elsewhere: they would be computed twice."""
+    weights = producer(mixed).inputs[0]
+    assert weights is not None
+    for value in (mixed, weights, softmax, *steps):
+        # Sizes are read to lay out what comes next.
+        readers = [use.node for use in value.uses() if not _gives_sizes(use.node)]
+        most = of_softmax if value is softmax else 1
+        if value.is_graph_output() or len(readers) > most:
+            raise Refusal("ORP601", "its scores or weights are read elsewhere")
+
+
+def _gives_sizes(node: ir.Node) -> bool:
+    readers = node.outputs[0].consumers() if node.op_type == "Reshape" else (node,)
+    return all(reader.op_type == "Shape" for reader in readers)
+
+
+def _is_cached(keys: RepeatedHeads, values: RepeatedHeads, product: ir.Node) -> bool:
+    """Whether keys and values are inputs of this graph that come back, longer, as outputs."""
+    joins = [made_by(each.source, "Concat") for each in (keys, values) if not each.split]
+    here = [node for node in joins if node is not None and node.graph is product.graph]
+    return len(here) == 2 and all(map(_appends, here))
+
+
+def _note_heads(cache: ir.Node | None, facts: ProvedShapes) -> None:
+    """Note that what is appended to a cache has its heads: a run fails where it has not."""
+    past, new = cache.inputs if cache is not None and _appends(cache) else (None, None)
+    held, dims = facts.dims(past, 4), facts.dims(new, 4)
+    heads = None if held is None else number(held[1])
+    if new is not None and heads and dims is not None and not number(dims[1]):
+        facts.note(new, (dims[0], (heads, ()), *dims[2:]))
+        if (split := unsplit(new)) is not new:
+            facts.note(split, (dims[0], dims[2], (heads, ()), dims[3]))
+
+
+def _appends(node: ir.Node | None) -> bool:
+    """Whether a node appends to an input, ``[B, G, T, D]``, that comes back as an output."""
+    if node is None or len(node.inputs) != 2 or int_attribute(node, "axis", 0) not in (2, -2):
+        return False
+    past = node.inputs[0]
+    return past is not None and past.is_graph_input() and node.outputs[0].is_graph_output()
 
 
 def note_kernels(nodes: Mapping[str, Sequence[ir.Node]], remarks: Remarks) -> None:

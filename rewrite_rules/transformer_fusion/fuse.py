@@ -22,12 +22,12 @@ from rewrite_rules.graph.opset_conversion import convert_opset
 from rewrite_rules.graph.parameters import int_attribute
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.graph.value_types import derive_types
-from rewrite_rules.remarks import Outcome, PassContext, Refusal
+from rewrite_rules.remarks import Outcome, PassContext, Refusal, Remarks
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.attention import (
     FuseAttention,
-    Written,
     multiplied_weights,
+    name_caches,
     note_kernels,
     refuse_the_rest,
 )
@@ -45,7 +45,6 @@ from rewrite_rules.transformer_fusion.norms_and_activations import (
     SkipNorm,
     TanhGelu,
 )
-from rewrite_rules.transformer_fusion.own_axes import give_heads_an_axis
 from rewrite_rules.transformer_fusion.projections import merge_projections
 from rewrite_rules.transformer_fusion.rotary import Rotary, SplitRotary, may_be_rotation
 from rewrite_rules.transformer_fusion.shared_cache import SharedCache, cache_inputs
@@ -85,24 +84,27 @@ def fuse_transformer(
     derive_types(model)
     drop_copies(model)
     # Looked at only as far as rules ask, and what they made as well.
-    shapes, nodes = ProvedShapes(model, on_demand=True), _by_operator(model)
+    shapes, nonempty = (
+        ProvedShapes(model, on_demand=True, nonempty=only) for only in (False, True)
+    )
+    nodes = _by_operator(model)
     opset = model.opset_imports.get("", 0)
     if options.attention:
         note_kernels(nodes, remarks)
     if (options.rotary or options.attention) and context.cpu_only and opset >= _SHAPE_OPSET:
         share_constants(model)
-        _fuse_attention(model, shapes, options, context)
+        _fuse_attention(model, shapes, nonempty, options, context)
     elif options.kv_cache == _SHARED:
         raise ValueError(f"kv_cache=shared needs a CPU session and opset {_SHAPE_OPSET}")
-    elif options.grouped_queries and opset >= _SHAPE_OPSET:
-        give_heads_an_axis(model, [model.graph])
-        sort_nodes(model.graph)
-        remove_unused(model)
     rules, candidates = list[RewriteRule](), set[ir.Node]()
     if options.grouped_queries and opset >= _SHAPE_OPSET:
-        rules.append(GroupQueries.rule(shapes, remarks))
-        # Those that attention writes repeat nothing.
-        candidates.update(_by_operator(model)["MatMul"])
+        rules.append(GroupQueries.rule(shapes, nonempty, remarks))
+        candidates.update(nodes["MatMul"])
+        # Attention is fused already: what its clones of nodes repeat is no news.
+        quiet, own = Remarks(remarks.pass_name), {*nodes["MatMul"]}
+        _apply(
+            model, [GroupQueries.rule(shapes, nonempty, quiet)], lambda node: node not in own
+        )
     if options.norms and context.cpu_only:
         rules += [*RmsNorm.rule(shapes, remarks).commute(), SkipNorm.rule(shapes, remarks)]
         candidates |= _behind(nodes["ReduceMean"], MAX_NORM_STEPS)
@@ -166,12 +168,17 @@ def _behind(ends: Iterable[ir.Node], steps: int) -> set[ir.Node]:
 
 
 def _fuse_attention(
-    model: ir.Model, shapes: ProvedShapes, options: TransformerOptions, context: PassContext
+    model: ir.Model,
+    shapes: ProvedShapes,
+    nonempty: ProvedShapes,
+    options: TransformerOptions,
+    context: PassContext,
 ) -> None:
     """Fuse rotary embeddings, then attention, in the graph and in its subgraphs."""
     remarks = context.remarks
     is_shared = options.kv_cache == _SHARED and bool(cache_inputs(model))
-    written, graphs = Written(), [model.graph] if is_shared else [*_graphs(model.graph)]
+    caches = list[tuple[ir.Value, ir.Value]]()
+    graphs = [model.graph] if is_shared else [*_graphs(model.graph)]
     _normalise(model, graphs)
     shared = SharedCache(model) if is_shared else None
     nodes = _by_operator(model)
@@ -183,22 +190,20 @@ def _fuse_attention(
         for each in (Rotary, SplitRotary) if options.rotary else ():
             rules += each.rule(shapes, remarks).commute()
         if options.attention:
-            shared_by_all = (shapes, remarks, standard, written, shared)
+            shared_by_all = (shapes, nonempty, remarks, standard, caches, shared)
             rules += (FuseAttention.rule(*shared_by_all, first) for first in (False, True))
         if own:
             _apply(model, rules, own.__contains__)
     if options.attention:
         if shared is not None:
-            shared.replace_sizes(whole for whole, _ in written.caches)
-        written.name_caches()
+            shared.replace_sizes(whole for whole, _ in caches)
+        name_caches(caches)
         remove_unused(model)
         sort_nodes(model.graph)
         refuse_the_rest(graphs, weighted, remarks)
     if shared is not None:
         refused = (remark.reason for remark in remarks if remark.outcome is Outcome.REFUSED)
-        shared.check(
-            (made for _, made in written.caches), next(refused, "it is not attention")
-        )
+        shared.check((made for _, made in caches), next(refused, "it is not attention"))
 
 
 def _normalise(model: ir.Model, graphs: Sequence[ir.Graph]) -> None:
@@ -210,7 +215,6 @@ def _normalise(model: ir.Model, graphs: Sequence[ir.Graph]) -> None:
         drop_reshapes(graph, shapes)
     remove_unused(model)  # what computed their sizes
     fold_scalars(model, graphs, shapes)
-    give_heads_an_axis(model, graphs)
     remove_unused(model)
     derive_types(model)
     sort_nodes(model.graph)

@@ -19,21 +19,24 @@ from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
 
 from rewrite_rules.graph.nodes import label, producer
 from rewrite_rules.remarks import Refusal, Remarks
-from rewrite_rules.shapes.dimensions import Dims, number
+from rewrite_rules.shapes.dimensions import Dims, known, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.head_layout import count_query_heads, ints
 from rewrite_rules.transformer_fusion.repeated_heads import (
     RepeatedHeads,
     read_repeated_heads,
 )
+from rewrite_rules.transformer_fusion.sizes import Sizes
 
 
 class GroupQueries(RewriteRuleClassBase):
     """MatMul(left, repeated heads) -> Reshape(MatMul(Reshape(left), heads))."""
 
-    def __init__(self, facts: ProvedShapes, remarks: Remarks) -> None:
+    def __init__(self, facts: ProvedShapes, nonempty: ProvedShapes, remarks: Remarks) -> None:
+        """``nonempty``: of runs without empty values, in which Reshapes move the batch."""
         super().__init__(remove_nodes=False)
         self._facts = facts
+        self._nonempty = nonempty
         self._remarks = remarks
         self._counts: dict[object, tuple[ir.Value, ...]] = {}
 
@@ -90,6 +93,8 @@ class GroupQueries(RewriteRuleClassBase):
         if heads is None:
             return None
         query_heads = heads.groups * heads.repeats
+        if not _keeps_layout(heads, self._nonempty):
+            raise Refusal("ORP603", f"{right.name!r} is laid out in another way")
         if rows is None or len(rows) != len(columns):
             raise Refusal(
                 "ORP602", f"the rank of {left.name!r} is not known to be {len(columns)}"
@@ -107,6 +112,18 @@ def _broadcast(rows: Dims | None, right: ir.Value, columns: Dims) -> RepeatedHea
         return None
     repeats = number(rows[-3]) or 0
     return RepeatedHeads(right, 1, repeats) if repeats > 1 else None
+
+
+def _keeps_layout(heads: RepeatedHeads, facts: ProvedShapes) -> bool:
+    """Whether Reshapes on the way only merge all heads with the batch, or split them."""
+    sizes = Sizes(facts)
+    sizes.match(heads.source if heads.merge is None else heads.merge.outputs[0], "B _ T D")
+    sizes.know("K", known(heads.groups * heads.repeats))
+    for value, axes in heads.reshaped:
+        last = " ".join("BKTD"[axis] for axis in axes)
+        if not sizes.fits(value, f"B*K {last}", f"B K {last}"):
+            return False
+    return True
 
 
 def _emit_source(op: Any, heads: RepeatedHeads) -> ir.Value:

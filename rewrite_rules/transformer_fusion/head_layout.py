@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -64,29 +62,6 @@ def token_dims(heads: ir.Value, facts: ProvedShapes) -> tuple[Dim, Dim] | None:
     return None if dims is None else (dims[0], dims[length])
 
 
-def same_tokens(
-    one: ir.Value, other: ir.Value, facts: ProvedShapes
-) -> tuple[bool | None, bool | None]:
-    """Whether B and S of two ``[B, H, S, D]`` are the same; None for what a run says.
-
-    Either as they are, or as what is split into heads: a run in which these differ splits
-    other heads, and fails.
-    """
-    dims = [facts.dims(heads, 4) for heads in (one, other)]
-    pairs = [[None if each is None else (each[0], each[2]) for each in dims]]
-    pairs.append([token_dims(heads, facts) for heads in (one, other)])
-    known = [(a, b) for a, b in pairs if a is not None and b is not None]
-    batch, length = ([(a[axis], b[axis]) for a, b in known] for axis in (0, 1))
-    return same_sizes(batch), same_sizes(length)
-
-
-def same_sizes(pairs: Sequence[tuple[Dim, Dim]]) -> bool | None:
-    """Whether any of some pairs is proved to be of one size, or known to be of two."""
-    if any(a == b for a, b in pairs):
-        return True
-    return False if any(None not in map(number, pair) for pair in pairs) else None
-
-
 def keeps_size(size: Dim, own: Dim, facts: ProvedShapes) -> bool:
     """Whether what broadcasts to a size leaves it as it is."""
     parts, others = (facts.unknowns.broadcast_parts(dim) for dim in (size, own))
@@ -121,7 +96,7 @@ def rows(
 ) -> ir.Value:
     """Return ``[B, S, H * D]`` of ``[B, H, S, D]``; if ``are_split``, of ``[B, S, H, D]``.
 
-    If ``asked``, the run has said yes to :func:`unproved_splits`.
+    If ``asked``, a run has said yes to what :meth:`.Sizes.match_heads` asks.
     """
     split = heads if are_split else unsplit(heads)
     if split is heads and not are_split:
@@ -169,7 +144,7 @@ class Split:
 
 
 def read_split(split: ir.Value, facts: ProvedShapes) -> Split | None:
-    """Read what splits heads; where two of B, S and H are proved, the third is as well."""
+    """Read what splits heads; where all but one of B, S, H and D are proved, that is, too."""
     whole = split
     while (part := made_by(whole, *_PARTS)) is not None and part.inputs[0] is not None:
         whole = part.inputs[0]
@@ -181,15 +156,17 @@ def read_split(split: ir.Value, facts: ProvedShapes) -> Split | None:
     after = facts.dims(node.outputs[0], 5 if packed else 4)
     if source is None or sizes is None or before is None or shape is None or after is None:
         return None
-    others = [number(dim) for dim in after[2:] if dim != shape[2]]
-    width, size, count = number(before[2]), number(shape[3]), math.prod(n or 0 for n in others)
-    if not width or not size or len(others) != len(after) - 3 or not count or width % count:
+    width, heads, size = number(before[2]), number(shape[2]), number(shape[3])
+    kept = [a == b == c for a, b, c in zip(before[:2], after[:2], shape[:2], strict=True)]
+    proved = sum(kept) + (None not in (heads, size)) >= 2
+    if width and heads and size is None and not packed:
+        size = width // heads
+    others = [number(dim) for dim in after[2:-1] if dim != shape[2]]
+    count = math.prod(n or 0 for n in others) * (size or 0)
+    if not width or not size or len(others) != len(after) - 4 or not count or width % count:
         return None
-    heads = number(shape[2])
     if heads not in (None, width // count):
         return None
-    kept = [a == b == c for a, b, c in zip(before[:2], after[:2], shape[:2], strict=True)]
-    proved = sum(kept) + (heads is not None) >= 2
     unproved = () if proved else tuple(axis for axis in (0, 1) if not kept[axis])
     return Split(source, sizes, width // count, size, unproved, packed)
 
@@ -207,6 +184,16 @@ def count_heads(heads: ir.Value, facts: ProvedShapes, axis: int = 1) -> int | No
     return None if found is None else found.heads
 
 
+def head_size(heads: ir.Value, facts: ProvedShapes, axis: int = 1) -> int | None:
+    """Return D of ``[B, H, S, D]``, as :func:`count_heads` returns H."""
+    dims = facts.dims(heads, 4)
+    proved = None if dims is None else number(dims[3])
+    if proved is not None:
+        return proved
+    found = read_split(heads if axis == 2 else unsplit(heads), facts)
+    return None if found is None else found.size
+
+
 def count_query_heads(heads: ir.Value, facts: ProvedShapes) -> int | None:
     """Return H of ``[B, H, S, D]``, or what a Reshape leaves for it.
 
@@ -221,23 +208,3 @@ def count_query_heads(heads: ir.Value, facts: ProvedShapes) -> int | None:
         case "quotient", total, part if facts.agree((1, total[1]), (1, part[1])):
             return number(facts.unknowns.quotient(known(total[0]), known(part[0])))
     return None
-
-
-def unproved_splits(
-    op: Any, splits: Iterable[ir.Value], facts: ProvedShapes
-) -> dict[object, Callable[[], ir.Value]]:
-    """Return questions whether ``[B, S, H, D]`` are split as supposed, by what is compared."""
-    asked = dict[object, Callable[[], ir.Value]]()
-    for split in splits:
-        found = read_split(split, facts)
-        if found is None:
-            continue
-        values = (found.source, split)
-        for axis in found.unproved:
-            key = tuple((facts.dims(value) or ())[axis] for value in values)
-            asked[key] = functools.partial(_same_size, op, *values, axis)
-    return asked
-
-
-def _same_size(op: Any, one: ir.Value, other: ir.Value, axis: int) -> Any:
-    return op.Equal(*(op.Shape(value, start=axis, end=axis + 1) for value in (one, other)))

@@ -7,8 +7,8 @@
     Gather(K, [0, 0, ..., 1, 1, ...], axis=1)
     Expand(K[B, 1, T, D], [B, r, T, D])
 
-and behind it, on the way to the MatMul: Transpose, Mul and Div by a scalar. All of these
-commute with the repetition.
+and behind it, on the way to the MatMul: Transpose, Mul and Div by a scalar, and Reshapes that
+merge heads with the batch and split them. All of these commute with the repetition.
 
 What comes out decides, whatever sizes were asked for. Exporters take those of Expand from
 whatever tensor was at hand, and no run checks that it is this one's. Where they cannot be
@@ -18,13 +18,14 @@ have stretched another axis as well.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 
 import onnx_ir as ir
 
 from rewrite_rules.graph.nodes import label, made_by
-from rewrite_rules.graph.parameters import constant, int_attribute
+from rewrite_rules.graph.parameters import constant, int_attribute, ints_attribute
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import Dim, Shape, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
@@ -52,6 +53,8 @@ class RepeatedHeads:
         transposed: Whether the MatMul reads ``[B, G * r, D, T]``.
         split: Whether ``source`` is ``[B, T, G, D]`` instead; its heads are not repeated.
         scalings: Mul and Div nodes by a scalar on the way, and which input each scales.
+        reshaped: What Reshapes make, and which axes are the last two: of all heads as one
+            batch, or again of each. Readers have to see that they do no more.
     """
 
     source: ir.Value
@@ -61,6 +64,7 @@ class RepeatedHeads:
     transposed: bool = False
     split: bool = False
     scalings: tuple[tuple[ir.Node, int], ...] = ()
+    reshaped: tuple[tuple[ir.Value, tuple[int, ...]], ...] = ()
 
     @property
     def length_axis(self) -> int:
@@ -84,11 +88,12 @@ def read_repeated_heads(
         reader = _READERS.get(node.op_type, _cache if once else None)
         found = None if reader is None else reader(node, facts)
         if found is not None:
-            order = _order(value, [node for node, _ in chain[::-1]], facts)
-            if order not in _HEADS_FIRST:
+            found = _laid_out(found, value, chain, facts)
+            if found.split:
                 raise Refusal("ORP603", f"{label(chain[0][0])!r} mixes heads with other axes")
-            return _laid_out(found, order, chain)
-        index = 0 if node.op_type == "Transpose" else scaled_input(node)
+            return found
+        passes = node.op_type == "Transpose" or _moves_batch(node, facts)
+        index = 0 if passes else scaled_input(node)
         if index is None:
             break
         chain.append((node, index))
@@ -96,12 +101,45 @@ def read_repeated_heads(
     return _own_heads(operand, chain, facts) if once else None
 
 
+def _moves_batch(node: ir.Node, facts: ProvedShapes) -> bool:
+    """Whether a Reshape may make ``[B * H, T, D]`` of ``[B, H, T, D]``, or split it again."""
+    ends = [facts.dims(value) or () for value in (node.inputs[0], node.outputs[0])]
+    return node.op_type == "Reshape" and {_RANK - 1, _RANK} == {*map(len, ends)}
+
+
 def _laid_out(
-    found: RepeatedHeads, order: Sequence[int], chain: Sequence[tuple[ir.Node, int]]
+    found: RepeatedHeads,
+    source: ir.Value,
+    chain: Sequence[tuple[ir.Node, int]],
+    facts: ProvedShapes,
 ) -> RepeatedHeads:
-    scalings = tuple(step for step in chain[::-1] if step[0].op_type in _SCALINGS)
-    transposed = order[3] != _RANK - 1
-    return dataclasses.replace(found, transposed=transposed, scalings=scalings)
+    """Follow the axes of heads through a chain, from its end, to the MatMul."""
+    axes, reshaped, merged = [*range(_RANK)], list[tuple[ir.Value, tuple[int, ...]]](), False
+    for node, _ in chain[::-1]:
+        if node.op_type == "Reshape":
+            reshaped.append((node.outputs[0], tuple(axes[2:])))
+            merged = not merged
+        elif node.op_type == "Transpose":
+            perm = ints_attribute(node, "perm") or [*range(_RANK - merged)][::-1]
+            if merged:  # of [B * H, T, D]
+                perm = [perm[0], *(axis + 1 for axis in perm)]
+            axes = [axes[axis] for axis in perm]
+    dims = facts.dims(source, _RANK) or ()
+    for order in (*_HEADS_FIRST, *_HEADS_SPLIT):
+        # An axis of size 1 may be anywhere.
+        if all(
+            a == b or dims[a] == dims[b] == (1, ()) for a, b in zip(axes, order, strict=True)
+        ):
+            break
+    else:
+        raise Refusal("ORP603", f"{label(chain[-1][0])!r} mixes heads with other axes")
+    return dataclasses.replace(
+        found,
+        transposed=order[3] != _RANK - 1,
+        split=order not in _HEADS_FIRST,
+        scalings=tuple(step for step in chain[::-1] if step[0].op_type in _SCALINGS),
+        reshaped=tuple(reshaped),
+    )
 
 
 def _own_heads(
@@ -114,18 +152,13 @@ def _own_heads(
     values = [operand, *(node.inputs[index] for node, index in chain)]
     for count in range(len(chain), -1, -1):
         source = values[count]
-        dims = facts.dims(source, _RANK)
-        if source is None or dims is None:
+        if source is None or facts.dims(source, _RANK) is None:
             continue
-        try:
-            order = _order(source, [node for node, _ in chain[:count][::-1]], facts)
-        except Refusal:
-            continue
-        split = order not in _HEADS_FIRST
-        groups = count_heads(source, facts, 2 if split else _HEADS)
-        if groups is not None:
-            found = RepeatedHeads(source, groups, 1, split=split)
-            return _laid_out(found, order, chain[:count])
+        with contextlib.suppress(Refusal):
+            found = _laid_out(RepeatedHeads(source, 1, 1), source, chain[:count], facts)
+            groups = count_heads(source, facts, 2 if found.split else _HEADS)
+            if groups is not None:
+                return dataclasses.replace(found, groups=groups)
     return None
 
 
@@ -258,26 +291,6 @@ def scaled_input(node: ir.Node) -> int | None:
         if tensor is not None and tensor.size == 1 and len(tensor.shape.numpy()) <= 1:
             return index
     return None
-
-
-def _order(heads: ir.Value, chain: Sequence[ir.Node], facts: ProvedShapes) -> tuple[int, ...]:
-    """Follow the axes of heads to the MatMul; return which of them is where."""
-    dims = facts.dims(heads, _RANK)
-    if dims is None:
-        raise Refusal("ORP602", f"the rank of {heads.name!r} is not known")
-    axes = [*range(_RANK)]
-    for node in chain:
-        if node.op_type == "Transpose":
-            attribute = node.attributes.get("perm")
-            perm = range(_RANK)[::-1] if attribute is None else attribute.as_ints()
-            axes = [axes[axis] for axis in perm]
-    for order in (*_HEADS_FIRST, *_HEADS_SPLIT):
-        # An axis of size 1 may be anywhere.
-        if all(
-            a == b or dims[a] == dims[b] == (1, ()) for a, b in zip(axes, order, strict=True)
-        ):
-            return order
-    raise Refusal("ORP603", f"{label(chain[-1])!r} mixes heads with other axes")
 
 
 _READERS = {"Gather": _gathered, "Expand": _expanded_single_head, "Reshape": _merged}

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""Reads ``scale * q k' + masks``, the scores that a Softmax makes weights of."""
+"""Reads ``scale * q k' + masks``, the scores that a Softmax makes weights of.
+
+With heads merged with the batch as well: ``[B * H, S, T]``, which Reshapes may split between.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -12,51 +16,104 @@ import onnx_ir as ir
 from rewrite_rules.graph.nodes import label
 from rewrite_rules.graph.parameters import constant
 from rewrite_rules.remarks import Refusal
-from rewrite_rules.transformer_fusion.masks import Mask
+from rewrite_rules.shapes.dimensions import Dims
+from rewrite_rules.shapes.proved_shapes import ProvedShapes
+from rewrite_rules.transformer_fusion.head_layout import ints
 from rewrite_rules.transformer_fusion.repeated_heads import scaled_input
 
+# Added to a score, it hides it: no two scores are as far apart as these numbers.
+HIDDEN, VISIBLE = -1e8, -5e7
+# Half of what lies between float32 numbers of such size is far above any score: added to one,
+# a number like this is what it was.
+LOWEST = -1e37
 _MAX_MASKS = 3
 _MASKED = frozenset({"Add", "Sub", "Where"})
+_ONE = (1, ())
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Scores:
-    """``scale * MatMul(q, k') + masks``, where ``steps`` are the values on the way."""
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """A tensor that is added to scores, or subtracted, or says where ``lowest`` stands.
 
-    product: ir.Node
-    scale: float
-    masks: tuple[Mask, ...]
-    steps: tuple[ir.Value, ...]
+    That number hides a score as if it were added. ``hides`` is the value of a bool tensor that
+    hides a score; ``scale`` multiplies what it makes of the scores. If ``merged``, it is added
+    to ``[B * H, S, T]``.
+    """
+
+    value: ir.Value
+    merged: bool
+    lowest: float | None = None
+    hides: bool = True
+    subtracted: bool = False
+    scale: float = 1.0
+
+    def dims(self, facts: ProvedShapes, heads: int) -> Dims:
+        """Return the sizes for ``[B, H, S, T]``; a Refusal for others."""
+        dims, name, most = facts.dims(self.value), self.value.name, 4 - self.merged
+        # A number of heads broadcasts to no other: the sum fails unless it is that of scores.
+        if dims is None or (self._has_heads(dims) and dims[0][0] % heads):
+            raise Refusal("ORP602", f"the axes of mask {name!r} are not known")
+        if len(dims) > most:
+            raise Refusal("ORP603", f"mask {name!r} has {len(dims)} axes, not {most}")
+        if self._has_heads(dims):
+            return (dims[0][0] // heads, dims[0][1]), (heads, ()), *dims[1:]
+        return (*[_ONE] * (4 - len(dims)), *dims)
+
+    def _has_heads(self, dims: Dims) -> bool:
+        return self.merged and len(dims) == 3 and dims[0] != _ONE
+
+    def added(self, op: Any, facts: ProvedShapes, heads: int, total: ir.Value | None) -> Any:
+        """Emit ``[B, H, S, T]`` that is added, after a total of other masks."""
+        value: Any = self.value
+        dims = facts.dims(value) or ()
+        if self._has_heads(dims):
+            texts = op.Div(op.Shape(value, start=0, end=1), ints(op, heads))
+            sizes = ints(op, texts, heads, op.Shape(value, start=1))
+            value = op.Reshape(value, sizes, allowzero=1)
+        elif len(dims) < 4:
+            value = op.Unsqueeze(value, ints(op, *range(4 - len(dims))))
+        if self.lowest is not None:
+            shown = op.Constant(value_float=0.0) if total is None else total
+            numbers = [op.Constant(value_float=self.lowest), shown]
+            value = op.Where(value, *numbers[:: 1 if self.hides else -1])
+        elif total is not None:
+            value = op.Sub(total, value) if self.subtracted else op.Add(total, value)
+        elif self.subtracted:
+            value = op.Neg(value)
+        return value if self.scale == 1 else op.Mul(value, op.Constant(value_float=self.scale))
 
 
-def read_scores(logits: ir.Value | None, depth: int = _MAX_MASKS) -> Scores | None:
-    """Return the scores that a value is; None for other values."""
+def read_scores(
+    logits: ir.Value | None, facts: ProvedShapes, depth: int = _MAX_MASKS
+) -> tuple[ir.Node, float, tuple[Mask, ...], tuple[ir.Value, ...]] | None:
+    """Return the MatMul, the scale, the masks and the values on the way; None for others."""
     inner, scale, steps = unscaled(logits)
     node = None if inner is None else inner.producer()
     if inner is None or node is None or node.domain:
         return None
     steps = inner, *steps
     if node.op_type == "MatMul":
-        return Scores(node, scale, (), steps)
+        return node, scale, (), steps
+    if node.op_type == "Reshape":
+        found = read_scores(node.inputs[0], facts, depth)
+        return found and (found[0], found[1] * scale, found[2], (*found[3], *steps))
     if node.op_type not in _MASKED or not depth:
         return None
     a, b = node.inputs[-2:]
     for scores, other in ((a, b), (b, a)):
-        found = read_scores(scores, depth - 1)
+        found = read_scores(scores, facts, depth - 1)
         if found is None or other is None:
             continue
+        merged = len(facts.dims(scores) or ()) == 3
         if node.op_type == "Where":
-            mask = _chosen(node, other, other is a)
+            mask = _chosen(node, other, other is a, merged)
         elif node.op_type == "Add" or scores is a:
-            mask = Mask(other, subtracted=node.op_type == "Sub")
+            mask = Mask(other, merged, subtracted=node.op_type == "Sub")
         else:
             return None
-        return dataclasses.replace(
-            found,
-            scale=found.scale * scale,
-            masks=(*found.masks, dataclasses.replace(mask, scale=scale)),
-            steps=(*found.steps, *steps),
-        )
+        product, inner_scale, masks, before = found
+        mask = dataclasses.replace(mask, scale=scale)
+        return product, inner_scale * scale, (*masks, mask), (*before, *steps)
     return None
 
 
@@ -81,7 +138,7 @@ def factor(node: ir.Node, index: int) -> float:
     return number if node.op_type == "Mul" else 1 / number if number else math.inf
 
 
-def _chosen(node: ir.Node, other: ir.Value, hides: bool) -> Mask:
+def _chosen(node: ir.Node, other: ir.Value, hides: bool, merged: bool) -> Mask:
     """Read the mask of a Where between scores and a number."""
     tensor, condition = constant(other), node.inputs[0]
     lowest = float(np.asarray(tensor.numpy()).max()) if tensor and tensor.size else math.nan
@@ -90,4 +147,4 @@ def _chosen(node: ir.Node, other: ir.Value, hides: bool) -> Mask:
         raise Refusal(
             "ORP604", f"Where {label(node)!r} chooses something else than the lowest number"
         )
-    return Mask(condition, lowest=lowest, hides=hides)
+    return Mask(condition, merged, lowest=lowest, hides=hides)

@@ -20,7 +20,7 @@ from rewrite_rules.facts.axis_roles import AxisRoles
 from rewrite_rules.facts.input_roles import Kind, role_of
 from rewrite_rules.graph.nodes import label, producer
 from rewrite_rules.graph.parameters import int_attribute
-from rewrite_rules.transformer_fusion.attention_forms import Attention
+from rewrite_rules.transformer_fusion.attention_kernels import Attention
 from rewrite_rules.transformer_fusion.head_layout import ints
 
 _RANK, _LENGTH = 4, 2
@@ -51,11 +51,11 @@ class SharedCache:
         """
         same, facts = self._roles.same, found.facts
         sizes = {v: self._roles.shapes.dims(v) or () for v in self._graph.inputs}
-        whole = self._roles.shapes.dims(found.keys)
+        whole = self._roles.shapes.dims(found.keys.source)
         if whole is None:
             return None
         last = self._roles.last_part(whole[_LENGTH])
-        of_query = facts.unknowns.broadcast_parts(found.tokens[1])
+        of_query = facts.unknowns.broadcast_parts(found.sizes.dim("S"))
         tokens = [v for v, dims in sizes.items() if last and dims[1:] and same(dims[1], last)]
         tokens += [v for v in sizes if {*(facts.dims(v) or ())[1:2]} & {*of_query}]
         if not tokens:

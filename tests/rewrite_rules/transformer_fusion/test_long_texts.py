@@ -16,7 +16,7 @@ from builders.same_numbers import session as opened
 from builders.text_models import proto_of
 from numpy.typing import NDArray
 
-from rewrite_rules.transformer_fusion import long_texts
+from rewrite_rules.transformer_fusion import attention_kernels, attention_questions
 
 TEXTS, LENGTH = 3, 6
 LOWEST = float(np.finfo(np.float32).min)
@@ -73,7 +73,8 @@ def is_by_text(model: onnx.ModelProto, folder: Path, *feeds: dict[str, NDArray])
 
 @pytest.fixture(autouse=True)
 def _few_tokens_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_texts, "_LONG", LENGTH * LENGTH)
+    for module in (attention_kernels, attention_questions):
+        monkeypatch.setattr(module, "LONG", LENGTH * LENGTH)
 
 
 def hiding(*hidden: tuple[Any, ...], value: float = LOWEST, rows: int = 1) -> NDArray:

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: MIT
+"""The kernels that compute attention; each makes ``[B, S, H * D]``, with a cache that as well.
+
+    one token             Attention(q[B, G, H/G, D], new k, new v, mask, past k, past v)
+    a prompt              GroupQueryAttention(q, k, v, mask)
+    without a cache       Attention(q, k, v, mask)
+    long texts            Scan(texts: MultiHeadAttention([q, 1], [k, mask / scale], v))
+
+For one token, query heads that share keys are rows of one head. MultiHeadAttention without a
+mask never holds all scores: it computes blocks of them that fit the cache. What a mask adds to
+the scores of a key is one more number of the key, by which each query has a 1. Keys before the
+first and after the last that a text sees are left out, so each text costs what its own length
+does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import onnx_ir as ir
+from onnxscript import TapeBuilder
+
+from rewrite_rules.graph.nodes import producer
+from rewrite_rules.shapes.dimensions import number
+from rewrite_rules.shapes.proved_shapes import ProvedShapes
+from rewrite_rules.transformer_fusion.head_layout import (
+    SPLIT_HEADS,
+    in_order,
+    ints,
+    is_transposed_heads,
+    rows,
+)
+from rewrite_rules.transformer_fusion.repeated_heads import RepeatedHeads
+from rewrite_rules.transformer_fusion.scores import LOWEST, Mask
+from rewrite_rules.transformer_fusion.sizes import Sizes
+
+_MICROSOFT = "com.microsoft"
+# GroupQueryAttention takes heads of a multiple of this size.
+_KERNEL_SIZES = 8
+# Scores of a head from which blocks are faster, S * T. One thread, MiniLM's size, share of
+# onnxruntime's own time (the standard operator's): .97 (.97) for one text of 64 tokens, .95
+# (.98) of 128, .92 (.98) of 256, .87 of 512, .78 of 2,048; a short one 1.07 of 16. With many
+# threads, a text of 128 may be too little work for all of them.
+LONG = 256 * 256
+# Any score and this is this, and so is its sum with what a key that counts adds.
+_NO_SCORE = -1e30
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Attention:
+    """``softmax(scale q k' + masks) v``, where query heads share key and value heads.
+
+    Attributes:
+        query: ``[B, H, S, D]``, before it is scaled.
+        keys, values: ``[B, G, T, D]``, past and new, or ``[B, T, G, D]``.
+        masks: What is added to the scores.
+        heads, groups, size: H, G, D.
+        cached: Whether keys and values are caches, to which a kernel adds the new ones.
+        mends_nan: Whether a token may see numbers although some of its scores are NaN.
+        sizes: Those named here, and what a run is asked of them.
+        mask: The sum of the masks, ``[B, H, S, T]``; None for nothing.
+        joins: Whether a kernel returns the new cache as well, made of the old one.
+    """
+
+    query: ir.Value
+    keys: RepeatedHeads
+    values: RepeatedHeads
+    masks: tuple[Mask, ...]
+    scale: float
+    heads: int
+    groups: int
+    size: int
+    cached: bool
+    mends_nan: bool
+    sizes: Sizes
+    mask: ir.Value | None = None
+    joins: bool = False
+
+    @property
+    def facts(self) -> ProvedShapes:
+        """What is proved of shapes."""
+        return self.sizes.facts
+
+    @property
+    def both(self) -> tuple[RepeatedHeads, RepeatedHeads]:
+        """Keys and values."""
+        return self.keys, self.values
+
+    def new(self, heads: RepeatedHeads) -> ir.Value:
+        """Return the heads of keys or values, of a cache those that are appended."""
+        source = producer(heads.source).inputs[1] if self.cached else heads.source
+        assert source is not None
+        return source
+
+    @property
+    def past(self) -> list[ir.Value | None]:
+        """The caches before."""
+        return [producer(heads.source).inputs[0] for heads in self.both]
+
+    @property
+    def masks_heads(self) -> bool:
+        """Whether the mask may differ from head to head."""
+        dims = self.facts.dims(self.mask, 4)
+        return dims is not None and dims[1] != (1, ())
+
+    @property
+    def fits_group_query(self) -> bool:
+        """Whether GroupQueryAttention takes the heads; a run asks what the mask hides."""
+        return bool(self.masks) and self.size % _KERNEL_SIZES == 0
+
+    @property
+    def shortest_prompt(self) -> int:
+        """The fewest tokens that GroupQueryAttention takes less time for than nodes.
+
+        As a share of the model's own nodes' time, one thread, the kernel (grouped queries): a
+        mask of each head 1.2 (1.1) for 128, 1.07 (1.19) for 512, .83 (1.06) for 1,024.
+        """
+        return 1024 if self.masks_heads else 1
+
+    @property
+    def may_be_long(self) -> bool:
+        """Whether texts may be long enough for blocks, and all heads have one mask."""
+        counts = [number(self.sizes.dim(name)) for name in "ST"]
+        is_short = None not in counts and (counts[0] or 0) * (counts[1] or 0) < LONG
+        return not is_short and not self.masks_heads
+
+    def rows(self, op: Any) -> list[ir.Value]:
+        """Emit ``[B, S, H * D]`` of queries, and of keys and values, of a cache new ones."""
+        read = [(self.query, self.heads, False)]
+        read += [(self.new(each), self.groups, each.split) for each in self.both]
+        return [
+            rows(op, heads, self.facts, count * self.size, are_split, asked=True)
+            for heads, count, are_split in read
+        ]
+
+
+def of_one_token(op: Any, found: Attention, mask: ir.Value) -> list[Any]:
+    """Emit attention of one token; ``mask`` has a row for each query head of a group."""
+    repeats = found.heads // found.groups
+    if repeats > 1 and found.masks_heads:
+        batch, count = (op.Shape(mask, start=axis, end=axis + 1) for axis in (0, 3))
+        mask = op.Reshape(mask, ints(op, batch, found.groups, repeats, count))
+    query = op.Reshape(in_order(found.query), ints(op, -1, found.groups, repeats, found.size))
+    if found.joins:
+        new = [_one_new(op, found, heads) for heads in found.both]
+        read = (query, *new, mask, *found.past)
+        mixed, *caches = op.Attention(*read, scale=found.scale, _outputs=3)
+    else:
+        held = [heads.source for heads in found.both]
+        mixed, caches = op.Attention(query, *held, mask, scale=found.scale), []
+    return [op.Reshape(mixed, ints(op, -1, 1, found.heads * found.size)), *caches]
+
+
+def mask_of_token(op: Any, found: Attention) -> Any:
+    """Emit the mask of one token, a row for each query head of a group."""
+    repeats = found.heads // found.groups
+    if repeats == 1 or found.masks_heads:
+        return found.mask
+    # Without tokens the mask has no row to repeat.
+    first = op.Slice(found.mask, ints(op, 0), ints(op, 1), ints(op, 2))
+    return op.Tile(first, ints(op, 1, 1, repeats, 1))
+
+
+def _one_new(op: Any, found: Attention, heads: RepeatedHeads) -> Any:
+    """Emit ``[B, G, 1, D]`` of one new token."""
+    new = found.new(heads)
+    flat = in_order(new)
+    sizes = ints(op, -1, found.groups, 1, found.size)
+    return new if flat is new else op.Reshape(flat, sizes)
+
+
+def by_group_query(
+    op: Any, found: Attention, last: ir.Value, total: ir.Value, past: list[ir.Value | None]
+) -> list[Any]:
+    """Emit GroupQueryAttention; ``last`` is T - 1 for each row and ``total`` T, int32."""
+    mixed, *caches = op.GroupQueryAttention(
+        *found.rows(op),
+        *past,
+        last,
+        total,
+        None,
+        None,
+        None,
+        found.mask,
+        num_heads=found.heads,
+        kv_num_heads=found.groups,
+        scale=found.scale,
+        _domain=_MICROSOFT,
+        _outputs=3,
+    )
+    return [mixed, *caches[: 2 * found.joins]]
+
+
+def of_prompt(op: Any, found: Attention) -> list[Any]:
+    """Emit attention of tokens with nothing before them."""
+    batch, length = (found.sizes.emit(op, name) for name in "BS")
+    total = op.Cast(length, to=ir.DataType.INT32)
+    last = op.Cast(op.Sub(length, ints(op, 1)), to=ir.DataType.INT32)
+    return by_group_query(op, found, op.Expand(last, batch), total, [None, None])
+
+
+def without_cache(op: Any, found: Attention, mask: ir.Value | None) -> list[Any]:
+    """Emit attention; ``mask`` has a row for each query and a column for each key."""
+    if all(heads.split or is_transposed_heads(heads.source) for heads in found.both):
+        made = {"q_num_heads": found.heads, "kv_num_heads": found.groups}
+        return [op.Attention(*found.rows(op), mask, scale=found.scale, **made)]
+    # What encoders left in a cache keeps its layout.
+    held = [
+        op.Transpose(heads.source, perm=SPLIT_HEADS) if heads.split else heads.source
+        for heads in found.both
+    ]
+    mixed = op.Attention(found.query, *held, mask, scale=found.scale)
+    merged = op.Transpose(mixed, perm=SPLIT_HEADS)
+    return [op.Reshape(merged, ints(op, 0, 0, found.heads * found.size))]
+
+
+def by_text(op: Any, found: Attention) -> list[Any]:
+    """Emit attention in blocks; of a mask, all rows are alike, and each text sees a key."""
+    read = found.rows(op)
+    kinds = [ir.DataType.FLOAT] * len(read)
+    if found.mask is not None:
+        batch, count = (found.sizes.emit(op, name) for name in "BT")
+        first = op.Slice(found.mask, ints(op, 0), ints(op, 1), ints(op, 2))
+        added = op.Squeeze(op.Expand(first, ints(op, batch, 1, 1, count)), ints(op, 1, 2))
+        shown = op.Greater(added, op.Constant(value_float=LOWEST))
+        shown = op.Cast(shown, to=ir.DataType.INT32)
+        end = op.Add(op.ArgMax(shown, axis=1, select_last_index=1), ints(op, 1))
+        added = op.Div(added, op.Constant(value_float=found.scale))
+        added = op.Max(added, op.Constant(value_float=_NO_SCORE))
+        read += [added, op.ArgMax(shown, axis=1), end]
+        kinds += [ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.INT64]
+    inputs = [
+        ir.Value(name=f"text.{index}", type=ir.TensorType(kind))
+        for index, kind in enumerate(kinds)
+    ]
+    body = TapeBuilder()
+    mixed = body.Squeeze(_of_text(body, found, *inputs), ints(body, 0))
+    mixed.dtype = ir.DataType.FLOAT
+    graph = ir.Graph(inputs, [mixed], nodes=body.nodes, name="text")
+    return [op.Scan(*read, num_scan_inputs=len(inputs), body=graph)]
+
+
+def _of_text(
+    op: Any, found: Attention, query: Any, keys: Any, values: Any, *mask: Any
+) -> ir.Value:
+    """Emit ``[1, S, H * D]`` of ``[S, H * D]``, ``[T, G * D]``, ``[T]``, first and end."""
+    heads, groups, width = found.heads, found.groups, found.size
+
+    def split(rows: Any, count: int) -> Any:
+        return op.Reshape(rows, ints(op, 1, -1, count, found.size))
+
+    def merged(split: Any, width: int) -> Any:
+        return op.Reshape(split, ints(op, 1, -1, heads * width))
+
+    def repeated(split: Any, width: int) -> Any:
+        if groups == heads:
+            return merged(split, width)
+        apart = op.Unsqueeze(split, ints(op, 3))
+        return merged(op.Expand(apart, ints(op, 1, 1, 1, heads // groups, 1)), width)
+
+    if mask:
+        added, *span = mask
+        keys, values, added = (
+            op.Slice(each, *span, ints(op, 0)) for each in (keys, values, added)
+        )
+    query, keys, values = split(query, heads), split(keys, groups), split(values, groups)
+    if mask:
+        width += 1
+        query = op.Pad(query, ints(op, *[0] * 7, 1), op.Constant(value_float=1.0))
+        column = op.Expand(op.Reshape(added, ints(op, 1, -1, 1, 1)), ints(op, 1, 1, groups, 1))
+        keys = op.Concat(keys, column, axis=3)
+    made: ir.Value = op.MultiHeadAttention(
+        merged(query, width), repeated(keys, width), repeated(values, found.size),
+        num_heads=heads, scale=found.scale, _domain="com.microsoft",
+    )  # fmt: skip
+    return made

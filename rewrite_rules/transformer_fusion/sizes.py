@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: MIT
+"""Sizes by the names that kernels have for them: proved to agree, or asked in each run.
+
+sizes.match(query, "B H S D")    a name is bound where it is first met
+sizes.match(keys, "B G T D")     and met again, it is the same: where that is not proved,
+a run is asked
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+
+from rewrite_rules.remarks import Refusal
+from rewrite_rules.shapes.dimensions import Dim, number
+from rewrite_rules.shapes.proved_shapes import ProvedShapes
+from rewrite_rules.transformer_fusion.head_layout import read_split, unsplit
+
+
+class Sizes:
+    """The sizes of one attention; what is said of them holds in runs that say yes."""
+
+    def __init__(self, facts: ProvedShapes) -> None:
+        self.facts = facts
+        self._first: dict[str, tuple[ir.Value, int]] = {}
+        self._dims: dict[str, list[Dim]] = {}
+        # What is not proved, by the two sizes that are compared.
+        self._asked: dict[tuple[Dim, Dim], tuple[str, ir.Value, int]] = {}
+
+    def match(self, value: ir.Value, form: str) -> None:
+        """Bind names of the axes of a value; ``_`` for any size.
+
+        Raises:
+            Refusal: If it has another rank, or numbers that differ.
+        """
+        names = form.split()
+        dims = self.facts.dims(value, len(names))
+        if dims is None:
+            raise Refusal(
+                "ORP602", f"{value.name!r} is not known to have {len(names)} axes: [{form}]"
+            )
+        for axis, (name, dim) in enumerate(zip(names, dims, strict=True)):
+            self._bind(name, dim, value, axis)
+
+    def match_heads(self, heads: ir.Value, form: str, are_split: bool = False) -> None:
+        """Bind names of ``[B, H, S, D]``, or of ``[B, S, H, D]`` if ``are_split``.
+
+        Sizes are read of what was split into these heads, if that is known: a run would need
+        the Transpose for those of its result.
+        """
+        batch, count, length, size = form.split()
+        split = heads if are_split else unsplit(heads)
+        if split is heads and not are_split:
+            self.match(heads, form)
+            return
+        found = read_split(split, self.facts)
+        if found is None:
+            self.match(split, f"{batch} {length} {count} {size}")
+            return
+        self.match(found.source, f"{batch} {length} _")
+        dims = self.facts.dims(split, 4) or ()
+        for axis, name in enumerate((batch, length)):
+            if axis in found.unproved:
+                self._bind(name, dims[axis], split, axis)
+            self._dims[name].append(dims[axis])
+
+    def _bind(self, name: str, dim: Dim, value: ir.Value, axis: int) -> None:
+        if name == "_":
+            return
+        self._first.setdefault(name, (value, axis))
+        same = self._dims.setdefault(name, [dim])
+        if dim in same:
+            return
+        if number(dim) is not None and any(number(other) is not None for other in same):
+            raise Refusal("ORP601", f"its sizes are known not to fit each other: {name}")
+        self._asked[same[0], dim] = name, value, axis
+        same.append(dim)
+
+    def place(self, name: str) -> tuple[ir.Value, int]:
+        """Return the value and axis where a name was first met."""
+        return self._first[name]
+
+    def dim(self, name: str) -> Dim:
+        """Return the size of a name as it was first met."""
+        return self._dims[name][0]
+
+    def know(self, name: str, dim: Dim) -> None:
+        """Note a size that a name has in each run that goes on."""
+        self._dims.setdefault(name, []).append(dim)
+
+    def fits(self, value: ir.Value, *forms: str) -> bool:
+        """Whether a Reshape makes one of some forms, ``"B*H S D"``, of as many elements.
+
+        It does if all of its sizes but one are those.
+        """
+        dims = self.facts.dims(value) or ()
+        found = [form.split() for form in forms if len(form.split()) == len(dims)]
+        return any(sum(map(self._is_size, form, dims)) >= len(dims) - 1 for form in found)
+
+    def _is_size(self, name: str, dim: Dim) -> bool:
+        """Whether a size is that of a name, or was broadcast from it: masks add no more."""
+        first, *factors = name.split("*")
+        for factor in factors:
+            dim = self.facts.unknowns.quotient(dim, self.dim(factor))
+        parts = dim, *self.facts.unknowns.broadcast_parts(dim)
+        return not {*parts}.isdisjoint(self._dims[first])
+
+    def emit(self, op: Any, name: str) -> Any:
+        """Emit a size, int64 ``[1]``."""
+        value, axis = self._first[name]
+        return op.Shape(value, start=axis, end=axis + 1)
+
+    @property
+    def key(self) -> object:
+        """What two attentions have in common that ask the same."""
+        return tuple(self._asked)
+
+    def questions(self, op: Any) -> list[ir.Value]:
+        """Emit what is not proved."""
+        return [
+            op.Equal(self.emit(op, name), op.Shape(value, start=axis, end=axis + 1))
+            for name, value, axis in self._asked.values()
+        ]
