@@ -394,11 +394,7 @@ def read_attention(
     )
     if size is None or (size, keys.groups) != (others, values.groups):
         raise Refusal("ORP602", "keys and values are not known to have heads of one size")
-    # The MatMul wants as many as keys have, where they have more than one.
-    asked, shared = count_query_heads(query, facts), keys.groups * keys.repeats
-    heads = asked if shared == 1 else shared
-    if heads is None or heads != asked:
-        raise Refusal("ORP602", f"how many heads {query.name!r} has is not known")
+    heads = _count_heads(query, keys, product, facts)
     cached, sizes = _is_cached(keys, values, producer(mixed)), Sizes(facts)
     found = Attention(
         query, keys, values, masks, scale * more, heads, keys.groups, size, cached,
@@ -419,14 +415,30 @@ def _heads(operand: ir.Value | None, what: str, facts: ProvedShapes) -> Repeated
     return heads
 
 
+def _count_heads(
+    query: ir.Value, keys: RepeatedHeads, product: ir.Node, facts: ProvedShapes
+) -> int:
+    """Return H: as many as keys have, where they have more than one."""
+    heads, shared = count_query_heads(query, facts), keys.groups * keys.repeats
+    # Keys may have an axis to be repeated on.
+    spread = facts.dims(product.inputs[1], 5) is not None and (heads or 1) % shared == 0
+    if heads is None or (heads != shared and shared != 1 and not spread):
+        raise Refusal("ORP602", f"how many heads {query.name!r} has is not known")
+    return heads
+
+
 def _unmerged(
     operand: ir.Value | None, facts: ProvedShapes
 ) -> tuple[ir.Value, float, ir.Value | None]:
-    """Return ``[B, H, S, D]`` of queries, their scale, and ``[B * H, S, D]`` if there is."""
+    """Return ``[B, H, S, D]`` of queries, their scale, and what a Reshape makes of it."""
     query, scale, _ = unscaled(operand)
     node = made_by(query, "Reshape")
-    if query is None or node is None or facts.dims(query, 3) is None:
-        assert query is not None
+    assert query is not None
+    if (
+        node is None
+        or facts.dims(query, 4) is not None
+        or facts.dims(node.inputs[0], 4) is None
+    ):
         return query, scale, None
     inner, more, _ = unscaled(node.inputs[0])
     assert inner is not None
@@ -459,14 +471,13 @@ def _check_layout(
     """Refuse Reshapes that may do more than merge heads with the batch, or split them."""
     kept, sizes = producer(out).inputs[0], found.sizes
     forms: list[tuple[ir.Value | None, tuple[str, ...]]] = [
-        (step, ("B H S T", "B*H S T")) for step in steps
+        (step, ("B H S T", "B*H S T", "B G R S T")) for step in steps
     ]
-    forms += [(reshaped, ("B*H S D",)), (kept, ("B H S D",))]
+    forms += [(reshaped, ("B*H S D", "B G R S D")), (kept, ("B H S D",))]
+    sizes.know("G", known(found.groups))
+    sizes.know("R", known(found.heads // found.groups))
     for heads in found.both:
-        sizes.know("K", known(heads.groups * heads.repeats))
-        for value, axes in heads.reshaped:
-            last = " ".join(("BTKD" if heads.split else "BKTD")[axis] for axis in axes)
-            forms.append((value, (f"B*K {last}", f"B K {last}")))
+        forms += sizes.forms_of(heads)
     for step, form in forms:
         node = made_by(step, "Reshape")
         if step is not None and node is not None and not sizes.fits(step, *form):

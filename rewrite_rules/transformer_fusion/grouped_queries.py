@@ -19,7 +19,7 @@ from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
 
 from rewrite_rules.graph.nodes import label, producer
 from rewrite_rules.remarks import Refusal, Remarks
-from rewrite_rules.shapes.dimensions import Dims, known, number
+from rewrite_rules.shapes.dimensions import Dims, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.head_layout import count_query_heads, ints
 from rewrite_rules.transformer_fusion.repeated_heads import (
@@ -116,14 +116,11 @@ def _broadcast(rows: Dims | None, right: ir.Value, columns: Dims) -> RepeatedHea
 
 def _keeps_layout(heads: RepeatedHeads, facts: ProvedShapes) -> bool:
     """Whether Reshapes on the way only merge all heads with the batch, or split them."""
+    if not heads.reshaped:
+        return True
     sizes = Sizes(facts)
     sizes.match(heads.source if heads.merge is None else heads.merge.outputs[0], "B _ T D")
-    sizes.know("K", known(heads.groups * heads.repeats))
-    for value, axes in heads.reshaped:
-        last = " ".join("BKTD"[axis] for axis in axes)
-        if not sizes.fits(value, f"B*K {last}", f"B K {last}"):
-            return False
-    return True
+    return all(sizes.fits(value, *forms) for value, forms in sizes.forms_of(heads))
 
 
 def _emit_source(op: Any, heads: RepeatedHeads) -> ir.Value:

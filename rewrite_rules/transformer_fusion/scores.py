@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Reads ``scale * q k' + masks``, the scores that a Softmax makes weights of.
 
-With heads merged with the batch as well: ``[B * H, S, T]``, which Reshapes may split between.
+Heads may be merged with the batch, ``[B * H, S, T]``, and be split by Reshapes on the way.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Mask:
     """A tensor that is added to scores, or subtracted, or says where ``lowest`` stands.
 
     That number hides a score as if it were added. ``hides`` is the value of a bool tensor that
-    hides a score; ``scale`` multiplies what it makes of the scores. If ``merged``, it is added
-    to ``[B * H, S, T]``.
+    hides a score; ``scale`` multiplies what it makes of the scores. ``rank``: that of the
+    scores, ``[B * H, S, T]``, ``[B, H, S, T]`` or ``[B, G, H / G, S, T]``.
     """
 
     value: ir.Value
-    merged: bool
+    rank: int
     lowest: float | None = None
     hides: bool = True
     subtracted: bool = False
@@ -49,18 +49,21 @@ class Mask:
 
     def dims(self, facts: ProvedShapes, heads: int) -> Dims:
         """Return the sizes for ``[B, H, S, T]``; a Refusal for others."""
-        dims, name, most = facts.dims(self.value), self.value.name, 4 - self.merged
+        dims, name = facts.dims(self.value), self.value.name
         # A number of heads broadcasts to no other: the sum fails unless it is that of scores.
         if dims is None or (self._has_heads(dims) and dims[0][0] % heads):
             raise Refusal("ORP602", f"the axes of mask {name!r} are not known")
-        if len(dims) > most:
-            raise Refusal("ORP603", f"mask {name!r} has {len(dims)} axes, not {most}")
+        if len(dims) > self.rank:
+            raise Refusal("ORP603", f"mask {name!r} has {len(dims)} axes, not {self.rank}")
         if self._has_heads(dims):
             return (dims[0][0] // heads, dims[0][1]), (heads, ()), *dims[1:]
-        return (*[_ONE] * (4 - len(dims)), *dims)
+        padded = (*[_ONE] * (max(4, self.rank) - len(dims)), *dims)
+        if self.rank > 4 and padded[1:3] != (_ONE, _ONE):
+            raise Refusal("ORP603", f"mask {name!r} may differ from head to head")
+        return (*padded[:2], *padded[-2:])
 
     def _has_heads(self, dims: Dims) -> bool:
-        return self.merged and len(dims) == 3 and dims[0] != _ONE
+        return self.rank == len(dims) == 3 and dims[0] != _ONE
 
     def added(self, op: Any, facts: ProvedShapes, heads: int, total: ir.Value | None) -> Any:
         """Emit ``[B, H, S, T]`` that is added, after a total of other masks."""
@@ -70,6 +73,8 @@ class Mask:
             texts = op.Div(op.Shape(value, start=0, end=1), ints(op, heads))
             sizes = ints(op, texts, heads, op.Shape(value, start=1))
             value = op.Reshape(value, sizes, allowzero=1)
+        elif len(dims) > 4:
+            value = op.Squeeze(value, ints(op, 2))
         elif len(dims) < 4:
             value = op.Unsqueeze(value, ints(op, *range(4 - len(dims))))
         if self.lowest is not None:
@@ -104,11 +109,11 @@ def read_scores(
         found = read_scores(scores, facts, depth - 1)
         if found is None or other is None:
             continue
-        merged = len(facts.dims(scores) or ()) == 3
+        rank = len(facts.dims(scores) or ())
         if node.op_type == "Where":
-            mask = _chosen(node, other, other is a, merged)
+            mask = _chosen(node, other, other is a, rank)
         elif node.op_type == "Add" or scores is a:
-            mask = Mask(other, merged, subtracted=node.op_type == "Sub")
+            mask = Mask(other, rank, subtracted=node.op_type == "Sub")
         else:
             return None
         product, inner_scale, masks, before = found
@@ -138,7 +143,7 @@ def factor(node: ir.Node, index: int) -> float:
     return number if node.op_type == "Mul" else 1 / number if number else math.inf
 
 
-def _chosen(node: ir.Node, other: ir.Value, hides: bool, merged: bool) -> Mask:
+def _chosen(node: ir.Node, other: ir.Value, hides: bool, rank: int) -> Mask:
     """Read the mask of a Where between scores and a number."""
     tensor, condition = constant(other), node.inputs[0]
     lowest = float(np.asarray(tensor.numpy()).max()) if tensor and tensor.size else math.nan
@@ -147,4 +152,4 @@ def _chosen(node: ir.Node, other: ir.Value, hides: bool, merged: bool) -> Mask:
         raise Refusal(
             "ORP604", f"Where {label(node)!r} chooses something else than the lowest number"
         )
-    return Mask(condition, merged, lowest=lowest, hides=hides)
+    return Mask(condition, rank, lowest=lowest, hides=hides)

@@ -13,9 +13,10 @@ from typing import Any
 import onnx_ir as ir
 
 from rewrite_rules.remarks import Refusal
-from rewrite_rules.shapes.dimensions import Dim, number
+from rewrite_rules.shapes.dimensions import Dim, known, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.head_layout import read_split, unsplit
+from rewrite_rules.transformer_fusion.repeated_heads import RepeatedHeads
 
 
 class Sizes:
@@ -97,6 +98,16 @@ class Sizes:
         dims = self.facts.dims(value) or ()
         found = [form.split() for form in forms if len(form.split()) == len(dims)]
         return any(sum(map(self._is_size, form, dims)) >= len(dims) - 1 for form in found)
+
+    def forms_of(self, heads: RepeatedHeads) -> list[tuple[ir.Value, tuple[str, ...]]]:
+        """Return what Reshapes on the way of heads have to make."""
+        self.know("1", known(1))
+        self.know("K", known(heads.groups * heads.repeats))
+        found = list[tuple[ir.Value, tuple[str, ...]]]()
+        for value, axes in heads.reshaped:
+            last = " ".join(("BTKD" if heads.split else "BKTD")[axis] for axis in axes)
+            found.append((value, (f"B*K {last}", f"B K {last}", f"B K 1 {last}")))
+        return found
 
     def _is_size(self, name: str, dim: Dim) -> bool:
         """Whether a size is that of a name, or was broadcast from it: masks add no more."""

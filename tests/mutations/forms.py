@@ -188,7 +188,7 @@ def _decoders() -> Iterator[tuple[str, Form]]:
         yield f"decoder {rotary} {mask}", Form(make, TRANSFORMER)
     yield "torch", Form(partial(decoders.decoder, "torch"), TRANSFORMER)
     infinite = [name for name in decoders.CASES if name.startswith("infinite")]
-    for name in infinite:
+    for name in ("grouped on an axis", *infinite):
         yield name, Form(partial(decoders.changed, name), TRANSFORMER)
 
 
