@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from rewrite_rules.prepacked_weights.packed_operands import Key, readings
 from rewrite_rules.prepacked_weights.records import (
-    Key,
+    drop_records,
     lay_out,
     places,
     read_records,
@@ -68,6 +69,9 @@ def _pack(source: Path, folder: Path, data_name: str) -> dict[str, Any]:
     model = onnx.load(folder / PACKED, load_external_data=False)
     before = onnx.load(source, load_external_data=False)
     restore_order(model, before)
+    packed = read_records(model).keys()
+    rows = {found.key for found in readings(model.graph) if found.has_row}
+    drop_records(model, rows)
     records = read_records(model)
     # Its own bytes are those of the source, whatever onnxruntime saved.
     was = stored(model, folder) | stored(before, source.parent)
@@ -82,6 +86,7 @@ def _pack(source: Path, folder: Path, data_name: str) -> dict[str, Any]:
         "blob_bytes": sum(length for _, length, _ in blobs),
         "data_bytes": size,
         "damaged": damaged,
+        "without_row": ["/".join(key) for key in packed if key not in rows],
     }
 
 

@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from rewrite_rules.prepacked_weights.child import FINAL, ORIGINAL, RUNNING
+from rewrite_rules.prepacked_weights.packed_operands import readings
 from rewrite_rules.prepacked_weights.records import places
 from rewrite_rules.remarks import PassContext, Refusal
 
 _DATA_SUFFIX = ".data"
+_NOTHING = "no kernel of this model packs weights that can be kept"
 # Of a child's error output, in a remark.
 _ERROR_CHARACTERS = 300
 
@@ -51,6 +53,8 @@ def prepack(model_path: Path, context: PassContext, *, limit_mb: int, seconds: i
 
 
 def _prepack(model_path: Path, context: PassContext, limit_mb: int, seconds: int) -> str:
+    import onnx
+
     if not context.cpu_only:
         raise Refusal(
             "ORP701", f"packs for the CPU only, not for {', '.join(context.providers)}"
@@ -61,6 +65,9 @@ def _prepack(model_path: Path, context: PassContext, limit_mb: int, seconds: int
             "onnxruntime's optimisers would replace the nodes whose weights are packed: they "
             "have to run first (ortplugins.bake=1; optimize(..., bake=True); --bake)",
         )
+    model = onnx.load(model_path, load_external_data=False)
+    if not any(found.has_row for found in readings(model.graph)):
+        raise Refusal("ORP703", _NOTHING)
     before = sum(file.stat().st_size for file in model_path.parent.iterdir())
     # Packed weights take about as much as the weights themselves.
     expected = 2.2 * before / 1e6
@@ -73,6 +80,12 @@ def _prepack(model_path: Path, context: PassContext, limit_mb: int, seconds: int
         result = _run_child(model_path, folder, seconds, context)
         _check(result, limit_mb)
         _replace(model_path, folder)
+    if others := result["without_row"]:
+        context.remarks.note(
+            "model",
+            f"{len(others)} packed weights stay on the heap, {others[0]!r} first: their "
+            "operands are no rows of packed_operands.py",
+        )
     compared = "every byte compared, but no outputs: no inputs were found that it runs on"
     if result["compared"]:
         compared = f"{result['compared']} outputs bit-equal"
@@ -134,7 +147,7 @@ def _run_child(
 
 def _check(result: dict[str, Any], limit_mb: int) -> None:
     if not result["weights"]:
-        raise Refusal("ORP703", "no kernel of this model packs weights that can be kept")
+        raise Refusal("ORP703", _NOTHING)
     if result["damaged"]:
         raise Refusal(
             "ORP704", f"the bytes of {', '.join(result['damaged'])} differ in the new file"

@@ -19,10 +19,11 @@ import functools
 import mmap
 import os
 import re
-from collections import ChainMap
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
+
+from rewrite_rules.prepacked_weights.packed_operands import Key, graphs, readings
 
 if TYPE_CHECKING:
     import onnx
@@ -31,12 +32,6 @@ _KEY = "prepacked_"
 _FORM = re.compile(r"[^|]+(\|\d+;\d+;[^|;]*)+")
 # Cache lines, as kernels assume of what they allocate; pages for what is mapped on its own.
 _ALIGNMENT, _LARGE_ALIGNMENT, _LARGE = 64, 4096, 1 << 20
-
-# An initializer: the way to the graph that holds it, and its name, which a subgraph of another
-# node may have as well.
-Key = tuple[str, ...]
-_Found = tuple[Key, "onnx.TensorProto"]
-_Scope = ChainMap[str, _Found]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,17 +71,28 @@ def read_records(model: onnx.ModelProto) -> dict[Key, list[Record]]:
     """Read the records of all initializers that have some, those of subgraphs too."""
     return {
         (*way, tensor.name): found
-        for way, graph in _graphs(model.graph)
+        for way, graph in graphs(model.graph)
         for tensor in graph.initializer
         if (found := records_of(tensor))
     }
+
+
+def drop_records(model: onnx.ModelProto, kept: Collection[Key]) -> None:
+    """Drop the records of other initializers than some."""
+    for key, tensor, *_ in readings(model.graph):
+        if key not in kept:
+            place = _entries(tensor)
+            del tensor.external_data[:]
+            for name, text in place.items():
+                if not name.startswith(_KEY):
+                    tensor.external_data.add(key=name, value=text)
 
 
 def places(model: onnx.ModelProto) -> dict[Key, tuple[str, str]]:
     """Where the bytes of each initializer begin, file and offset."""
     return {
         (*way, tensor.name): (place["location"], place.get("offset", "0"))
-        for way, graph in _graphs(model.graph)
+        for way, graph in graphs(model.graph)
         for tensor in graph.initializer
         if (place := _entries(tensor))
     }
@@ -102,7 +108,7 @@ Piece = tuple[Path, int, int]
 def stored(model: onnx.ModelProto, folder: Path) -> dict[str, Piece]:
     """File, offset and length of each initializer in a file and of each of its buffers."""
     found: dict[str, Piece] = {}
-    for way, graph in _graphs(model.graph):
+    for way, graph in graphs(model.graph):
         for tensor in graph.initializer:
             place, name = _entries(tensor), "/".join((*way, tensor.name))
             if "length" not in place:
@@ -127,11 +133,11 @@ def same_bytes(one: Piece, other: Piece) -> bool:
 
 def restore_order(model: onnx.ModelProto, source: onnx.ModelProto) -> None:
     """Put nodes back into the order that onnxruntime was given, where it added none."""
-    graphs = dict(_graphs(source.graph))
-    for way, graph in _graphs(model.graph):
-        if way not in graphs:
+    given = dict(graphs(source.graph))
+    for way, graph in graphs(model.graph):
+        if way not in given:
             continue
-        ranks = {tuple(node.output): rank for rank, node in enumerate(graphs[way].node)}
+        ranks = {tuple(node.output): rank for rank, node in enumerate(given[way].node)}
         if all(tuple(node.output) in ranks for node in graph.node):
             graph.node.sort(key=lambda node, ranks=ranks: ranks[tuple(node.output)])
 
@@ -145,11 +151,13 @@ def lay_out(
     written once.
     """
     written: dict[object, int] = {}
+    done: set[Key] = set()
     with open(folder / data_name, "wb") as target:
-        for key, tensor in _in_order(model.graph):
+        for key, tensor, *_ in readings(model.graph):
             place = _entries(tensor)
-            if not place:
+            if not place or key in done:
                 continue
+            done.add(key)
             if missing := {"location", "length"} - place.keys():
                 raise ValueError(f"{tensor.name}: its place has no {', '.join(missing)}")
             with open(folder / place["location"], "rb") as source:
@@ -189,37 +197,3 @@ def _copy(source: BinaryIO, target: BinaryIO, offset: int, length: int) -> int:
         ):
             target.write(stored[offset : offset + length])
     return start
-
-
-def _in_order(graph: onnx.GraphProto) -> Iterator[_Found]:
-    """Initializers in reading order, once each; subgraphs at their node, unused last."""
-    done: set[Key] = set()
-
-    def walk(way: Key, body: onnx.GraphProto, outer: _Scope) -> Iterator[_Found]:
-        own = {tensor.name: ((*way, tensor.name), tensor) for tensor in body.initializer}
-        visible = outer.new_child(own)  # the innermost graph that has a name is meant
-        for node in body.node:
-            for name in node.input:
-                if name in visible and visible[name][0] not in done:
-                    done.add(visible[name][0])
-                    yield visible[name]
-            for step, part in _bodies(node):
-                yield from walk((*way, *step), part, visible)
-        yield from (found for found in own.values() if found[0] not in done)
-
-    yield from walk((), graph, ChainMap())
-
-
-def _graphs(graph: onnx.GraphProto, way: Key = ()) -> Iterator[tuple[Key, onnx.GraphProto]]:
-    yield way, graph
-    for node in graph.node:
-        for step, body in _bodies(node):
-            yield from _graphs(body, (*way, *step))
-
-
-def _bodies(node: onnx.NodeProto) -> Iterator[tuple[Key, onnx.GraphProto]]:
-    """Graphs of a node with the way to them; outputs tell nodes of a graph apart."""
-    for attribute in node.attribute:
-        bodies = [attribute.g] if attribute.HasField("g") else attribute.graphs
-        for index, body in enumerate(bodies):
-            yield (*node.output, attribute.name, str(index)), body

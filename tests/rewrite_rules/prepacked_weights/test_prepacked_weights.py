@@ -17,6 +17,7 @@ import onnxruntime as ort
 import pytest
 from builders.dequantized_models import DequantizedMatMul, relative_error, run
 from builders.sessions import CPU, EXACT, check, options, start
+from builders.text_cases import assert_page_has, markdown
 from builders.text_models import Array, add_weights, graphs, normal, proto_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,9 +29,11 @@ from ortplugins import DqMatMulNBitsFusion, PrepackedWeights
 from ortplugins.measurement.measure import Candidate, measure
 from ortplugins.runtime.child_process import child_environment
 from rewrite_rules.prepacked_weights import prepack as prepack_module
+from rewrite_rules.prepacked_weights.packed_operands import PACKED_OPERANDS
 from rewrite_rules.prepacked_weights.prepack import prepack
 from rewrite_rules.prepacked_weights.records import (
     Record,
+    drop_records,
     lay_out,
     read_records,
     restore_order,
@@ -215,12 +218,12 @@ def contents(folder: Path) -> dict[str, bytes]:
 def pack(
     path: Path, *, limit_mb: int = 0, providers: Sequence[str] = CPU, final: bool = True
 ) -> tuple[Outcome, str]:
-    """Run the pass; return its only remark."""
+    """Run the pass; return its last remark."""
     remarks = Remarks("prepacked_weights")
     child = sys.executable, child_environment("prepacked_weights")
     context = PassContext(remarks, providers, final_graph=final, child_python=child)
     prepack(path, context, limit_mb=limit_mb, seconds=120)
-    (remark,) = remarks
+    *_, remark = remarks
     assert not list(path.parent.glob(".*")), "scratch files are gone"
     return remark.outcome, remark.reason
 
@@ -262,6 +265,24 @@ def test_the_limit_is_looked_at_before_and_after(small, monkeypatch):
     assert contents(small.parent) == before
 
 
+def test_what_has_no_row_stays_on_the_heap(small, monkeypatch):
+    real, others = prepack_module._run_child, {"without_row": ["moe/w1", "moe/w2"]}
+    monkeypatch.setattr(prepack_module, "_run_child", lambda *a: {**real(*a), **others})
+    remarks = Remarks("prepacked_weights")
+    child = sys.executable, child_environment("prepacked_weights")
+    context = PassContext(remarks, final_graph=True, child_python=child)
+    prepack(small, context, limit_mb=0, seconds=120)
+    note, fired = remarks
+    assert (note.outcome, fired.outcome) == (Outcome.NOTE, Outcome.FIRED)
+    assert "2 packed weights stay on the heap, 'moe/w1' first" in note.reason
+    packed = onnx.load(small, load_external_data=False)
+    places = places_of(packed)
+    drop_records(packed, kept=[("w",)])
+    assert read_records(packed).keys() == {("w",)}
+    drop_records(packed, kept=[])
+    assert read_records(packed) == {} and places_of(packed) == places
+
+
 def codes(*shape: int, dtype: type = np.uint8) -> Array:
     return np.random.default_rng(0).integers(0, 100, shape).astype(dtype)
 
@@ -270,6 +291,7 @@ def int8(*shape: int) -> Array:
     return codes(*shape, dtype=np.int8)
 
 
+PAGE = Path(__file__).parents[3] / "docs" / "prepacked-weights.md"
 MS = "com.microsoft."
 RECURRENT = "<hidden_size = 32> (sequence, {w}, {r})"
 # One of each kernel that onnxruntime packs weights for (1.31 on x64): its call, the weights.
@@ -334,6 +356,18 @@ def kernels() -> onnx.ModelProto:
 
 # Of every onnxruntime that we know, on every processor.
 _ALWAYS_PACKED = {"MatMul", "Gemm", "LSTM", "GRU"}
+
+
+def test_each_row_is_packed_and_on_the_page():
+    built = {(kernel.removeprefix(MS), MS[:-1] * (MS in kernel)) for kernel in KERNELS}
+    # Convolutions are packed in float16, by processors that have it.
+    assert PACKED_OPERANDS.keys() - built == {("FusedConv", "com.microsoft")}
+    assert built <= PACKED_OPERANDS.keys()
+    rows = [
+        (f"`{domain + '.' * bool(domain)}{op_type}`", ", ".join(map(str, inputs)))
+        for (op_type, domain), inputs in PACKED_OPERANDS.items()
+    ]
+    assert_page_has(PAGE, markdown(rows))
 
 
 def test_everything_that_onnxruntime_packs(tmp_path):
