@@ -135,29 +135,22 @@ def quantize_static(
 
 
 def _print_plan(plan: PrecisionPlan, mode: str) -> None:
-    """Print the ranking down to the last promoted one, with the curve, then the errors."""
-    ranking, promoted = plan.ranking, frozenset(plan.promoted)
-    steps = {name: point for point in plan.curve for name in point.added}
-    chosen = [not promoted.isdisjoint(unit.names) for unit in ranking]
+    """Print the ranking down to the last promoted one, then the errors."""
+    promoted = frozenset(plan.promoted)
+    chosen = [not promoted.isdisjoint(unit.names) for unit in plan.ranking]
     last = max((i for i, item in enumerate(chosen) if item), default=0)
-    rows = []
-    for number, unit in enumerate(ranking[: max(_SHOWN, last + 1)], 1):
-        step = steps.get(unit.names[0]) if chosen[number - 1] else None
-        then = step and step.deviation
-        rows.append(
-            (
-                str(number),
-                ", ".join(unit.names),
-                unit.operator,
-                f"{unit.error:.3g}",
-                "yes" if chosen[number - 1] else "",
-                f"{then.error:.3g}" if then else "",
-                f"{then.cosine:.6f}" if then else "",
-            )
+    shown = plan.ranking[: max(_SHOWN, last + 1)]
+    rows = [
+        (
+            str(number),
+            ", ".join(unit.names),
+            unit.operator,
+            f"{unit.error:.3g}",
+            "yes" if chosen[number - 1] else "",
         )
-    print_table(
-        ("", "Name", "Operator", "Its error alone", "Promoted", "Error then", "Cosine"), rows
-    )
+        for number, unit in enumerate(shown, 1)
+    ]
+    print_table(("", "Name", "Operator", "Its error alone", "Promoted"), rows)
     for note in plan.notes:
         console().print(f"note: {note}", soft_wrap=True)
     before, after = plan.before, plan.after

@@ -76,7 +76,7 @@ def test_the_coarsest_grids_come_first_and_are_enough():
     assert [effect.names for effect in plan.ranking[:2]] == [("h2",), ("h5",)]
     assert plan.ranking[0].operator == "MatMul"
     assert plan.promoted == ("h2", "h5")
-    assert [point.promoted for point in plan.curve] == [0, 1, 2]
+    assert plan.curve == {0: plan.before, 2: plan.after}
     assert plan.after.error < plan.before.error / 100
     assert plan.activations == 7
 
@@ -100,15 +100,6 @@ def test_a_budget_takes_as_few_as_it_needs():
     assert len(finer.promoted) > 1 and finer.after.cosine >= (one.after.cosine + 1) / 2
 
 
-def test_the_search_goes_on_where_the_rewrite_falls_short_of_its_simulation():
-    model = chain(dict(zip(_SCALES, [0.03, 0.1, 3, 0.03, 0.03, 3, 3], strict=True)))
-    two = plan_precision(model, feeds(), max_16bit=2)
-    simulated, found = two.curve[-1].deviation.cosine, two.after.cosine
-    assert found < simulated
-    plan = plan_precision(model, feeds(), budget=(found + simulated) / 2)
-    assert len(plan.promoted) == 3 and plan.after.cosine > simulated
-
-
 def test_tensors_of_one_grid_are_promoted_and_counted_together():
     scales = {**_SCALES, "h3": 3.0}
     model = chain(scales, reshape="h3")
@@ -116,18 +107,6 @@ def test_tensors_of_one_grid_are_promoted_and_counted_together():
     assert plan.ranking[0].names == ("h2", "h3")
     assert set(plan.promoted) == {"h2", "h3"}
     assert plan_precision(model, feeds(), max_16bit=1).promoted == ("h5",)
-
-
-def test_what_lies_between_promoted_ones_counts():
-    # The nodes around h2 and h4 write and read h3: nothing is left of its 8 bits.
-    model = chain({**_SCALES, "h4": 0.3, "h5": 0.03})
-    plan = plan_precision(model, feeds(), max_16bit=3)
-    assert [effect.names for effect in plan.ranking[:2]] == [("h2",), ("h4",)]
-    assert set(plan.promoted) == {"h2", "h3", "h4"}
-    both = rewritten(model, frozenset({"h2", "h4"}))
-    np.testing.assert_array_equal(
-        run(both, feeds()), run(rewritten(model, frozenset(plan.promoted)), feeds())
-    )
 
 
 def test_what_the_rewrite_refuses_stays():
