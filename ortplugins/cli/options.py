@@ -110,14 +110,11 @@ class GivenSamples:
     tokenizer: Annotated[
         Path | None, Parameter(help="tokenizer.json; by default the one beside the model.")
     ] = None
-    chat: Annotated[
-        bool, Parameter(help="Send each paragraph of --text through the chat template.")
-    ] = False
 
     def read(self, model: Path, count: int | None) -> Sequence[Path] | TextSamples | None:
         """Return the paths or ``count`` windows of the text; None where neither is given."""
         if self.text is None:
-            refuse("without --text", tokenizer=self.tokenizer, chat=self.chat)
+            refuse("without --text", tokenizer=self.tokenizer)
             return self.samples or None
         refuse("with --text", samples=self.samples)
         from ortplugins.model_io.model_folder import tokenizer_beside
@@ -127,7 +124,7 @@ class GivenSamples:
         if tokenizer is None:
             raise UsageError("--tokenizer: none beside the model; give its path")
         more = {} if count is None else {"count": count}
-        return TextSamples(self.text, tokenizer, chat=self.chat, **more)
+        return TextSamples(self.text, tokenizer, **more)
 
 
 @Parameter(name="*")

@@ -9,14 +9,10 @@ which its mask leaves out. Caches are empty.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import datetime
-import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -35,9 +31,6 @@ class TextSamples:
         tokenizer: Path of a ``tokenizer.json``.
         window: Tokens in a feed, those around the text included.
         count: How many windows at most, spread over the text; None for all.
-        chat: Whether each paragraph goes through the chat template as a user's message; it is
-            read from ``chat_template.jinja`` or ``tokenizer_config.json`` next to the
-            tokenizer.
         held_back: Share of the windows that are never taken, 0 to 1.
     """
 
@@ -45,14 +38,12 @@ class TextSamples:
     tokenizer: str | os.PathLike[str]
     window: int = 256
     count: int | None = 128
-    chat: bool = False
-
     held_back: float = 0.0
 
     def feeds(self, inputs: Sequence[ir.Value]) -> Iterator[Feed]:
         """Return a feed for each window; the text is read at once."""
         feeds = TokenFeeds(inputs)
-        tokenizer = TextTokenizer(Path(self.tokenizer), self.chat)
+        tokenizer = TextTokenizer(Path(self.tokenizer))
         windows = tokenizer.cut(Path(self.text), feeds.length or self.window).windows
         taken = [windows[place] for place in self._places(windows)]
         feeds.check(taken, tokenizer)
@@ -61,7 +52,7 @@ class TextSamples:
     def rest(self, inputs: Sequence[ir.Value]) -> str:
         """Return the text that :meth:`feeds` leaves; an empty line for each window taken."""
         length = TokenFeeds(inputs).length or self.window
-        cut = TextTokenizer(Path(self.tokenizer), self.chat).cut(Path(self.text), length)
+        cut = TextTokenizer(Path(self.tokenizer)).cut(Path(self.text), length)
         parts, start = [], 0
         for place in self._places(cut.windows):
             first, last = cut.spans[place]
@@ -133,7 +124,7 @@ class CutText:
 class TextTokenizer:
     """A tokenizer, and what it puts around a text."""
 
-    def __init__(self, path: Path, chat: bool = False) -> None:
+    def __init__(self, path: Path) -> None:
         """Read the file."""
         self.path = path
         try:
@@ -155,7 +146,6 @@ class TextTokenizer:
         ]
         self._before = ids[: own[0]] if own else ids
         self._after = ids[own[-1] + 1 :] if own else []
-        self._render = _chat_template(path) if chat else None
 
     def cut(self, path: Path, length: int, *, closed: bool = True) -> CutText:
         """Cut a text into windows of ``length`` tokens; the last one may be shorter.
@@ -164,10 +154,6 @@ class TextTokenizer:
         """
         text = read_text(path)
         before, after = self._before, self._after if closed else []
-        if self._render is not None:
-            paragraphs = [part.strip() for part in text.split("\n\n") if part.strip()]
-            text = "".join(map(self._render, paragraphs))
-            before = after = []  # the template has them
         step = length - len(before) - len(after)
         if step < 1:
             raise UsageError(f"a window of {length} tokens has no room for text: give more")
@@ -192,88 +178,3 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CalibrationError(f"{path}: cannot be read as text: {error}") from None
-
-
-def _chat_template(tokenizer: Path) -> Callable[[str], str]:
-    """Return what makes a conversation out of a user's message, as transformers does."""
-    config: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):
-        text = tokenizer.with_name("tokenizer_config.json").read_text(encoding="utf-8")
-        found = json.loads(text)
-        config = found if isinstance(found, dict) else {}
-    source, file = config.get("chat_template"), tokenizer.with_name("chat_template.jinja")
-    if file.is_file():
-        source = file.read_text(encoding="utf-8")
-    if isinstance(source, list):  # several, by name
-        named = {item.get("name"): item.get("template") for item in source}
-        source = named.get("default")
-        if source is None:
-            raise CalibrationError(
-                f"{tokenizer.parent}: no chat template is called 'default', only "
-                f"{', '.join(map(repr, named))}: write one to chat_template.jinja"
-            )
-    if not isinstance(source, str):
-        raise CalibrationError(
-            f"{tokenizer.parent}: no chat template, in neither chat_template.jinja "
-            "nor tokenizer_config.json"
-        )
-    special = {
-        name: value.get("content", "") if isinstance(value, dict) else value
-        for name, value in config.items()
-        if name.endswith("_token") and isinstance(value, dict | str)
-    }
-    try:
-        template = _template_environment().from_string(source)
-    except Exception as error:
-        raise CalibrationError(f"{tokenizer.parent}: chat template: {error}") from None
-
-    def render(text: str) -> str:
-        messages = [{"role": "user", "content": text}]
-        try:
-            rendered: str = template.render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                **special,
-            )
-            return rendered
-        except Exception as error:  # templates call methods of any value
-            raise CalibrationError(f"{tokenizer.parent}: chat template: {error}") from None
-
-    return render
-
-
-def _template_environment() -> Any:
-    """Return the sandbox that transformers (4.50) renders chat templates in."""
-    try:
-        import jinja2
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ModuleNotFoundError:
-        raise UsageError("chat needs: pip install 'ortplugins[text]'") from None
-
-    class Generation(Extension):
-        """Marks what the assistant says; it is rendered as it is."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> Any:
-            """Return the nodes between generation and endgeneration."""
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def fail(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        # jinja2's own escapes the signs of HTML.
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = fail
-    environment.globals["strftime_now"] = lambda text: datetime.datetime.now().strftime(text)
-    return environment

@@ -21,7 +21,7 @@ from ortplugins.quantization.calibration import Calibration
 from ortplugins.quantization.walk import Walk
 from ortplugins.samples.made_up import MadeUpInputs
 from ortplugins.samples.sources import KeptSamples
-from ortplugins.samples.text import TextSamples, _chat_template
+from ortplugins.samples.text import TextSamples
 from rewrite_rules.facts.token_rows import TokenRows
 
 
@@ -240,15 +240,12 @@ def test_windows_hold_the_text_between_the_tokens_around_it():
     assert [feed["input_ids"].tolist() for feed in some] == [ids[0], ids[4], ids[9]]
 
 
-@pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("count", [None, 2, 100])
 @pytest.mark.parametrize(("window", "held_back"), [(4, 0), (4, 0.5), (6, 0.3), (64, 0.5)])
 @pytest.mark.usefixtures("folder")
-def test_what_is_held_back_is_the_text_between_the_samples(window, held_back, count, chat):
-    template = {"chat_template": "{% for m in messages %}{{ m.content }} user: {% endfor %}"}
-    Path("tokenizer_config.json").write_text(json.dumps(template))
+def test_what_is_held_back_is_the_text_between_the_samples(window, held_back, count):
     model = ir.load("model.onnx")
-    options = {"window": window, "count": count, "chat": chat}
+    options = {"window": window, "count": count}
     source = TextSamples("text.txt", "tokenizer.json", held_back=held_back, **options)
     everything, taken = (
         [feed["input_ids"][0].tolist() for feed in feeds(**options | changed)]
@@ -258,46 +255,11 @@ def test_what_is_held_back_is_the_text_between_the_samples(window, held_back, co
     most = len(everything) * (1 - held_back)
     assert len(taken) <= max(1, min(most, count or most))
     # All tokens of the text are in one of the two, each as often as it is there.
-    text = TextSamples("text.txt", "tokenizer.json", window=1000, chat=chat)
+    text = TextSamples("text.txt", "tokenizer.json", window=1000)
     ((whole, *_),) = [feed["input_ids"].tolist() for feed in text.feeds(model.graph.inputs)]
     around = {WORDS.index("[BOS]"), WORDS.index("[EOS]")}
     found = [token for tokens in (*taken, rest) for token in tokens if token not in around]
     assert sorted(found) == sorted(token for token in whole if token not in around)
-
-
-TEMPLATE = "{{ messages[0].content }}"
-
-
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        ([{"name": "x", "template": ""}, {"name": "default", "template": TEMPLATE}], "a b"),
-        ("{{ strftime_now('20') }}" + TEMPLATE, "20 a b"),
-        ("{% if messages[0].role != 'user' %}{{ raise_exception('x') }}{% endif %} a", "a"),
-        ("{% for m in messages * 3 %} {{ m.content }}{% break %}{% endfor %}", "a b"),
-        ("{% generation %} {{ messages[0].role }}{% endgeneration %}", "user"),
-        ("""{{ {"b": "<é>"} | tojson(ensure_ascii=False) }}""", """{ " b " : " < é > " }"""),
-        ("""{{ {"b": "é"} | tojson }}""", """{ " b " : " é " }"""),
-        ("{% if tools is not none or documents is not none %}a{% endif %} b", "b"),
-        ("{{ bos_token }} {{ sep_token }} {{ messages[0].content }}", "[BOS] [SEP] a b"),
-    ],
-)  # fmt: skip
-def test_chat_templates_are_rendered_as_transformers_does(tmp_path, template, expected):
-    write_tokenizer(tmp_path / "tokenizer.json", WORDS)
-    config = {
-        "chat_template": template,
-        "bos_token": "[BOS]",
-        "sep_token": {"content": "[SEP]"},
-    }
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    rendered = _chat_template(tmp_path / "tokenizer.json")("a b")
-    assert "".join(rendered.split()) == expected.replace(" ", "")
-
-
-ESCAPE = json.dumps({"chat_template": "{{ messages.__class__.__base__.__subclasses__() }}"})
-
-
-NAMED = json.dumps({"chat_template": [{"name": "rag", "template": ""}]})
 
 
 @pytest.mark.parametrize(
@@ -308,17 +270,6 @@ NAMED = json.dumps({"chat_template": [{"name": "rag", "template": ""}]})
         ("text.txt", None, {}, "text.txt: cannot be read"),
         ("tokenizer.json", b"{", {}, "cannot be read as tok"),
         ("other", b"", {"window": 2}, "a window of 2 tokens has no room"),
-        ("other", b"", {"chat": True}, "no chat template"),
-        ("tokenizer_config.json", ESCAPE.encode(), {"chat": True}, "chat template"),
-        (
-            "chat_template.jinja",
-            b"{{ raise_exception('no') }}",
-            {"chat": True},
-            "template: no",
-        ),
-        ("chat_template.jinja", b"{{ 1 + messages }}", {"chat": True}, "chat template: "),
-        ("chat_template.jinja", b"{% wrong %}", {"chat": True}, "chat template: "),
-        ("tokenizer_config.json", NAMED.encode(), {"chat": True}, "'default', only 'rag'"),
     ],
 )
 @pytest.mark.usefixtures("folder")

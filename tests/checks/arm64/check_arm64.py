@@ -29,7 +29,7 @@ GLIBC = ("_2_28", "_2_27", "_2_26", "_2_17", "2014")
 # What the tests import; pip resolves for aarch64 only what wheels give.
 WHEELS = (
     "onnxruntime==1.32.0", "numpy", "onnx", "onnx_ir>=1.1,<2", "onnxscript>=0.7.2", "filelock",
-    "ml_dtypes", "platformdirs", "threadpoolctl", "pyyaml", "cyclopts", "rich", "jinja2",
+    "ml_dtypes", "platformdirs", "threadpoolctl", "pyyaml", "cyclopts", "rich",
     "safetensors", "pytest", "hypothesis",
 )  # fmt: skip
 # onnxruntime reads the processor from here, and crashes without it: a Neoverse N1.
