@@ -89,7 +89,6 @@ def inspect(
         return
     from ortplugins.cli.advice import notes_on
     from ortplugins.optimization.optimize import optimize
-    from ortplugins.quantization.encoders import notes_on_codes
     from ortplugins.runtime.machine import versions
     from session_options.plan import plan_from_settings
 
@@ -110,7 +109,6 @@ def inspect(
         notes = [
             *report.notes,
             *notes_on(result.model, onnxruntime or versions()["onnxruntime"]),
-            *notes_on_codes(result.model),
         ]
         if passes is None and not (report.fired or report.refused):
             notes += _firing_passes(model, onnxruntime)

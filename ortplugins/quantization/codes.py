@@ -160,7 +160,6 @@ def _squares(
         wanted_square = _square(wanted) / len(sample)
         if statistics.gram is not None:
             added = float(statistics.energy @ np.square(difference).sum(axis=1))
-            added *= statistics.unit**2
     if known.scales is not None:
         difference /= known.scales[:, None]
     return [_square(difference), _square(floats), error, wanted_square, added]

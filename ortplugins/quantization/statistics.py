@@ -3,16 +3,12 @@
 
 Tokens stream through and are not kept. The same tokens in the same updates give the same
 statistics, bit for bit.
-
-Squares of float32 overflow beyond 1.8e19. Where activations are so large, all statistics are
-in a unit, a power of two, which changes no digit of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,8 +29,6 @@ _GRAM_ROWS = 384
 _GRAM_TOKENS = 256
 # Bytes of |x| at a time: what stays in the cache.
 _CHUNK_BYTES = 1 << 18
-# Beyond it, numbers are divided by a unit: millions of their squares fit into float32.
-_GREATEST = float(1 << 48)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,7 +40,6 @@ class ActivationStatistics:
     tokens: Floats  # [T, K], a uniform random sample in their order, or all if they are few
     # [K, K], X^T X / count; exactly symmetric. Or its diagonal alone, [K].
     gram: Floats | None = None
-    unit: float = 1.0  # a power of two, by which the numbers in all of these are divided
     # Where X is the quantised model's: the same tokens of the float model, and [K, K],
     # X^T (X_float - X) / count.
     float_tokens: Floats | None = None
@@ -66,23 +59,6 @@ class ActivationStatistics:
         return dataclasses.replace(
             self, mean_abs=self.mean_abs / scales, tokens=self.tokens / scales, gram=gram
         )
-
-    def in_unit(self, unit: float) -> ActivationStatistics:
-        """Return the same statistics in another unit."""
-        if unit == self.unit:
-            return self
-        factor = np.float32(self.unit / unit)
-        gram = None if self.gram is None else self.gram * factor * factor
-        return ActivationStatistics(
-            self.count, self.mean_abs * factor, self.tokens * factor, gram, unit
-        )
-
-
-def unit_for(greatest: float) -> float:
-    """Return the unit for numbers up to this magnitude; 1 where that is not finite."""
-    if not _GREATEST < greatest < math.inf:
-        return 1.0
-    return float(2.0 ** math.ceil(math.log2(greatest / _GREATEST)))
 
 
 class StatisticsAccumulator:
@@ -125,7 +101,6 @@ class StatisticsAccumulator:
         self._gram_stride, self._gram_count = gram_stride, 0
         self._windows, self._pick = itertools.count(gram_stride, gram_stride), 0
         self._picks = np.random.default_rng(0)
-        self.unit = 1.0  # as in ActivationStatistics
 
     def update(self, x: npt.NDArray[Any]) -> None:
         """Take in tokens ``[..., K]`` of any float type; the array is not kept."""
@@ -135,27 +110,11 @@ class StatisticsAccumulator:
                 f"be K = {self._k}"
             )
         rows: Floats = np.ascontiguousarray(x.reshape(-1, self._k), np.float32)
-        sums, greatest = self._magnitudes(rows)
-        if (unit := unit_for(greatest)) > self.unit:
-            self.rescale(unit)
-        if self.unit != 1:
-            rows, sums = rows * np.float32(1 / self.unit), sums / self.unit
-        self._sum_abs += sums
+        self._sum_abs += self._magnitudes(rows)
         self._sample(rows)
         if self._gram is not None:
             self._add_products(rows, self._gram)
         self._count += len(rows)
-
-    def rescale(self, unit: float) -> None:
-        """Take another unit, for what there is and for what comes."""
-        factor = np.float32(self.unit / unit)
-        self._sum_abs *= factor
-        self._tokens *= factor
-        self._waiting *= factor
-        if self._gram is not None:
-            self._gram *= factor
-            self._gram *= factor  # their product may be too small for float32
-        self.unit = unit
 
     def finish(self) -> ActivationStatistics | None:
         """Return the statistics, None without tokens; the accumulator is spent."""
@@ -167,6 +126,10 @@ class StatisticsAccumulator:
         if gram is not None:
             self._flush(gram)
             gram /= np.float32(self._gram_count)
+            if not np.isfinite(gram).all():
+                raise CalibrationError(
+                    f"activation {self._name!r} is too large: its squares leave float32"
+                )
             for start in range(0, self._k * (gram.ndim - 1), _GRAM_ROWS):
                 end = start + _GRAM_ROWS
                 square = gram[start:end, start:end]
@@ -177,18 +140,15 @@ class StatisticsAccumulator:
             (self._sum_abs / self._count).astype(np.float32),
             self._tokens[:kept][order],
             gram,
-            self.unit,
         )
 
-    def _magnitudes(self, rows: Floats) -> tuple[npt.NDArray[np.float64], float]:
-        """Return sums of |x|, float64 ``[K]``, and the greatest |x|."""
-        sums, greatest = np.zeros(self._k, np.float64), 0.0
+    def _magnitudes(self, rows: Floats) -> npt.NDArray[np.float64]:
+        """Return sums of |x|, float64 ``[K]``."""
+        sums = np.zeros(self._k, np.float64)
         step = max(1, _CHUNK_BYTES // (4 * max(1, self._k)))
         with np.errstate(over="ignore", invalid="ignore"):
             for start in range(0, len(rows), step):
-                chunk = np.abs(rows[start : start + step])
-                sums += chunk.sum(axis=0)
-                greatest = max(greatest, float(chunk.max(initial=0)))
+                sums += np.abs(rows[start : start + step]).sum(axis=0)
         # NaN and infinity show in the sums, so that x need not be read again; finite values
         # may add up to infinity in float32, and only then x is looked at.
         if not np.isfinite(sums).all():
@@ -197,7 +157,7 @@ class StatisticsAccumulator:
                     f"activation {self._name!r} holds NaN or infinite values"
                 )
             sums = np.abs(rows).sum(axis=0, dtype=np.float64)
-        return sums, greatest
+        return sums
 
     def _sample(self, rows: Floats) -> None:
         """Algorithm R: token i replaces one of the kept ones with probability max_tokens/i."""
@@ -254,8 +214,6 @@ def pooled(statistics: Sequence[ActivationStatistics]) -> ActivationStatistics:
     """
     if len(statistics) == 1:
         return statistics[0]
-    unit = max(item.unit for item in statistics)
-    statistics = [item.in_unit(unit) for item in statistics]
     count = sum(item.count for item in statistics)
     shares = [item.count / count for item in statistics]
     mean_abs = np.average([item.mean_abs for item in statistics], axis=0, weights=shares)
@@ -270,5 +228,5 @@ def pooled(statistics: Sequence[ActivationStatistics]) -> ActivationStatistics:
         count_here = min(kept, max(1, round(capacity * share)))
         tokens.append(item.tokens[np.arange(count_here) * kept // count_here])
     return ActivationStatistics(
-        count, mean_abs.astype(np.float32), np.concatenate(tokens)[:capacity], gram, unit
+        count, mean_abs.astype(np.float32), np.concatenate(tokens)[:capacity], gram
     )

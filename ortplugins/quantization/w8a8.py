@@ -168,8 +168,7 @@ def _quantize_products(
         if known is None:
             floats |= dict.fromkeys(layers[name], _UNREACHED)
             continue
-        tokens = known.tokens * np.float32(known.unit)
-        found[name] = choose(tokens, [float_matrix(use) for use in layers[name]])
+        found[name] = choose(known.tokens, [float_matrix(use) for use in layers[name]])
         for use, error in zip(layers[name], found[name].errors, strict=True):
             errors[use] = error
             # Of two vectors that differ by a right-angled error of this relative size.

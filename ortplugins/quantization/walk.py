@@ -40,7 +40,6 @@ from ortplugins.quantization.calibration import (
 from ortplugins.quantization.statistics import (
     ActivationStatistics,
     StatisticsAccumulator,
-    unit_for,
 )
 from ortplugins.samples.sources import Feed
 from rewrite_rules.facts.token_rows import TokenRows
@@ -85,7 +84,6 @@ class Walk:
         self._place = 0
         self._numbers = itertools.count()
         self._kept: dict[str, Path] = {}  # folders by name of the value
-        self._halved: set[str] = set()  # of these, what is bfloat16 and kept in float32
         self._differs = False  # whether the copy has run a quantised weight
         self._weights: dict[str, dict[int, Callable[[], Array]]] = {}
 
@@ -128,24 +126,17 @@ class Walk:
         self._run_to(self.places.get(name, 0))
         copy = StatisticsAccumulator(name, k, 2, zeros=self._zeros)
         floats = StatisticsAccumulator(name, k)
-        drift, unit = self._zeros((k, k)), 1.0
+        drift = self._zeros((k, k))
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
             for index, feed in enumerate(self._calibration.samples):
                 given = self._tokens(_FLOAT, index, name, feed)
                 rows = self._tokens(_QUANTIZED, index, name, feed)
                 if given is None or rows is None:
                     continue
-                larger = max(unit_for(float(abs(each).max())) for each in (given, rows))
-                if larger > unit:
-                    copy.rescale(larger)
-                    floats.rescale(larger)
-                    for _ in range(2):
-                        drift *= np.float32(unit / larger)
-                    unit = larger
                 updates = [
                     pool.submit(_update, copy, rows, index),
                     pool.submit(_update, floats, given, index),
-                    pool.submit(_add_drift, rows, given, drift, unit),
+                    pool.submit(_add_drift, rows, given, drift),
                 ]
                 for update in updates:
                     update.result()
@@ -254,19 +245,8 @@ class Walk:
             array = inputs[value.name or ""]
             value.type = ir.TensorType(ir.DataType.from_numpy(array.dtype))
             value.shape = ir.Shape([None] * array.ndim)
-        for value in [value for value in part.inputs if value.name in self._halved]:
-            _cast_input(part, value)
         functions = list(self._model.functions.values())
         model = ir.Model(part, ir_version=self._model.ir_version, functions=functions)
-        session = open_for_samples(model, self._folder, self._calibration.providers)
-        # onnxruntime has no numpy arrays of bfloat16, and knows now which outputs are.
-        halved = {o.name for o in session.get_outputs() if o.type == "tensor(bfloat16)"}
-        if not halved:
-            return session
-        self._halved |= halved
-        for place, value in enumerate(part.outputs):
-            if value.name in halved:
-                part.outputs[place] = _cast_output(part, value)
         return open_for_samples(model, self._folder, self._calibration.providers)
 
 
@@ -280,24 +260,6 @@ def _store(path: Path, array: Array) -> None:
         raise
 
 
-def _cast_input(part: ir.Graph, value: ir.Value) -> None:
-    """Feed a value of bfloat16 in float32."""
-    node = ir.node("Cast", [None], {"to": ir.DataType.BFLOAT16.value})
-    ir.convenience.replace_all_uses_with(value, node.outputs[0])
-    node.replace_input_with(0, value)
-    node.outputs[0].name = f"{value.name}.bfloat16"
-    part.insert_before(part[0], node)
-
-
-def _cast_output(part: ir.Graph, value: ir.Value) -> ir.Value:
-    """Return a value of bfloat16 in float32."""
-    node = ir.node("Cast", [value], {"to": ir.DataType.FLOAT.value})
-    node.outputs[0].name = f"{value.name}.float"
-    node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
-    part.append(node)
-    return node.outputs[0]
-
-
 def _update(statistics: StatisticsAccumulator, rows: Array, sample: int) -> None:
     try:
         statistics.update(rows)
@@ -305,13 +267,11 @@ def _update(statistics: StatisticsAccumulator, rows: Array, sample: int) -> None
         raise CalibrationError(f"sample {sample}: {error}") from None
 
 
-def _add_drift(quantized: Array, floats: Array, sums: Array, unit: float) -> None:
-    """Add X^T (X_float - X) to the sums, in place; both divided by the unit."""
+def _add_drift(quantized: Array, floats: Array, sums: Array) -> None:
+    """Add X^T (X_float - X) to the sums, in place."""
     k = quantized.shape[-1]
     rows = quantized.reshape(-1, k).astype(np.float32, copy=False)
     difference = floats.reshape(-1, k).astype(np.float32, copy=False) - rows
-    if unit != 1:
-        rows, difference = rows / np.float32(unit), difference / np.float32(unit)
     for start in range(0, k, _DRIFT_ROWS):
         block = slice(start, start + _DRIFT_ROWS)
         sums[block] += rows[:, block].T @ difference

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Calibration: samples are read once and checked, activations stream into statistics."""
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -110,6 +109,7 @@ def test_second_moments_of_some_tokens_favour_no_position():
     [
         (np.full((2, 3), np.nan, np.float32), "'x' holds NaN or infinite"),
         (np.full((2, 3), np.inf, np.float32), "'x' holds NaN or infinite"),
+        (np.full((2, 3), 1e20, np.float32), "'x' is too large: its squares leave float32"),
         (np.ones((3, 2), np.float32), r"'x' has shape \[3, 2\].*K = 3"),
     ],
 )
@@ -118,31 +118,6 @@ def test_bad_activations_are_refused_by_name(x, message):
     with pytest.raises(CalibrationError, match=message):
         accumulator.update(x)
         accumulator.finish()
-
-
-@pytest.mark.parametrize("greatest", [1e13, 1e18, 3e19, 1e30, 3e38])
-def test_statistics_of_huge_activations_are_in_a_unit(greatest):
-    x = RNG.standard_normal((300, 6)).astype(np.float32)
-    factor = 2.0 ** np.floor(np.log2(greatest / abs(x).max()))
-    small, large = statistics(x), statistics(x * np.float32(factor))
-    assert np.log2(large.unit).is_integer()
-    rescaled = small.in_unit(large.unit / factor)
-    for key in ("mean_abs", "tokens", "gram"):
-        expected = getattr(rescaled, key)
-        np.testing.assert_allclose(getattr(large, key), expected, rtol=1e-6)
-    # One such token, when there is a sum already, or before there is one.
-    for outlier in (0, 299):
-        rows = x.copy()
-        rows[outlier] *= np.float32(factor)
-        accumulator = StatisticsAccumulator("x", 6, 2, max_tokens=400)
-        for part in np.split(rows, 3):
-            accumulator.update(part)
-        found = accumulator.finish()
-        wide = rows.astype(np.float64)
-        np.testing.assert_allclose(
-            found.gram.astype(float) * found.unit**2, wide.T @ wide / 300, rtol=1e-4
-        )
-        np.testing.assert_allclose(found.tokens.astype(float) * found.unit, wide, rtol=1e-6)
 
 
 def statistics(x, max_tokens=16):
@@ -325,16 +300,6 @@ def test_graph_inputs_are_activations_too(tmp_path):
     found = statistics_of(model, feeds, tmp_path, {"x": 2, "idle": 2})
     np.testing.assert_array_equal(found["x"].tokens, np.eye(2))
     assert found["idle"].count == 1
-
-
-def test_bfloat16_activations_are_fetched_as_float32(tmp_path):
-    text = "half = Cast <to = 16> (x) y = Cast <to = 1> (half)"
-    model = model_of(f"g (float[n, 2] x) => (float[n, 2] y) {{ {text} }}", {})
-    next(iter(model.graph)).outputs[0].type = ir.TensorType(ir.DataType.BFLOAT16)
-    feeds = [{"x": np.array([[1 / 3, 2]], np.float32)}]
-    found = statistics_of(model, feeds, tmp_path, {"half": 2})
-    expected = feeds[0]["x"].astype(ml_dtypes.bfloat16).astype(np.float32)
-    np.testing.assert_array_equal(found["half"].tokens, expected)
 
 
 @pytest.mark.parametrize(

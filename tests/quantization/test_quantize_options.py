@@ -705,25 +705,3 @@ def test_functions_that_call_themselves_are_refused():
     proto = with_functions("b = Add(a, a)", "b = own.twice(a)")
     with pytest.raises(ModelFileError, match="'twice' calls itself"):
         quantize(proto)
-
-
-@pytest.mark.parametrize("typed", [True, False])
-def test_values_of_bfloat16_between_layers(typed):
-    text = f"""g (float[T, {D}] x) => (float[T, {D}] y, float[T, {D}] z) {{
-        [a] h = MatMul(x, V)
-        half = Cast <to = 16> (h)
-        wide = Cast <to = 1> (half)
-        [b] i = MatMul(wide, W)
-        both = Cast <to = 1> (half)
-        y = Add(i, both)
-        [c] z = MatMul(y, U)
-    }}"""
-    weights = {name: normal(D, D, seed=seed) for seed, name in enumerate("UVW")}
-    model = model_of(text, weights)
-    if typed:
-        node = next(node for node in model.graph if node.outputs[0].name == "half")
-        node.outputs[0].type = ir.TensorType(ir.DataType.BFLOAT16)
-    samples = [{"x": normal(40, D, seed=seed)} for seed in (1, 2)]
-    result = quantize(model, method="gptq", calibration_data_reader=samples)
-    assert all(row.output_error < 0.2 for row in result.report.nodes)
-    assert {row.method for row in result.report.nodes} == {"gptq"}

@@ -2,13 +2,12 @@
 """Products in 8 bits: near float, never saturated, and each text by itself."""
 
 import re
-from pathlib import Path
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from builders.command_line import printed, refused
+from builders.command_line import printed
 from builders.decoders import decoder
 from builders.encoders import encoder
 from builders.exports import exported, fused
@@ -16,7 +15,6 @@ from builders.quantized_files import arrays_of, kinds, read
 from builders.text_models import T, model_of, normal, text_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnxruntime.quantization import CalibrationDataReader, quantize_dynamic, quantize_static
 from onnxruntime.transformers.float16 import convert_float_to_float16
 
 from ortplugins.errors import CalibrationError, ModelFileError, QuantizationError
@@ -337,12 +335,6 @@ def test_what_was_quantised_stays(again):
 # What is said of encoders that are quantised.
 
 
-def ids_and_mask(model: onnx.ModelProto) -> dict:
-    ids = np.arange(1, 9)[None]
-    given = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
-    return {value.name: given[value.name] for value in model.graph.input}
-
-
 def image_encoder(*, attends: bool = True) -> onnx.ModelProto:
     """Patches of an image, and attention of one head; or a mean alone."""
     mixed = """
@@ -385,46 +377,3 @@ def test_weights_alone_make_an_encoder_slower(tmp_path, model, options, noted):
     text = printed("quantize", tmp_path / "float.onnx", "-o", tmp_path / "q.onnx", *options)
     assert ("longer than in float" in text) == noted
     assert ("quantize-encoder8" in text) == noted
-
-
-def dynamic(folder: Path) -> Path:
-    onnx.save(encoder(), folder / "float.onnx")
-    quantize_dynamic(folder / "float.onnx", folder / "q.onnx", ["MatMul"], per_channel=True)
-    return folder / "q.onnx"
-
-
-def fixed_ranges(folder: Path) -> Path:
-    onnx.save(encoder(), folder / "float.onnx")
-    feeds = iter([ids_and_mask(encoder())])
-    methods = {"get_next": lambda _: next(feeds, None)}
-    reader = type("Reader", (CalibrationDataReader,), methods)
-    quantize_static(folder / "float.onnx", folder / "q.onnx", reader())
-    return folder / "q.onnx"
-
-
-def by_us(folder: Path, quantise=quantize, **settings) -> Path:
-    samples = [ids_and_mask(encoder())]
-    quantise(encoder(), folder / "q.onnx", calibration_data_reader=samples, **settings)
-    return folder / "q.onnx"
-
-
-@pytest.mark.parametrize(
-    ("write", "said"),
-    [
-        (
-            dynamic,
-            r"3 products take the ranges of activations from each batch.*\.994.*encoder8",
-        ),
-        (fixed_ranges, r"3 products read activations of 8 bits.*\.93.*\.999"),
-        (lambda folder: by_us(folder, bits=8), r"3 products have weights of few bits.*1\.13"),
-        (lambda folder: by_us(folder, quantize_encoder8, least_cosine=0), ""),
-    ],
-    ids=["dynamic", "QDQ", "weights", "encoder8"],
-)
-def test_inspect_says_what_the_recipe_would_gain(tmp_path, write, said):
-    path = write(tmp_path)
-    text = " ".join(printed("inspect", path).split())
-    assert re.search(said, text)
-    assert ("encoder8" in text) == bool(said)
-    again = refused("quantize", path, "-o", tmp_path / "again.onnx")
-    assert "the model is already quantised" in again

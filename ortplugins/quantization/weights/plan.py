@@ -13,7 +13,6 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
 from ortplugins.errors import ModelFileError
@@ -29,7 +28,6 @@ from ortplugins.quantization.weights.uses import (
     readers_of,
     state_sizes,
 )
-from rewrite_rules.dq_matmulnbits_fusion.kernels import fitting_block_size
 from rewrite_rules.graph.nodes import inline_functions, label
 
 
@@ -277,7 +275,7 @@ def reported(plan: WeightPlan, recipe: Recipe) -> QuantizeReport:
         else:
             group, weight = weights[node]
             before = once(node.tensor.nbytes, "float", node.weight)
-            after = once(_stored_bytes(recipe, weight), weight)
+            after = once(weight.form.stored_bytes(weight.K, weight.N), weight)
             node = report_of(
                 node,
                 op_type=node.node.op_type,
@@ -298,27 +296,6 @@ def reported(plan: WeightPlan, recipe: Recipe) -> QuantizeReport:
         quantized_bytes=plan.coverage.quantized_bytes + stored,
     )
     return QuantizeReport(recipe.method, tuple(rows), covered, tuple(plan.notes))
-
-
-def _stored_bytes(recipe: Recipe, weight: Weight) -> int:
-    """Return the bytes that codes, scales and zero points take in the model."""
-    k, form = weight.K, weight.form
-    table = form.stored_bytes(k, weight.N)
-    size = fitting_block_size(form.bits, form.size_along(k), k)
-    multiplied = any(use.activation is not None for use in weight.uses)
-    if size is None or not (multiplied and recipe.fuses(table=weight.is_table)):
-        return table
-    # MatMulNBits' blocks and rows of zero points are filled up.
-    blocks = -(-k // size)
-    codes = blocks * size * form.bits // 8
-    grid = blocks * np.dtype(form.scale_type).itemsize
-    grid += 0 if form.is_symmetric else -(-blocks * form.bits // 8)
-    if not weight.is_table:
-        return weight.N * (codes + grid)
-    # GatherBlockQuantized reads the same tensors, but for what is filled up or repeated.
-    filled = codes if k % size else 0
-    repeated = grid if size != form.size_along(k) else 0
-    return table + weight.N * (filled + repeated)
 
 
 def report_of(use: WeightUse, **more: Any) -> NodeReport:

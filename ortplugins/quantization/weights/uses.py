@@ -36,11 +36,6 @@ SCOPES = "pkg.torch.onnx.name_scopes"  # of a node, in its metadata
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 # Between float weights and what they were before somebody quantised them.
 _QUANTISED = frozenset({"DequantizeLinear", "DequantizeBFP", "QuantizeLinear"})
-# Operators that multiply codes or pick some. What is added to their output reads parts or sums
-# of their input, and may be spread before the sum.
-_CODES = frozenset({"GatherBlockQuantized", "MatMulIntegerToFloat", "MatMulNBits"})
-_PARTS = frozenset({"Cast", "Gather", "Mul", "QuantizeLinear", "ReduceSum", "Reshape"})
-_SPREAD = frozenset({"Cast", "Mul", "Reshape", "Unsqueeze"})
 _PRODUCTS = frozenset({"FusedMatMul", "Gemm", "MatMul"})
 # What may stand between the product of a head and the output of the model.
 _BEHIND_HEAD = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Tanh"})
@@ -222,7 +217,7 @@ def _use(
         )
     if 0 in shape:
         raise Refusal("ORP802", f"weight {root.name!r} has shape {list(shape)}: it is empty")
-    _check_not_beside_codes(node, 1 - index)
+    _check_not_beside_codes(node)
     if gathers:
         if int_attribute(node, "axis", 0) not in (0, -2):
             raise Refusal(
@@ -301,39 +296,13 @@ def _no_statistics(product: Product, activation: ir.Value, main: ir.Graph) -> st
     return None
 
 
-def _check_not_beside_codes(node: ir.Node, index: int) -> None:
-    """Refuse what is added to a product of codes for what these lack, of the same input.
-
-    Such are channels that encoder8 multiplies in float, and offsets of llama.cpp's blocks.
-    """
-    readers = list(node.outputs[0].uses())
-    while len(readers) == 1 and readers[0].node.op_type in _SPREAD:
-        readers = list(readers[0].node.outputs[0].uses())
-    for reader, place in readers:
-        beside = reader.inputs[1 - place] if reader.op_type == "Add" else None
-        codes = None if beside is None else beside.producer()
-        if codes is not None and codes is not node and _multiplies_codes(codes):
-            given = {source for each in codes.inputs if each for source in _sources(each)}
-            if not given.isdisjoint(_sources(node.inputs[index])):
-                raise Refusal(
-                    "ORP803", f"already quantised: it adds what {label(codes)!r} lacks"
-                )
-
-
-def _multiplies_codes(node: ir.Node) -> bool:
-    if node.op_type in _CODES:
-        return True
-    makers = (None if each is None else _root(each)[0].producer() for each in node.inputs)
-    kinds = (maker.op_type for maker in makers if maker is not None)
-    return node.op_type in OP_TYPES and "DequantizeLinear" in kinds
-
-
-def _sources(value: ir.Value | None) -> Iterator[ir.Value]:
-    """Yield a value and what it is made of, element by element, of parts or of sums."""
-    while value is not None:
-        yield value
-        node = value.producer()
-        value = node.inputs[0] if node is not None and node.op_type in _PARTS else None
+def _check_not_beside_codes(node: ir.Node) -> None:
+    """Refuse channels that :func:`.quantize_encoder8` multiplies in float, beside codes."""
+    for reader, index in node.outputs[0].uses():
+        other = reader.inputs[1 - index] if reader.op_type == "Add" else None
+        beside = None if other is None else other.producer()
+        if beside is not None and beside.op_type == "MatMulIntegerToFloat":
+            raise Refusal("ORP803", f"already quantised: it adds what {label(beside)!r} lacks")
 
 
 def _root(operand: ir.Value) -> tuple[ir.Value, bool]:
