@@ -93,6 +93,21 @@ class ProvedShapes(Facts):
         shape = 0 if value is None else self.shape(value)
         return shape if isinstance(shape, tuple) and rank in (None, len(shape)) else None
 
+    def match(self, value: ir.Value | None, form: str, **bound: Dim) -> dict[str, Dim] | None:
+        """Bind the dimensions of a value by name, ``"B H S 64"``; None where one is another.
+
+        ``bound`` are those of other values, which a name keeps; ``_`` is any dimension.
+        """
+        names, found = form.split(), dict(bound)
+        dims = self.dims(value, len(names))
+        if dims is None:
+            return None
+        for name, dim in zip(names, dims, strict=True):
+            wanted = known(int(name)) if name.isdigit() else found.setdefault(name, dim)
+            if name != "_" and wanted != dim:
+                return None
+        return found
+
     def numbers(self, value: ir.Value | None) -> tuple[Dim | None, ...] | None:
         """Return what is known of a small int64 tensor's elements, in flat order."""
         found = None if value is None else self.integers(value)

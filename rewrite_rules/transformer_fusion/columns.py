@@ -106,8 +106,12 @@ def columns(table: ir.Value, facts: ProvedShapes) -> Array:
         node, dims = value.producer(), facts.dims(value)
         if node is not None and dims is not None and _keeps_columns(node, facts):
             pending += _data(node)
+        elif dims is None:
+            raise CannotEvaluate(f"the rank of {value.name!r} is not known")
         else:
-            bases[value] = _random(value, facts, sizes, rng)
+            # Lengths that differ from each other and from 1.
+            shape = [number(dim) or sizes.setdefault(dim, len(sizes) + 2) for dim in dims]
+            bases[value] = rng.standard_normal(shape).astype(np.float32)
         if len(seen) > _MAX_NODES:
             raise CannotEvaluate(f"{table.name!r} depends on too much")
     return GraphEvaluator(facts, bases, NodeEvaluator()).array(table)
@@ -130,46 +134,3 @@ def _keeps_columns(node: ir.Node, facts: ProvedShapes) -> bool:
     axes = _axes(node, facts) if node.op_type in _ALONG else None
     dims = facts.dims(node.inputs[0])
     return axes is not None and dims is not None and axes == {len(dims) - 1}
-
-
-def _random(
-    value: ir.Value,
-    facts: ProvedShapes,
-    sizes: dict[object, int],
-    rng: np.random.Generator,
-) -> Array:
-    """Make up a value of which nothing is known but which columns of a constant it has."""
-    dims = facts.dims(value)
-    if dims is None:
-        raise CannotEvaluate(f"the rank of {value.name!r} is not known")
-    # Lengths that differ from each other and from 1.
-    shape = [number(dim) or sizes.setdefault(dim, len(sizes) + 2) for dim in dims]
-    source = _rows_of(value, facts)
-    if source is None:
-        return rng.standard_normal(shape).astype(np.float32)
-    kinds: dict[bytes, int] = {}
-    signs, kind = list[float](), list[int]()
-    for column in source.reshape(-1, source.shape[-1]).T:
-        first = column[np.flatnonzero(column)[:1]]
-        signs.append(float(np.sign(first[0])) if first.size else 1.0)
-        kind.append(kinds.setdefault((column * signs[-1] + 0.0).tobytes(), len(kinds)))
-    array = rng.standard_normal((*shape[:-1], len(kinds)))[..., kind]
-    return (array * signs).astype(np.float32)
-
-
-def _rows_of(value: ir.Value, facts: ProvedShapes) -> Array | None:
-    """The constant that nodes take rows of; None where it is no constant."""
-    tensor = constant(value)
-    while tensor is None and (node := made_by(value, "Gather", "Slice")) is not None:
-        source = node.inputs[0]
-        dims = facts.dims(source)
-        if source is None or dims is None:
-            return None
-        last = len(dims) - 1
-        axes = [int_attribute(node, "axis", 0)]
-        if node.op_type == "Slice":
-            axes = (constant_ints(node.inputs[3]) if len(node.inputs) > 3 else None) or [last]
-        if last in {axis % len(dims) for axis in axes}:
-            return None
-        value, tensor = source, constant(source)
-    return None if tensor is None or tensor.size == 0 else tensor.numpy()

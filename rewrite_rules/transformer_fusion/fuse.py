@@ -175,7 +175,9 @@ def _fuse_attention(
     context: PassContext,
 ) -> None:
     """Fuse rotary embeddings, then attention, in the graph and in its subgraphs."""
-    remarks = context.remarks
+    remarks, opset = context.remarks, model.opset_imports.get("", 0)
+    # What a run is asked takes axes as an input.
+    attention = options.attention and opset >= _AXES_OPSET
     is_shared = options.kv_cache == _SHARED and bool(cache_inputs(model))
     caches = list[tuple[ir.Value, ir.Value]]()
     graphs = [model.graph] if is_shared else [*_graphs(model.graph)]
@@ -184,17 +186,17 @@ def _fuse_attention(
     nodes = _by_operator(model)
     weighted = multiplied_weights(nodes["Softmax"])
     ends = {*nodes["Transpose"], *filter(may_be_rotation, nodes["Add"] + nodes["Concat"])}
-    standard = _has_standard_attention(context) and model.opset_imports[""] >= _ATTENTION_OPSET
+    standard = _has_standard_attention(context) and opset >= _ATTENTION_OPSET
     for graph in graphs:
         rules, own = list[RewriteRule](), {node for node in graph if node in ends}
         for each in (Rotary, SplitRotary) if options.rotary else ():
             rules += each.rule(shapes, remarks).commute()
-        if options.attention:
+        if attention:
             shared_by_all = (shapes, nonempty, remarks, standard, caches, shared)
             rules += (FuseAttention.rule(*shared_by_all, first) for first in (False, True))
         if own:
             _apply(model, rules, own.__contains__)
-    if options.attention:
+    if attention:
         if shared is not None:
             shared.replace_sizes(whole for whole, _ in caches)
         name_caches(caches)

@@ -89,7 +89,8 @@ class GroupQueries(RewriteRuleClassBase):
         rows, columns = self._facts.dims(left), self._facts.dims(right)
         if columns is None or len(columns) < 4:
             return None
-        heads = read_repeated_heads(right, self._facts) or _broadcast(rows, right, columns)
+        heads = read_repeated_heads(right, self._facts) if len(columns) == 4 else None
+        heads = heads or _broadcast(rows, right, columns)
         if heads is None:
             return None
         query_heads = heads.groups * heads.repeats

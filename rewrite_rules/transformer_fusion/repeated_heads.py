@@ -27,7 +27,7 @@ import onnx_ir as ir
 from rewrite_rules.graph.nodes import label, made_by
 from rewrite_rules.graph.parameters import constant, int_attribute, ints_attribute
 from rewrite_rules.remarks import Refusal
-from rewrite_rules.shapes.dimensions import Dim, Shape, number
+from rewrite_rules.shapes.dimensions import known, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.head_layout import count_heads
 
@@ -66,11 +66,6 @@ class RepeatedHeads:
     split: bool = False
     scalings: tuple[tuple[ir.Node, int], ...] = ()
     reshaped: tuple[tuple[ir.Value, tuple[int, ...]], ...] = ()
-
-    @property
-    def length_axis(self) -> int:
-        """The axis of ``source`` that counts keys."""
-        return 1 if self.split else 2
 
 
 def read_repeated_heads(
@@ -174,11 +169,8 @@ def _cache(node: ir.Node, facts: ProvedShapes) -> RepeatedHeads | None:
     """Read Concat(past, new) of ``[B, G, T, D]`` on T."""
     if node.op_type != "Concat" or len(node.inputs) != 2:
         return None
-    if facts.dims(node.outputs[0], _RANK) is None:
-        return None
     # What is fed has as many heads as declared; new ones that have others fit no MatMul.
-    past = facts.dims(node.inputs[0])
-    groups = None if past is None else number(past[_HEADS])
+    groups = number((facts.match(node.inputs[0], "_ G _ _") or {}).get("G"))
     if groups is None or int_attribute(node, "axis", 0) % _RANK != 2:
         return None
     return RepeatedHeads(node.outputs[0], groups, 1)
@@ -187,19 +179,17 @@ def _cache(node: ir.Node, facts: ProvedShapes) -> RepeatedHeads | None:
 def _merged(node: ir.Node, facts: ProvedShapes) -> RepeatedHeads | None:
     """Reshape([B, G, r, T, D] -> [B, G * r, T, D]) of repeated heads."""
     maker = made_by(node.inputs[0], "Concat", "Expand", "Tile")
-    if maker is None:
+    if maker is None or (maker.op_type == "Concat" and len({*maker.inputs}) > 1):
         return None
-    source = _unsqueezed(maker, facts)
-    once = facts.dims(source, _RANK)
+    source = before_unsqueeze(maker.inputs[0], facts)
+    once = facts.match(source, "B G T D")
     if source is None or once is None:
         return None
-    after, groups = facts.dims(maker.outputs[0], _RANK + 1), number(once[1])
-    repeats = None if after is None else number(after[2])
-    if groups is not None and repeats is not None and repeats > 1:
-        merged = (once[0], (groups * repeats, ()), *once[2:])
-        is_repeated = after == (*once[:2], (repeats, ()), *once[2:])
-        made = facts.dims(node.outputs[0]), facts.numbers(node.inputs[1])
-        if is_repeated and merged in made:
+    found, groups = facts.match(maker.outputs[0], "B G r T D", **once), number(once["G"])
+    repeats = number(found["r"]) if found is not None else None
+    if groups and repeats and repeats > 1:
+        merged = once["B"], known(groups * repeats), once["T"], once["D"]
+        if merged in (facts.dims(node.outputs[0]), facts.numbers(node.inputs[1])):
             return RepeatedHeads(source, groups, repeats)
     return _merged_as_asked(node, maker, source, facts)
 
@@ -207,67 +197,38 @@ def _merged(node: ir.Node, facts: ProvedShapes) -> RepeatedHeads | None:
 def _merged_as_asked(
     node: ir.Node, maker: ir.Node, source: ir.Value, facts: ProvedShapes
 ) -> RepeatedHeads | None:
-    """Read the same where the sizes asked for are not proved to be those of ``source``."""
-    repeated = _repeated_sizes(maker, facts.shape(source), facts)
-    if repeated is None:
-        return None
-    groups, repeats = number(repeated[1]), number(repeated[2])
+    """Read the same where the sizes of an Expand are not proved to be those of ``source``."""
+    asked = facts.numbers(maker.inputs[1]) if maker.op_type == "Expand" else None
     target = facts.numbers(node.inputs[1])
-    if groups is None or repeats is None or repeats < 2 or target is None:
+    if asked is None or len(asked) != _RANK + 1 or target is None:
         return None
-    heads_once = (repeated[0], (groups, ()), *repeated[3:])
-    if target != (repeated[0], (groups * repeats, ()), *repeated[3:]):
+    batch, groups, repeats = asked[0], number(asked[1]), number(asked[2])
+    if groups is None or repeats is None or repeats < 2:
+        return None
+    if target != (batch, known(groups * repeats), *asked[3:]):
         raise Refusal(
             "ORP603", f"Reshape {label(node)!r} does not merge each head with its repeats"
         )
-    same = facts.shape(source) == heads_once
+    same = facts.shape(source) == (batch, known(groups), *asked[3:])
     return RepeatedHeads(source, groups, repeats, None if same else node)
 
 
-def _unsqueezed(node: ir.Node, facts: ProvedShapes) -> ir.Value | None:
-    """``K[B, G, T, D]`` of a node that repeats ``[B, G, 1, T, D]`` on the third axis."""
-    values = set(node.inputs if node.op_type == "Concat" else node.inputs[:1])
-    value = values.pop()
-    return None if values or value is None else before_unsqueeze(value, facts)
-
-
-def before_unsqueeze(value: ir.Value, facts: ProvedShapes) -> ir.Value | None:
+def before_unsqueeze(value: ir.Value | None, facts: ProvedShapes) -> ir.Value | None:
     """Return ``K[B, G, T, D]`` of ``[B, G, 1, T, D]``; None for other values."""
     maker = made_by(value, "Unsqueeze", "Reshape")
     source = None if maker is None else maker.inputs[0]
-    before = facts.dims(source, _RANK)
-    if before is None:
-        return None
-    return source if facts.shape(value) == (*before[:2], (1, ()), *before[2:]) else None
-
-
-def _repeated_sizes(
-    node: ir.Node, before: Shape, facts: ProvedShapes
-) -> tuple[Dim | None, ...] | None:
-    """``[B, G, r, T, D]`` as Expand is asked for it, or as Tile and Concat make it."""
-    assert isinstance(before, tuple)
-    if node.op_type == "Concat":
-        on_repeats = int_attribute(node, "axis", 0) in (2, -3)
-        return (*before[:2], (len(node.inputs), ()), *before[2:]) if on_repeats else None
-    asked = facts.numbers(node.inputs[1])
-    if asked is None or len(asked) != _RANK + 1:
-        return None
-    if node.op_type == "Expand":
-        return asked
-    once = (1, ())
-    if (*asked[:2], *asked[3:]) != (once,) * _RANK:
-        return None
-    return (*before[:2], asked[2], *before[2:])
+    once = facts.match(source, "B G T D")
+    return source if once and facts.match(value, "B G 1 T D", **once) else None
 
 
 def _gathered(node: ir.Node, facts: ProvedShapes) -> RepeatedHeads | None:
     """Gather(K, [0, 0, ..., 1, 1, ...], axis=1): repeat_interleave."""
     source, tensor = node.inputs[0], constant(node.inputs[1])
-    shape = facts.dims(source, _RANK)
-    if source is None or shape is None or tensor is None:
+    once = facts.match(source, "_ G _ _") or {}
+    groups = number(once.get("G"))
+    if source is None or tensor is None or groups is None:
         return None
-    groups = number(shape[_HEADS])
-    if groups is None or int_attribute(node, "axis", 0) % _RANK != _HEADS:
+    if int_attribute(node, "axis", 0) % _RANK != _HEADS:
         return None
     array = tensor.numpy()
     repeats, rest = divmod(array.size, groups)
@@ -280,14 +241,11 @@ def _gathered(node: ir.Node, facts: ProvedShapes) -> RepeatedHeads | None:
 
 def _expanded_single_head(node: ir.Node, facts: ProvedShapes) -> RepeatedHeads | None:
     """Expand(K[B, 1, T, D], [B, r, T, D])."""
-    source = node.inputs[0]
-    before, after = facts.dims(source, _RANK), facts.dims(node.outputs[0], _RANK)
-    if source is None or before is None or after is None or number(before[_HEADS]) != 1:
+    source, once = node.inputs[0], facts.match(node.inputs[0], "B 1 T D")
+    repeats = number((facts.match(node.outputs[0], "_ r _ _") or {}).get("r"))
+    if source is None or once is None or repeats is None or repeats < 2:
         return None
-    repeats = number(after[_HEADS])
-    if repeats is None or repeats < 2:
-        return None
-    if (before[0], *before[2:]) != (after[0], *after[2:]):
+    if facts.match(node.outputs[0], "B _ T D", **once) is None:
         raise Refusal("ORP602", f"Expand {label(node)!r} may stretch more than the heads")
     return RepeatedHeads(source, 1, repeats)
 
