@@ -43,12 +43,14 @@ from rewrite_rules.transformer_fusion.attention_kernels import Attention
 from rewrite_rules.transformer_fusion.guarded import (
     Build,
     Question,
-    Region,
+    clone,
     guarded,
     mended,
+    own_nodes,
 )
 from rewrite_rules.transformer_fusion.head_layout import (
     SPLIT_HEADS,
+    before_split,
     count_query_heads,
     head_size,
     ints,
@@ -279,26 +281,30 @@ class FuseAttention(RewriteRuleClassBase):
     def _own_nodes(self, found: Attention, end: ir.Value) -> tuple[Attention, Build]:
         """Return whether the cache is joined with the rest, and what clones the nodes."""
         masks = [mask.value for mask in found.masks]
-        news = [found.new(heads) for heads in found.both]
+        # Kernels read what is split into heads: a clone repeats the Transpose.
+        read = [before_split(found.query)]
+        read += [before_split(found.new(heads), heads.split) for heads in found.both]
         held = [heads.source for heads in found.both]
         graph = producer(end).graph
         if producer(end) not in self._places:
             self._places = {node: place for place, node in enumerate(graph or ())}
-        readers = [node for value in (found.query, *news) for node in value.consumers()]
+        readers = [node for value in read for node in value.consumers()]
         first = min((self._places[n] for n in readers if n in self._places), default=0)
 
         def is_before(node: ir.Node) -> bool:
             return self._places.get(node, first) < first
 
         if found.cached:
-            read = [value for value in found.past if value is not None]
-            region = Region([end, *held], [found.query, *read, *news, *masks], is_before)
-            inputs = [found.query, *news, *masks, *region.captured]
-            if not self._depend(inputs, [producer(whole) for whole in held]):
+            past = [value for value in found.past if value is not None]
+            nodes = own_nodes([end, *held], [*read, *past, *masks], is_before)
+            inside = {value for node in nodes for value in node.outputs}
+            inputs = {v for node in nodes for v in node.inputs if v is not None} - inside
+            if not self._depend([*inputs, *masks], [producer(whole) for whole in held]):
                 joined = dataclasses.replace(found, joins=True)
-                return joined, functools.partial(region.emit, facts=self._facts)
-        region = Region([end], [found.query, *held, *masks], is_before)
-        return found, functools.partial(region.emit, facts=self._facts)
+                return joined, lambda op: clone(op, nodes, [end, *held], self._facts)
+            read[1:] = held
+        apart = own_nodes([end], [*read, *masks], is_before)
+        return found, lambda op: clone(op, apart, [end], self._facts)
 
     def _depend(self, values: Iterable[ir.Value], joins: Sequence[ir.Node]) -> bool:
         """Whether values are computed from the new cache."""

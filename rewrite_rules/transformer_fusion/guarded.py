@@ -65,55 +65,48 @@ def _branch(build: Build) -> ir.Graph:
     return ir.Graph([], outputs, nodes=op.nodes, name="branch")
 
 
-class Region:
-    """The nodes of a graph between some values and what is made of them.
+def own_nodes(
+    results: Sequence[ir.Value],
+    read: Iterable[ir.Value],
+    is_before: Callable[[ir.Node], bool],
+) -> list[ir.Node]:
+    """Return the nodes, in order, between values that are read and what is made of them.
 
-    Attributes:
-        captured: Values that these nodes read, beside the former.
+    None that ``is_before`` others depends on what is read.
+
+    Raises:
+        Refusal: If a node holds a subgraph.
     """
+    inside, nodes = dict.fromkeys(read, True), list[ir.Node]()
 
-    def __init__(
-        self,
-        results: Sequence[ir.Value],
-        read: Iterable[ir.Value],
-        is_before: Callable[[ir.Node], bool],
-    ) -> None:
-        """Find the nodes; none that ``is_before`` others depends on what is read."""
-        self.results = results
-        self._inside: dict[ir.Value, bool] = dict.fromkeys(read, True)
-        self._read, self._is_before = frozenset(self._inside), is_before
-        self._nodes = dict[ir.Node, None]()
-        for value in results:
-            self._visit(value)
-        made = {value for node in self._nodes for value in node.outputs}
-        inputs = {v for node in self._nodes for v in node.inputs if v is not None}
-        self.captured = inputs - made - self._read
-
-    def _visit(self, value: ir.Value) -> bool:
-        """Whether a value depends on what is read; its nodes, in order, are noted then."""
+    def visit(value: ir.Value) -> bool:
         node = value.producer()
-        if value in self._inside or node is None or self._is_before(node):
-            return self._inside.get(value, False)
-        inputs = [v for v in node.inputs if v is not None]
-        found = sum(map(self._visit, inputs)) > 0
-        self._inside.update(dict.fromkeys(node.outputs, found))
+        if value in inside or node is None or is_before(node):
+            return inside.get(value, False)
+        found = sum(visit(each) for each in node.inputs if each is not None) > 0
+        inside.update(dict.fromkeys(node.outputs, found))
         if found:
             if any(subgraphs(node)):
                 raise Refusal("ORP603", f"{label(node)!r} between holds a subgraph")
-            self._nodes[node] = None
+            nodes.append(node)
         return found
 
-    def emit(self, op: Any, facts: ProvedShapes) -> list[ir.Value]:
-        """Emit clones of the nodes; return what they make."""
-        made: dict[ir.Value | None, ir.Value | None] = {}
-        for node in self._nodes:
-            inputs = [made.get(value, value) for value in node.inputs]
-            count, kept = len(node.outputs), dict(node.attributes)
-            outputs = op.op(node.op_type, *inputs, _domain=node.domain, _outputs=count, **kept)
-            for old, new in zip(
-                node.outputs, outputs if count > 1 else [outputs], strict=True
-            ):
-                new.type = old.type
-                facts.replace(old, new)
-                made[old] = new
-        return [made.get(value, value) or value for value in self.results]
+    for value in results:
+        visit(value)
+    return nodes
+
+
+def clone(
+    op: Any, nodes: Iterable[ir.Node], results: Iterable[ir.Value], facts: ProvedShapes
+) -> list[ir.Value]:
+    """Emit nodes once more; return what stands for results of theirs."""
+    made: dict[ir.Value | None, ir.Value | None] = {}
+    for node in nodes:
+        inputs = [made.get(value, value) for value in node.inputs]
+        count, kept = len(node.outputs), dict(node.attributes)
+        outputs = op.op(node.op_type, *inputs, _domain=node.domain, _outputs=count, **kept)
+        for old, new in zip(node.outputs, outputs if count > 1 else [outputs], strict=True):
+            new.type = old.type
+            facts.replace(old, new)
+            made[old] = new
+    return [made.get(value, value) or value for value in results]

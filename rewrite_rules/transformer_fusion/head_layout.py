@@ -41,6 +41,13 @@ def unsplit(heads: ir.Value) -> ir.Value:
     return heads if node is None or node.inputs[0] is None else node.inputs[0]
 
 
+def before_split(heads: ir.Value, are_split: bool = False) -> ir.Value:
+    """Return what is split into ``[B, H, S, D]``; if ``are_split``, into ``[B, S, H, D]``."""
+    split = heads if are_split else unsplit(heads)
+    node = made_by(split, "Reshape") if are_split or split is not heads else None
+    return split if node is None or node.inputs[0] is None else node.inputs[0]
+
+
 def in_order(heads: ir.Value) -> ir.Value:
     """Return what has the elements of ``[B, H, S, D]`` in order wherever S is 1."""
     value = unsplit(heads)

@@ -33,12 +33,10 @@ from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.columns import columns, moved
 from rewrite_rules.transformer_fusion.head_layout import (
     SPLIT_HEADS,
-    Split,
     batch_and_length,
     count_heads,
     ints,
     is_transposed_heads,
-    read_split,
     rows,
     rows_are,
     token_dims,
@@ -61,7 +59,6 @@ class Rotary(RewriteRuleClassBase):
         self._facts = facts
         self._remarks = remarks
         self._tables: dict[object, tuple[ir.Value, ...]] = {}
-        self._sizes: dict[object, ir.Value] = {}
 
     def pattern(self, op, x, cos, turned, sin):  # type: ignore[no-untyped-def]
         return op.Add(op.Mul(x, cos), op.Mul(turned, sin), _outputs=["out"])
@@ -166,30 +163,16 @@ class Rotary(RewriteRuleClassBase):
         if not is_transposed_heads(x):
             return op.RotaryEmbedding(x, *self._tables[key], **attributes, _name=node.name)
         split = unsplit(x)
-        whole = read_split(split, self._facts)
         known = count_heads(x, self._facts)
-        if whole is not None and len(whole.unproved) == 1 and not whole.packed:
-            # The Reshape checks the other axis: with other sizes, heads would be others.
-            flat, sizes = whole.source, self._checked_sizes(op, whole)
-        else:
-            heads = known or op.Shape(split, start=2, end=3)
-            width = known * found.size if known else op.Mul(heads, ints(op, found.size))
-            flat = rows(op, x, self._facts, width)
-            sizes = ints(op, 0, 0, heads, found.size)
+        heads = known or op.Shape(split, start=2, end=3)
+        width = known * found.size if known else op.Mul(heads, ints(op, found.size))
+        flat, sizes = rows(op, x, self._facts, width), ints(op, 0, 0, heads, found.size)
         turned = op.RotaryEmbedding(flat, *self._tables[key], **attributes, _name=node.name)
         before, split = split, op.Reshape(turned, sizes)
         dims = self._facts.dims(before, 4)
         if dims is not None and known:
             self._facts.note(split, (*dims[:2], (known, ()), dims[3]))
         return op.Transpose(split, perm=SPLIT_HEADS)
-
-    def _checked_sizes(self, op: Any, split: Split) -> Any:
-        """Emit the sizes that a Reshape asks for, with the number of heads that is left."""
-        key = split.sizes, split.heads
-        if key not in self._sizes:
-            first = op.Slice(split.sizes, ints(op, 0), ints(op, 2))
-            self._sizes[key] = ints(op, first, split.heads, split.size)
-        return self._sizes[key]
 
 
 class SplitRotary(Rotary):
