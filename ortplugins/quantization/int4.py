@@ -577,7 +577,7 @@ def _losses(
     x = x.astype(np.float32, copy=False)
     mean_abs, forms = np.abs(x).mean(axis=0, dtype=np.float32), [form] * len(weights)
     found = search_scales(weights, mean_abs, x, None, forms, alphas=alphas, all_columns=True)
-    return dict(found.losses)
+    return found[2]
 
 
 def _matrix(weight: onnx.TensorProto, transposed: bool, model_path: str) -> Array:

@@ -404,8 +404,9 @@ def search_scales(weights, x, forms=None, **options):
     return awq.search_scales(weights, abs(x).mean(axis=0), x, gram_of(x), forms, **options)
 
 
-def search_clip(weight, gram, form=FORM, **options):
-    return awq.search_clip(weight, gram, form, **options)
+def search_clip(weight, gram, form, ratios, visits):
+    with mock.patch.multiple(awq, _RATIOS=ratios, _VISITS=visits):
+        return awq.search_clip(weight, gram, form)
 
 
 def scaled_loss(weight, gram, form, scales):
@@ -440,7 +441,7 @@ def test_scales_are_the_best_of_all_alphas(form, use_gram):
     sizes = [each.size_along(52) for each in forms]
     mean_abs, gram = abs(x).mean(axis=0), gram_of(x)
     errors = (None, gram) if use_gram else (x, None)
-    choice = awq.search_scales(weights, mean_abs, *errors, forms, alphas=ALPHAS)
+    scales, alpha, losses = awq.search_scales(weights, mean_abs, *errors, forms, alphas=ALPHAS)
     candidates = {None: np.ones(52, np.float32)} | {
         a: naive_scales(weights, mean_abs, sizes, a) for a in ALPHAS
     }
@@ -448,26 +449,25 @@ def test_scales_are_the_best_of_all_alphas(form, use_gram):
         a: sum(scaled_loss(w, gram, f, s) for w, f in zip(weights, forms, strict=True))
         for a, s in candidates.items()
     }
-    assert choice.loss == pytest.approx(found[choice.alpha], rel=1e-3)
-    assert choice.loss == pytest.approx(min(found.values()), rel=1e-3)
-    np.testing.assert_allclose(choice.scales, candidates[choice.alpha], rtol=1e-4)
-    assert choice.scales.dtype == np.float32
+    without = found.pop(None)
+    assert losses == pytest.approx(found, rel=1e-3)
+    assert alpha is None or losses[alpha] == min(losses.values()) < without * 1.001
+    np.testing.assert_allclose(scales, candidates[alpha], rtol=1e-4)
+    assert scales.dtype == np.float32
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_scales_are_never_worse_than_none_and_refined_around_the_best(seed):
     x, weights = inputs_and_weights(96, (300, 77, 5), seed=seed)
-    none, tenths = (search_scales(weights, x, alphas=alphas) for alphas in ((), ALPHAS))
-    assert none.alpha is None and (none.scales == 1).all()
-    choice = search_scales(weights, x)
-    assert choice.loss <= tenths.loss < none.loss
-    assert abs(choice.alpha - tenths.alpha) < 0.06
+    _, tenth, tenths = search_scales(weights, x, alphas=ALPHAS)
+    scales, alpha, losses = search_scales(weights, x)
+    assert losses[alpha] <= tenths[tenth] and abs(alpha - tenth) < 0.06
     whole = [
-        sum(scaled_loss(w, gram_of(x), FORM, found.scales) for w in weights)
-        for found in (choice, none)
+        sum(scaled_loss(w, gram_of(x), FORM, found) for w in weights)
+        for found in (scales, np.ones_like(scales))
     ]
     assert whole[0] < whole[1]  # what a sample of the columns finds holds for all
-    assert choice.scales.max() * choice.scales.min() == pytest.approx(1, rel=1e-3)
+    assert scales.max() * scales.min() == pytest.approx(1, rel=1e-3)
 
 
 def test_silent_channels_and_extremes_are_safe():
@@ -476,24 +476,24 @@ def test_silent_channels_and_extremes_are_safe():
     x[:, quiet] = 0
     for w in weights:
         w[7] = 0
-    choice = search_scales(weights, x)
-    assert np.isfinite(choice.scales).all() and (choice.scales > 0).all()
-    assert (choice.scales[[*quiet, 7]] == 1).all()
+    scales, *_ = search_scales(weights, x)
+    assert np.isfinite(scales).all() and (scales > 0).all()
+    assert (scales[[*quiet, 7]] == 1).all()
     mean_abs = abs(x).mean(axis=0)
     mean_abs[1], mean_abs[2] = 1e-38, 1e38
-    choice = awq.search_scales(weights, mean_abs, x, None, [FORM] * 2, alphas=(1.0,))
-    assert choice.scales.min() >= 1e-4 and choice.scales.max() <= 1e4 * (1 + 1e-6)
-    nothing = search_scales(weights, x * 0)
-    assert nothing.alpha is None and nothing.loss == 0 and (nothing.scales == 1).all()
+    scales, *_ = awq.search_scales(weights, mean_abs, x, None, [FORM] * 2, alphas=(1.0,))
+    assert scales.min() >= 1e-4 and scales.max() <= 1e4 * (1 + 1e-6)
+    scales, alpha, losses = search_scales(weights, x * 0)
+    assert alpha is None and {*losses.values()} == {0} and (scales == 1).all()
 
 
 def test_scales_too_large_for_float16_are_passed_over():
     x, weights = inputs_and_weights()
     loud = [w * np.float32(4e4) for w in weights]
     form = BlockFormat(scale_type="float16")
-    choice = search_scales(loud, x, [form] * 2)
+    scales, *_ = search_scales(loud, x, [form] * 2)
     for w in loud:
-        quantize_blocks(w * choice.scales[:, None], form)  # raises if it is too large
+        quantize_blocks(w * scales[:, None], form)  # raises if it is too large
 
 
 @pytest.mark.parametrize("tokens", [9, 200])
@@ -501,7 +501,7 @@ def test_scales_too_large_for_float16_are_passed_over():
 def test_clip_is_the_best_ratio_given_the_other_blocks(form, tokens):
     x, (weight, _) = inputs_and_weights(tokens=tokens)
     ratios = (1.0, 0.8, 0.6, 0.9)
-    done = search_clip(weight, gram_of(x), form, ratios=ratios, visits=20)
+    done = search_clip(weight, gram_of(x), form, ratios, 20)
     blocks, hessian = form.blocks(52), damped(gram_of(x), absolute=0)
     assert done.dtype == np.float32 and done.shape == (blocks, 12)
     assert set(np.unique(done)) <= set(np.array(ratios, np.float32))
@@ -537,7 +537,7 @@ def test_scales_of_blocks_fit_the_energy_of_their_channels(count):
     [row] = quantize(
         matmul_of(weight), method="awq_lite", calibration_data_reader=[{"x": x}]
     ).report.nodes
-    scales = search_scales([weight], x).scales
+    scales, *_ = search_scales([weight], x)
     nearest = scaled_loss(weight, gram_of(x), FORM, scales)
     nearest /= np.square(x.astype(np.float64) @ weight).sum() / count
     assert row.output_error**2 < 0.9 * nearest

@@ -116,6 +116,24 @@ def test_two_processes_of_dask(floats, expected, tmp_path):
         assert written(executor, floats, tmp_path) == expected
 
 
+class RayExecutor(concurrent.futures.Executor):
+    """As docs/quantization.md has it."""
+
+    def submit(self, function, /, *args, **kwargs):
+        import ray
+
+        return ray.remote(function).remote(*args, **kwargs).future()
+
+
+def test_two_processes_of_ray(floats, expected, tmp_path):
+    ray = pytest.importorskip("ray", reason="ray is not installed")
+    ray.init(num_cpus=2, include_dashboard=False)
+    try:
+        assert written(RayExecutor(), floats, tmp_path) == expected
+    finally:
+        ray.shutdown()
+
+
 def test_an_error_in_a_worker_names_the_weight(tmp_path):
     text = "bad (float[b, 64] x) => (float[b, 4] y) { [mm] y = MatMul(x, W) }"
     model = model_of(text, {"W": np.full((64, 4), np.nan, np.float32)})

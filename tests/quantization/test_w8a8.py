@@ -7,8 +7,6 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from builders.command_line import printed
-from builders.decoders import decoder
 from builders.encoders import encoder
 from builders.exports import exported, fused
 from builders.quantized_files import arrays_of, kinds, read
@@ -330,50 +328,3 @@ def test_what_was_quantised_stays(again):
     samples = [{"x": with_outliers(64)}]
     with pytest.raises(ModelFileError, match="the model is already quantised"):
         again(read(result.model), calibration_data_reader=samples)
-
-
-# What is said of encoders that are quantised.
-
-
-def image_encoder(*, attends: bool = True) -> onnx.ModelProto:
-    """Patches of an image, and attention of one head; or a mean alone."""
-    mixed = """
-        t = Transpose<perm = [0, 2, 1]>(q)
-        s = MatMul(q, t)
-        w = Softmax(s)
-        m = MatMul(w, q)
-    """
-    nodes = f"""
-        c = Conv<strides = [4, 4]>(pixel_values, patches)
-        r = Reshape(c, flat)
-        h = Transpose<perm = [0, 2, 1]>(r)
-        q = MatMul(h, W)
-        {mixed if attends else "m = Softmax(q)"}
-        y = MatMul(m, V)
-    """
-    constants = {
-        "patches": normal(16, 3, 4, 4),
-        "flat": np.array([0, 0, -1]),
-        "W": normal(16, 16),
-        "V": normal(16, 16, seed=1),
-    }
-    inputs = {"pixel_values": (T.FLOAT, ("batch", 3, 16, 16))}
-    return text_model(nodes, constants, inputs)
-
-
-@pytest.mark.parametrize(
-    ("model", "options", "noted"),
-    [
-        (encoder(), [], True),
-        (encoder(), ["--bits", "8", "--set", "quant_format=MatMulNBits"], True),
-        (image_encoder(), [], True),
-        (image_encoder(attends=False), [], False),
-        (decoder("torch"), [], False),
-    ],
-    ids=["text", "MatMulNBits", "image", "no attention", "a decoder"],
-)
-def test_weights_alone_make_an_encoder_slower(tmp_path, model, options, noted):
-    onnx.save(model, tmp_path / "float.onnx")
-    text = printed("quantize", tmp_path / "float.onnx", "-o", tmp_path / "q.onnx", *options)
-    assert ("longer than in float" in text) == noted
-    assert ("quantize-encoder8" in text) == noted

@@ -11,7 +11,6 @@ from builders.dequantized_models import run as run_model
 from builders.text_models import model_of, normal
 
 from ortplugins.errors import CalibrationError, QuantizationError
-from ortplugins.static_qdq import switched_model
 from ortplugins.static_qdq.plan import plan_precision
 from ortplugins.static_qdq.quantize_static import quantize_static_mixed
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
@@ -115,12 +114,6 @@ def test_what_the_rewrite_refuses_stays():
     plan = plan_precision(model, samples, max_16bit=3)
     assert plan.promoted[:2] == ("h4", "h5") and "h3" not in plan.promoted
     assert any(note.startswith("h3 stays: tensor 'h2': scale 0.01") for note in plan.notes)
-
-
-def test_weights_that_are_not_folded_change_no_number(monkeypatch):
-    folded = plan_precision(chain(), feeds(), max_16bit=2)
-    monkeypatch.setattr(switched_model, "_MAX_FOLDED", 0)
-    assert plan_precision(chain(), feeds(), max_16bit=2) == folded
 
 
 @pytest.mark.parametrize(

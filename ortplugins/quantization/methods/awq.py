@@ -41,9 +41,12 @@ outputs is 12 % less. As in GPTQ, diag(H) is added to H: without that the perple
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -75,27 +78,11 @@ _STRIP = 1 << 18
 # at work.
 _RATIOS = tuple(1 - step / 20 for step in range(11))
 _BLOCK_STRIP = 1 << 17
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class ScaleChoice:
-    """Scales of the input channels of an activation.
-
-    Attributes:
-        scales: float32 ``[K]``, what rows of weights are multiplied by.
-        alpha: The exponent; None where the scales are 1, as none are better.
-        loss: Square of the error of the outputs for each token, on the columns looked at.
-        losses: The same for each exponent that was tried.
-    """
-
-    scales: Floats
-    alpha: float | None
-    loss: float
-    losses: Mapping[float, float]
+_VISITS = 2
 
 
 def search_scales(
-    weights: Sequence[Floats],
+    weights: Sequence[npt.NDArray[Any]],
     mean_abs: Floats,
     tokens: Floats | None,
     gram: Floats | None,
@@ -103,43 +90,47 @@ def search_scales(
     *,
     alphas: Sequence[float] | None = None,
     all_columns: bool = False,
-) -> ScaleChoice:
+) -> tuple[Floats, float | None, dict[float, float]]:
     """Search the scales of one activation, for all weights ``[K, N_i]`` that read it.
 
     Errors are those of ``gram``, or its diagonal, where there is one, else of ``tokens``: it
     comes from all tokens, where a sample of 128 costs 0.3 of perplexity. A channel that is 0
     throughout keeps its scale, 1; of equal losses the first wins, no scales before any. The
     default exponents are 0 to 1 in tenths, and then a twentieth to both sides of the best.
+
+    Returns:
+        float32 ``[K]``, what rows of weights are multiplied by; the exponent, None where no
+        scales are better than 1; and for each exponent that was tried the square of the error
+        of the outputs for each token, on the columns looked at.
     """
     k = len(mean_abs)
     sample = _sampled_columns(weights, forms, all_columns)
     one = np.ones(k, np.float32)
-    losses: dict[float, float] = {}
-    best = ScaleChoice(one, None, _loss(sample, one, tokens, gram), losses)
+    without = _loss(sample, one, tokens, gram)
     w_mean = _relative_magnitude(weights, [form.size_along(k) for form in forms])
 
-    def attempt(alpha: float) -> None:
-        nonlocal best
-        scales = _scales(mean_abs, w_mean, alpha)
+    def loss(alpha: float) -> float:
         try:
-            loss = losses[float(alpha)] = _loss(sample, scales, tokens, gram)
+            return _loss(sample, _scales(mean_abs, w_mean, alpha), tokens, gram)
         except QuantizationError:  # s W is too large for the type of its scales
-            return
-        if loss < best.loss:
-            best = ScaleChoice(scales, float(alpha), loss, losses)
+            return math.inf
 
-    for alpha in ALPHAS if alphas is None else alphas:
-        attempt(alpha)
-    if alphas is None and best.alpha is not None:
-        middle = best.alpha
-        for alpha in (middle - _REFINEMENT, middle + _REFINEMENT):
-            if 0 <= alpha <= 1:
-                attempt(alpha)
-    return best
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        tried = [float(alpha) for alpha in (ALPHAS if alphas is None else alphas)]
+        losses = dict(zip(tried, pool.map(loss, tried), strict=True))
+        best = min(losses, key=losses.__getitem__)
+        if alphas is None and losses[best] < without:
+            both = (best - _REFINEMENT, best + _REFINEMENT)
+            finer = [alpha for alpha in both if 0 <= alpha <= 1]
+            losses |= zip(finer, pool.map(loss, finer), strict=True)
+            best = min(losses, key=losses.__getitem__)
+    if not losses[best] < without:
+        return one, None, losses
+    return _scales(mean_abs, w_mean, best), best, losses
 
 
 def _sampled_columns(
-    weights: Sequence[Floats], forms: Sequence[BlockFormat], all_columns: bool
+    weights: Sequence[npt.NDArray[Any]], forms: Sequence[BlockFormat], all_columns: bool
 ) -> list[tuple[Floats, BlockFormat]]:
     """Return some columns of each weight, in strips ``[K, n]``, copied; with its form."""
     k, total = len(weights[0]), sum(weight.shape[1] for weight in weights)
@@ -158,7 +149,7 @@ def _sampled_columns(
     return strips
 
 
-def _relative_magnitude(weights: Sequence[Floats], sizes: Sequence[int]) -> Doubles:
+def _relative_magnitude(weights: Sequence[npt.NDArray[Any]], sizes: Sequence[int]) -> Doubles:
     """Mean over all columns of |w| over the greatest of its block, ``[K]``, at most 1."""
     k = len(weights[0])
     total, count = np.zeros(k), 0
@@ -214,9 +205,6 @@ def search_clip(
     weight: Floats,
     gram: Floats,
     form: BlockFormat,
-    *,
-    ratios: Sequence[float] | None = None,
-    visits: int = 2,
 ) -> Floats:
     """Return the best ratio for each block and column, float32 ``[blocks, N]``.
 
@@ -226,8 +214,7 @@ def search_clip(
     """
     k, n = weight.shape
     energy = np.diagonal(gram).astype(np.float32)
-    ratios = _RATIOS if ratios is None else ratios
-    tried = np.array([1.0, *(r for r in ratios if r != 1)], np.float32)
+    tried = np.array(_RATIOS, np.float32)
     errors = dequantize_blocks(*quantize_blocks(weight, form), form)
     errors -= weight
     size = form.size_along(k)
@@ -236,7 +223,7 @@ def search_clip(
     result = np.ones((len(blocks), n), np.float32)
     width = max(64, _BLOCK_STRIP // min(size, k))
     # A block that is all of the rows has no others that could change its choice.
-    for _ in range(visits if len(blocks) > 1 else 1):
+    for _ in range(_VISITS if len(blocks) > 1 else 1):
         for rows in blocks:
             matrix = np.ascontiguousarray(gram[rows, rows], np.float32)
             gradient = gram[rows] @ errors - matrix @ errors[rows]

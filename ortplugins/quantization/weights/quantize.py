@@ -32,7 +32,6 @@ from ortplugins.model_io.opset import raise_opset
 from ortplugins.model_io.saving import Progress
 from ortplugins.quantization.calibration import Calibration
 from ortplugins.quantization.codes import KnownInputs, WeightCodes, choose_codes
-from ortplugins.quantization.encoders import SLOWER, is_encoder
 from ortplugins.quantization.files import QuantizedFile, QuantizeResult
 from ortplugins.quantization.methods.awq import search_scales
 from ortplugins.quantization.methods.gptq import Gptq
@@ -164,7 +163,6 @@ def quantize(
         write_codes(plan, codes)
         report = reported(plan, chosen)
         notes += _unpacked(report, chosen)
-        notes += [SLOWER] if is_encoder(file.model) else []
         report = dataclasses.replace(report, notes=(*report.notes, *notes))
         if chosen.for_kernels or chosen.fuse_tables:
             _to_kernels(file.model, chosen, report)
@@ -270,7 +268,7 @@ def _round(group: Group, reason: str) -> None:
 def _search_scales(group: Group, statistics: ActivationStatistics) -> None:
     """Note the scales of the input channels, and their exponent."""
     try:
-        choice = search_scales(
+        scales, alpha, _ = search_scales(
             [_matrix(weight) for weight in group.weights],
             statistics.mean_abs,
             statistics.tokens,
@@ -280,16 +278,16 @@ def _search_scales(group: Group, statistics: ActivationStatistics) -> None:
     except QuantizationError as error:
         names = ", ".join(repr(weight.name) for weight in group.weights)
         raise QuantizationError(f"weight {names} cannot be quantised: {error}") from error
-    if (choice.scales == 1).all():
+    if alpha is None:
         return
     # What the activation is multiplied by is stored in its type, the weights': the weight gets
     # exactly the inverse of that.
     with np.errstate(over="ignore"):
-        inverse = (1 / choice.scales).astype(_matrix(group.weights[0]).dtype)
+        inverse = (1 / scales).astype(_matrix(group.weights[0]).dtype)
     inverse = inverse.astype(np.float32)
     inverse[~(np.isfinite(inverse) & (inverse > 0))] = 1
     group.channel_scales = (1 / inverse).astype(np.float32)
-    group.alpha = math.nan if choice.alpha is None else choice.alpha
+    group.alpha = alpha
 
 
 def _chosen(
