@@ -114,8 +114,9 @@ class ProvedShapes(Facts):
         return None if found is None else found.numbers
 
     def replace(self, value: ir.Value, other: ir.Value) -> None:
-        """Note that another value stands for one: it has the same shape."""
+        """Note that another value stands for one: it has the same shape and numbers."""
         self._shapes[other] = self.shape(value)
+        self._integers[other] = self.integers(value)
 
     def note(self, value: ir.Value, shape: Dims) -> None:
         """Note the shape of a value, which whoever writes the node knows."""

@@ -96,15 +96,14 @@ def fuse_transformer(
         _fuse_attention(model, shapes, nonempty, options, context)
     elif options.kv_cache == _SHARED:
         raise ValueError(f"kv_cache=shared needs a CPU session and opset {_SHAPE_OPSET}")
-    rules, candidates = list[RewriteRule](), set[ir.Node]()
     if options.grouped_queries and opset >= _SHAPE_OPSET:
-        rules.append(GroupQueries.rule(shapes, nonempty, remarks))
-        candidates.update(nodes["MatMul"])
         # Attention is fused already: what its clones of nodes repeat is no news.
-        quiet, own = Remarks(remarks.pass_name), {*nodes["MatMul"]}
+        own, quiet = {*nodes["MatMul"]}, Remarks(remarks.pass_name)
+        _apply(model, [GroupQueries.rule(shapes, nonempty, remarks)], own.__contains__)
         _apply(
             model, [GroupQueries.rule(shapes, nonempty, quiet)], lambda node: node not in own
         )
+    rules, candidates = list[RewriteRule](), set[ir.Node]()
     if options.norms and context.cpu_only:
         rules += [*RmsNorm.rule(shapes, remarks).commute(), SkipNorm.rule(shapes, remarks)]
         candidates |= _behind(nodes["ReduceMean"], MAX_NORM_STEPS)

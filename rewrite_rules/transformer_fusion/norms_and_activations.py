@@ -180,10 +180,10 @@ class SkipNorm(_Rule):
         if any(value.uses() or value.is_graph_output() for value in node.outputs[1:]):
             return result.fail("its mean or deviation is read", node)
         # The kernel's results have the shape of its first input.
-        dims = self._facts.dims(a, 3)
-        if dims is None or dims != self._facts.dims(b):
+        rows = self._facts.match(a, "B S D") or self._facts.match(a, "N D")
+        if rows is None or self._facts.dims(a) != self._facts.dims(b):
             return result.fail("the terms are not known to have one shape [B, S, D]", node)
-        if self._facts.dims(weight) != dims[-1:]:
+        if self._facts.match(weight, "D", **rows) is None:
             return result.fail("the weight is not for the last axis", node)
         return result
 

@@ -93,11 +93,19 @@ class Sizes:
     def fits(self, value: ir.Value, *forms: str) -> bool:
         """Whether a Reshape makes one of some forms, ``"B*H S D"``, of as many elements.
 
-        It does if all of its sizes but one are those.
+        It does if all of its sizes but one are those, or all were broadcast from them: more
+        would be too many elements.
         """
         dims = self.facts.dims(value) or ()
-        found = [form.split() for form in forms if len(form.split()) == len(dims)]
-        return any(sum(map(self._is_size, form, dims)) >= len(dims) - 1 for form in found)
+        for form in forms:
+            named = zip(form.split(), dims, strict=False)
+            found = [self._is_size(name, dim) for name, dim in named]
+            exact = sum(is_exact for is_exact, _ in found) >= len(dims) - 1
+            if len(found) == len(form.split()) == len(dims) and (
+                exact or all(is_wider for _, is_wider in found)
+            ):
+                return True
+        return False
 
     def forms_of(self, heads: RepeatedHeads) -> list[tuple[ir.Value, tuple[str, ...]]]:
         """Return what Reshapes on the way of heads have to make."""
@@ -109,13 +117,14 @@ class Sizes:
             found.append((value, (f"B*K {last}", f"B K {last}", f"B K 1 {last}")))
         return found
 
-    def _is_size(self, name: str, dim: Dim) -> bool:
-        """Whether a size is that of a name, or was broadcast from it: masks add no more."""
+    def _is_size(self, name: str, dim: Dim) -> tuple[bool, bool]:
+        """Whether a size is that of a name, and whether it is or was broadcast from it."""
         first, *factors = name.split("*")
         for factor in factors:
             dim = self.facts.unknowns.quotient(dim, self.dim(factor))
-        parts = dim, *self.facts.unknowns.broadcast_parts(dim)
-        return not {*parts}.isdisjoint(self._dims[first])
+        parts = self.facts.unknowns.broadcast_parts
+        same = self._dims[first]
+        return dim in same, any({*parts(one)} <= {*parts(dim)} for one in same)
 
     def emit(self, op: Any, name: str) -> Any:
         """Emit a size, int64 ``[1]``."""

@@ -131,6 +131,10 @@ def test_exports_are_fused_and_right(name: str):
     # In Gemma, two norms of four stand behind a norm.
     skips = 2 * LAYERS if name.startswith(("gemma", "llama")) else 0
     assert found["SkipSimplifiedLayerNormalization"] == skips
+    # The model's own nodes, behind the kernels, read each head once as well.
+    expanded = [node for node in result.graph.all_nodes() if node.op_type == "Expand"]
+    readers = {reader.op_type for node in expanded for reader in node.outputs[0].consumers()}
+    assert "Reshape" not in readers
     agrees(model, result)
 
 
