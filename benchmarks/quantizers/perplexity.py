@@ -81,7 +81,6 @@ RECIPES = {
     "rtn_asymmetric": Recipe("RTN, asymmetric", {"method": "rtn", "is_symmetric": False}),
     "modelopt_awq_lite": MODELOPT,
     "awq_lite": Recipe("awq_lite", {"method": "awq_lite"}, {32: 27.0, 128: 31.4}),
-    "awq_clip": Recipe("awq_clip", {"method": "awq_clip"}),
     "gptq": Recipe("gptq", {"method": "gptq"}, {32: 27.0, 128: 29.3}),
     "gptq_asymmetric": Recipe("gptq, asymmetric", {"method": "gptq", "is_symmetric": False}),
     "mixed": Recipe(

@@ -71,7 +71,7 @@ class ChosenRecipe:
 
     Attributes:
         recipe: small, balanced, best, or a YAML file; what follows changes it.
-        method: How codes are chosen: rtn, awq_lite, awq_clip, gptq; all but rtn need samples.
+        method: How codes are chosen: rtn, awq_lite, gptq; all but rtn need samples.
         bits: Bits of a code: 4 or 8.
         block_size: Elements along K that share a scale; -1 for a scale per column.
         is_symmetric: Signed codes without zero points, or unsigned codes with zero points.

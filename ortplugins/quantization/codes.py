@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ortplugins.errors import QuantizationError
-from ortplugins.quantization.methods.awq import search_clip
 from ortplugins.quantization.methods.gptq import Gptq
 from ortplugins.quantization.methods.nearest import (
     BlockFormat,
@@ -25,7 +24,6 @@ from ortplugins.quantization.methods.nearest import (
     Floats,
     ZeroPoints,
     dequantize_blocks,
-    quantize_blocks,
     search_blocks,
 )
 from ortplugins.quantization.statistics import ActivationStatistics
@@ -50,13 +48,11 @@ class KnownInputs:
             nearest as if every channel mattered as much.
         scales: float32 ``[K]``, what rows of the weight are multiplied by; None for 1.
         gptq: Feeds errors back.
-        clips: Whether ranges of blocks are searched by the Gram matrix.
     """
 
     statistics: ActivationStatistics | None = None
     scales: Floats | None = None
     gptq: Gptq | None = None
-    clips: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -136,8 +132,6 @@ def _codes(
     if known.gptq is not None and statistics is not None:
         residual = None if statistics.drift is None else statistics.drift @ floats
         return known.gptq.quantize(scaled, form, residual)
-    if known.clips and statistics is not None and statistics.gram is not None:
-        return quantize_blocks(scaled, form, search_clip(scaled, statistics.gram, form))
     counts = statistics is not None and statistics.gram is not None
     return search_blocks(scaled, form, statistics.energy if statistics and counts else None)
 

@@ -86,7 +86,7 @@ _METHODS = {
     "rtn": "rtn",
     "rtn_dq": "rtn",
     "awq_lite": "awq_lite",
-    "awq_clip": "awq_clip",
+    "awq_clip": "gptq",
     "awq_full": "gptq",
 }
 # Scales, or ranges where there are zero points, are raised to this: AutoAWQ's bound.

@@ -404,11 +404,6 @@ def search_scales(weights, x, forms=None, **options):
     return awq.search_scales(weights, abs(x).mean(axis=0), x, gram_of(x), forms, **options)
 
 
-def search_clip(weight, gram, form, ratios, visits):
-    with mock.patch.multiple(awq, _RATIOS=ratios, _VISITS=visits):
-        return awq.search_clip(weight, gram, form)
-
-
 def scaled_loss(weight, gram, form, scales):
     """Error of the outputs for each token, of a weight that is quantised times scales."""
     scaled = weight * scales[:, None]
@@ -494,23 +489,6 @@ def test_scales_too_large_for_float16_are_passed_over():
     scales, *_ = search_scales(loud, x, [form] * 2)
     for w in loud:
         quantize_blocks(w * scales[:, None], form)  # raises if it is too large
-
-
-@pytest.mark.parametrize("tokens", [9, 200])
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_clip_is_the_best_ratio_given_the_other_blocks(form, tokens):
-    x, (weight, _) = inputs_and_weights(tokens=tokens)
-    ratios = (1.0, 0.8, 0.6, 0.9)
-    done = search_clip(weight, gram_of(x), form, ratios, 20)
-    blocks, hessian = form.blocks(52), damped(gram_of(x), absolute=0)
-    assert done.dtype == np.float32 and done.shape == (blocks, 12)
-    assert set(np.unique(done)) <= set(np.array(ratios, np.float32))
-    kept = losses(weight, hessian, quantize_blocks(weight, form, done), form)
-    for b, ratio in itertools.product(range(blocks), ratios):
-        other = done.copy()
-        other[b] = ratio
-        found = losses(weight, hessian, quantize_blocks(weight, form, other), form)
-        assert (found >= kept * (1 - 1e-3)).all()
 
 
 def test_weights_of_different_bits_are_searched_as_what_they_are():
@@ -624,7 +602,7 @@ def test_a_searched_scale_is_the_best_of_its_codes(form):
     )
 
 
-@pytest.mark.parametrize("method", ["rtn", "awq_lite", "awq_clip", "gptq"])
+@pytest.mark.parametrize("method", ["rtn", "awq_lite", "gptq"])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_scales_are_positive_where_they_must_be(method, bits):
     samples = [{"x": normal(200, 96)}]

@@ -21,7 +21,7 @@ from ortplugins.model_io.saving import scratch_within
 from ortplugins.quantization import quantize
 
 D = 32
-METHODS = ("rtn", "awq_lite", "awq_clip", "gptq")
+METHODS = ("rtn", "awq_lite", "gptq")
 
 
 def pair(size: int = D, **weights: np.ndarray) -> ir.Model:

@@ -520,9 +520,7 @@ def test_a_tied_table_stays_where_it_is_not_quantised(head, op_types, layout):
             assert kinds(proto) == ["Gather", "DequantizeLinear", "MatMul"]
 
 
-@pytest.mark.parametrize(
-    ("method", "done"), [("gptq", "gptq"), ("awq_clip", "awq_clip"), ("awq_lite", "rtn")]
-)
+@pytest.mark.parametrize(("method", "done"), [("gptq", "gptq"), ("awq_lite", "rtn")])
 def test_codes_of_a_table_and_its_head_know_what_the_head_reads(method, done):
     data = [{"i": np.arange(40)}]
     options = {"op_types": ("MatMul", "Gather"), "calibration_data_reader": data}

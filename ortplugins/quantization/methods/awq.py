@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""AWQ: scales of input channels, and what blocks are clipped to; numpy only.
+"""AWQ: scales of input channels; numpy only.
 
 Scales give the channels which matter a finer grid:
 
@@ -20,29 +20,11 @@ activation's producer.
 
 s belongs to the input channels, so a sample of the columns finds it as well as all of them: an
 eighth gave the same error on a chain of 13 MatMuls of 2048 x 2048, in an eighth of the time.
-
-Clipping: with a smaller range of a block its extreme is clipped, and all others are rounded
-finer. The paper takes for each block and column the ratio whose error d = dequantised - w
-changes the block's own share of the output least, d^T H_b d, with H_b the rows and columns of
-the block.
-
-But clipping errs in one direction, and channels are correlated: what one block takes away, the
-others take away, too. So here blocks are visited one after the other, from the greatest mean
-diag(H) down, and the ratio is the one for which the outputs err least given the errors D that
-all other blocks have by then (at first those of ratio 1):
-
-    d^T H_b d + 2 d^T g        g = H[block, others] D[others]
-
-The sum over all blocks, tr(D^T H D), falls with every visit. SmolLM2-135M, int4, blocks of
-128, after AWQ's scales: the perplexity is 29.3, and 30.6 as in the paper; the error of the
-outputs is 12 % less. As in GPTQ, diag(H) is added to H: without that the perplexity is higher
-(22.5 against 21.7, on other text, one visit).
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -55,11 +37,9 @@ from ortplugins.errors import QuantizationError
 from ortplugins.quantization.methods.nearest import (
     BlockFormat,
     Floats,
-    candidate_grids,
     dequantize_blocks,
     in_blocks,
     quantize_blocks,
-    round_to_grid,
 )
 
 Doubles = npt.NDArray[np.float64]
@@ -74,11 +54,6 @@ _COLUMN_STRIDE, _MIN_COLUMNS, _MAX_COLUMNS = 8, 64, 160
 _GREATEST_SCALE = 1e4
 # Floats of a strip of columns: 1 MB.
 _STRIP = 1 << 18
-# What ranges of blocks shrink to; and floats of a strip of a block: 512 KB, of which four are
-# at work.
-_RATIOS = tuple(1 - step / 20 for step in range(11))
-_BLOCK_STRIP = 1 << 17
-_VISITS = 2
 
 
 def search_scales(
@@ -199,69 +174,3 @@ def _loss(
             product = tokens @ difference
             total += float(np.vdot(product, product)) / len(tokens)
     return total
-
-
-def search_clip(
-    weight: Floats,
-    gram: Floats,
-    form: BlockFormat,
-) -> Floats:
-    """Return the best ratio for each block and column, float32 ``[blocks, N]``.
-
-    ``gram`` is X^T X over the number of tokens; after AWQ's scales the weight is s W, and the
-    tokens are x / s. Ratios are 1 unless another is better, of equals the first; so
-    tr(D^T H D), diag(H) added, is not greater than without, for each column.
-    """
-    k, n = weight.shape
-    energy = np.diagonal(gram).astype(np.float32)
-    tried = np.array(_RATIOS, np.float32)
-    errors = dequantize_blocks(*quantize_blocks(weight, form), form)
-    errors -= weight
-    size = form.size_along(k)
-    blocks = [slice(start, min(start + size, k)) for start in range(0, k, size)]
-    blocks.sort(key=lambda rows: -float(np.diagonal(gram)[rows].mean()))  # stable
-    result = np.ones((len(blocks), n), np.float32)
-    width = max(64, _BLOCK_STRIP // min(size, k))
-    # A block that is all of the rows has no others that could change its choice.
-    for _ in range(_VISITS if len(blocks) > 1 else 1):
-        for rows in blocks:
-            matrix = np.ascontiguousarray(gram[rows, rows], np.float32)
-            gradient = gram[rows] @ errors - matrix @ errors[rows]
-            for left in range(0, n, width):
-                columns = slice(left, left + width)
-                block = np.ascontiguousarray(weight[rows, columns], np.float32)
-                best, done = _best_ratio(
-                    block, tried, form, matrix, energy[rows, None], gradient[:, columns]
-                )
-                result[rows.start // size, columns] = best
-                errors[rows, columns] = done
-    return result
-
-
-def _best_ratio(
-    block: Floats,
-    ratios: Floats,
-    form: BlockFormat,
-    hessian: Floats,
-    damping: Floats,
-    gradient: Floats,
-) -> tuple[Floats, Floats]:
-    """Return the best ratios ``[n]`` of a block ``[rows, n]``, and its errors with them."""
-    n = block.shape[1]
-    whole = dataclasses.replace(form, block_size=-1)
-    grids, zeros = candidate_grids(block, ratios, form)
-    least: Floats = np.full(n, np.inf, np.float32)
-    best, errors = np.ones(n, np.float32), np.empty_like(block)
-    for i, ratio in enumerate(ratios):
-        grid, zero = grids[i : i + 1], None if zeros is None else zeros[i : i + 1]
-        codes = round_to_grid(block, grid, zero, whole)
-        difference = dequantize_blocks(codes, grid, zero, whole)
-        difference -= block
-        product = hessian @ difference + damping * difference
-        product += np.float32(2) * gradient
-        loss = np.einsum("kn,kn->n", difference, product)
-        better = loss < least
-        least[better] = loss[better]
-        best[better] = ratio
-        np.copyto(errors, difference, where=better)
-    return best, errors

@@ -251,8 +251,7 @@ def _known(
             gptq = feedback.setdefault(size, Gptq(statistics.gram))
             known[weight] = KnownInputs(statistics, gptq=gptq)
         else:
-            clips = weight.method == "awq_clip"
-            known[weight] = KnownInputs(statistics, group.channel_scales, clips=clips)
+            known[weight] = KnownInputs(statistics, group.channel_scales)
     return known
 
 

@@ -35,7 +35,7 @@ from ortplugins.quantization.selection import Pattern, check_names, matches, tex
 from ortplugins.quantization.weights.uses import OP_TYPES, ROLES, WeightUse
 from rewrite_rules.closest_name import did_you_mean
 
-METHODS = ("rtn", "awq_lite", "awq_clip", "gptq")
+METHODS = ("rtn", "awq_lite", "gptq")
 QUANT_FORMATS = ("QDQ", "QDQ_transposed", "MatMulNBits")
 
 ROUTER = "it chooses experts (a rule ':router': {keep_float: false} quantises it)"
@@ -56,8 +56,8 @@ class Recipe(BlockFormat):
 
     Attributes:
         method: How codes are chosen; all but rtn need samples. ``"rtn"`` rounds to nearest.
-            ``"awq_lite"`` scales input channels so that those that matter are rounded finer,
-            ``"awq_clip"`` clips blocks (Lin et al., arXiv 2306.00978). ``"gptq"`` makes up for
+            ``"awq_lite"`` scales input channels so that those that matter are rounded finer
+            (Lin et al., arXiv 2306.00978). ``"gptq"`` makes up for
             each rounding in what is rounded later, in the same weight and in those behind it
             (Frantar et al., arXiv 2210.17323).
         op_types: Operators to quantise: MatMul (with FusedMatMul), Gemm, Gather.
