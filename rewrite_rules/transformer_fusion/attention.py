@@ -476,6 +476,8 @@ def _check_layout(
 ) -> None:
     """Refuse Reshapes that may do more than merge heads with the batch, or split them."""
     kept, sizes = producer(out).inputs[0], found.sizes
+    for mask in found.masks:
+        sizes.mask("B H S T", mask.dims(found.facts, found.heads))
     forms: list[tuple[ir.Value | None, tuple[str, ...]]] = [
         (step, ("B H S T", "B*H S T", "B G R S T")) for step in steps
     ]

@@ -13,7 +13,7 @@ from typing import Any
 import onnx_ir as ir
 
 from rewrite_rules.remarks import Refusal
-from rewrite_rules.shapes.dimensions import Dim, known, number
+from rewrite_rules.shapes.dimensions import Dim, Dims, known, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.head_layout import read_split, unsplit
 from rewrite_rules.transformer_fusion.repeated_heads import RepeatedHeads
@@ -26,6 +26,7 @@ class Sizes:
         self.facts = facts
         self._first: dict[str, tuple[ir.Value, int]] = {}
         self._dims: dict[str, list[Dim]] = {}
+        self._masked: dict[str, set[Dim]] = {}
         # What is not proved, by the two sizes that are compared.
         self._asked: dict[tuple[Dim, Dim], tuple[str, ir.Value, int]] = {}
 
@@ -90,22 +91,20 @@ class Sizes:
         """Note a size that a name has in each run that goes on."""
         self._dims.setdefault(name, []).append(dim)
 
+    def mask(self, form: str, dims: Dims) -> None:
+        """Note sizes of a mask: a run asks that they make no more of those that are named."""
+        for name, dim in zip(form.split(), dims, strict=True):
+            parts = self.facts.unknowns.broadcast_parts(dim)
+            self._masked.setdefault(name, set[Dim]()).update(parts)
+
     def fits(self, value: ir.Value, *forms: str) -> bool:
         """Whether a Reshape makes one of some forms, ``"B*H S D"``, of as many elements.
 
-        It does if all of its sizes but one are those, or all were broadcast from them: more
-        would be too many elements.
+        It does if all of its sizes but one are those.
         """
         dims = self.facts.dims(value) or ()
-        for form in forms:
-            named = zip(form.split(), dims, strict=False)
-            found = [self._is_size(name, dim) for name, dim in named]
-            exact = sum(is_exact for is_exact, _ in found) >= len(dims) - 1
-            if len(found) == len(form.split()) == len(dims) and (
-                exact or all(is_wider for _, is_wider in found)
-            ):
-                return True
-        return False
+        found = [form.split() for form in forms if len(form.split()) == len(dims)]
+        return any(sum(map(self._is_size, form, dims)) >= len(dims) - 1 for form in found)
 
     def forms_of(self, heads: RepeatedHeads) -> list[tuple[ir.Value, tuple[str, ...]]]:
         """Return what Reshapes on the way of heads have to make."""
@@ -117,14 +116,15 @@ class Sizes:
             found.append((value, (f"B*K {last}", f"B K {last}", f"B K 1 {last}")))
         return found
 
-    def _is_size(self, name: str, dim: Dim) -> tuple[bool, bool]:
-        """Whether a size is that of a name, and whether it is or was broadcast from it."""
+    def _is_size(self, name: str, dim: Dim) -> bool:
+        """Whether a size is that of a name, or what masks make of it."""
         first, *factors = name.split("*")
         for factor in factors:
             dim = self.facts.unknowns.quotient(dim, self.dim(factor))
         parts = self.facts.unknowns.broadcast_parts
-        same = self._dims[first]
-        return dim in same, any({*parts(one)} <= {*parts(dim)} for one in same)
+        more = self._masked.get(first, set[Dim]())
+        same = ({*parts(one)} for one in self._dims[first])
+        return any(one <= {*parts(dim)} <= one | more for one in same)
 
     def emit(self, op: Any, name: str) -> Any:
         """Emit a size, int64 ``[1]``."""

@@ -17,6 +17,7 @@ from session_options.registry import BUILTIN_PASSES
 LOSES_ATTENTION = {"deberta2-torchscript-eager"}
 PACKED = {"trim_padding.pack": True}
 MODELS = [name for name in ENCODERS if name.endswith("eager") and name.count("-") == 2]
+MODELS.append("bert-torchscript-sdpa")
 
 
 def fired(
