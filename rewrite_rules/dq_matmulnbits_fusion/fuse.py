@@ -12,12 +12,20 @@ from collections.abc import Collection, Iterator
 
 import onnx_ir as ir
 
-from rewrite_rules.dq_matmulnbits_fusion.fusion_run import FusionOptions, FusionRun
+from rewrite_rules.dq_matmulnbits_fusion.fusion_run import (
+    FloatConstant,
+    FusionOptions,
+    FusionRun,
+)
 from rewrite_rules.dq_matmulnbits_fusion.gather_rule import GatherToGatherBlockQuantized
 from rewrite_rules.dq_matmulnbits_fusion.matmul_rules import (
     AddBias,
-    ConvolveByWeight,
-    MultiplyByWeight,
+    Convolution,
+    GemmByWeight,
+    MatMulByWeight,
+    ProductRule,
+    WeightForEachGroup,
+    WeightOnTheLeft,
 )
 from rewrite_rules.dq_matmulnbits_fusion.native_fusion import computes_in_integers
 from rewrite_rules.graph.nodes import (
@@ -58,12 +66,23 @@ def fuse(
     run = FusionRun(model, options, context, only)
     # One sweep is enough: an Add comes after its MatMul, which is a MatMulNBits by then.
     # Rules are built per call: they hold the match between check and rewrite.
-    rules = [GatherToGatherBlockQuantized.rule(run), *AddBias.rule(run).commute()]
+    rules = [*AddBias.rule(run).commute(), GatherToGatherBlockQuantized.rule(run, "Gather")]
+    rules.append(FloatConstant.rule(run, "Gather", 0))
     for op_type in ("MatMul", "FusedMatMul", "Gemm"):
-        rules += [MultiplyByWeight.rule(run, op_type, index) for index in (1, 0)]
-    rules += [ConvolveByWeight.rule(run, op_type) for op_type in ("Conv", "ConvTranspose")]
+        right: list[type[ProductRule]] = [MatMulByWeight, WeightForEachGroup]
+        right = [GemmByWeight] if op_type == "Gemm" else right
+        for index, laws in ((1, right), (0, [WeightOnTheLeft])):
+            rules += [law.rule(run, op_type) for law in laws]
+            rules.append(FloatConstant.rule(run, op_type, index))
+    rules += [Convolution.rule(run, op_type, 1) for op_type in ("Conv", "ConvTranspose")]
     left = {node for function in model.functions.values() for node in walk(function.graph)}
-    DispatchingRuleSet(rules, lambda node: node not in left).apply_to_model(model)
+
+    def may_fuse(node: ir.Node) -> bool:
+        values = [value for value in node.inputs[:2] if value is not None]
+        reads_codes = any(map(dequantize_chain, values)) or node.op_type == "Add"
+        return reads_codes and node not in left
+
+    DispatchingRuleSet(rules, may_fuse).apply_to_model(model)
     _remark_unfused(model, run)
     run.compare_with_stock()
 

@@ -9,7 +9,6 @@ where W is a dequantised constant in whatever layout :mod:`.dequantized_operand`
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -82,6 +81,8 @@ class FusionRun:
         self.context = context
         self.only = only
         self.made: set[ir.Node] = set()
+        # Why no kernel takes an input of a node.
+        self.without_kernel: dict[tuple[ir.Node, int], Refusal] = {}
         self.levels: list[tuple[int, int | None]] = []
         self._fired = 0
         self._reported: set[tuple[ir.Node, ir.Node]] = set()
@@ -156,18 +157,28 @@ class FusionRun:
 Emit = Callable[[Any], tuple[ir.Value, str]]
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 _GREATEST_HALF = 65504
+_DOMAINS = {"FusedMatMul": "com.microsoft"}
 
 
 class OperandRule(RewriteRuleClassBase):
-    """f(x, W) -> g(x, codes); subclasses declare f, with values ``w`` and ``out``, and g."""
+    """Makes g(x, codes) of f(x, W), for one operator f; subclasses declare g."""
 
     # Input of f that is W.
     index = 1
 
-    def __init__(self, run: FusionRun) -> None:
+    def __init__(self, run: FusionRun, op_type: str) -> None:
         # The DequantizeLinear may have other consumers, which keep it.
         super().__init__(remove_nodes=False)
-        self._run = run
+        self._run, self._op_type = run, op_type
+
+    def pattern(self, op, x, w):  # type: ignore[no-untyped-def]
+        operands = (x, w) if self.index == 1 else (w, x)
+        return getattr(op, self._op_type)(
+            *operands,
+            _allow_other_inputs=True,
+            _outputs=["out"],
+            _domain=_DOMAINS.get(self._op_type, ""),
+        )
 
     def check(  # type: ignore[override]
         self, context: MatchContext, w: ir.Value, out: ir.Value, **_: object
@@ -184,8 +195,9 @@ class OperandRule(RewriteRuleClassBase):
                 try:
                     self._emit = self._plan(node, chain, operand)
                 except (NoKernel, Unrepresentable) as reason:
-                    run.check_float(operand, reason)
-                    self._emit = functools.partial(self._as_float, node, operand, str(reason))
+                    self._emit = self._without_kernel(node, operand, reason)
+            except OtherForm as other:
+                return result.fail(str(other), node)
             except Refusal as refusal:
                 run.refused(node, chain[0], refusal)
                 return result.fail(str(refusal), node)
@@ -202,16 +214,47 @@ class OperandRule(RewriteRuleClassBase):
         """Return what emits g, or raise the first refusal that applies."""
         raise NotImplementedError
 
-    def _as_float(
-        self, node: ir.Node, operand: DequantizedOperand, reason: str, op: Any
-    ) -> tuple[ir.Value, str]:
-        inputs = list(node.inputs)
-        inputs[self.index] = constant = self._run.floats.write(operand)
-        value = getattr(op, node.op_type)(
-            *inputs, _domain=node.domain, _name=node.name, **node.attributes
-        )
-        assert constant.const_value is not None
-        return value, f"float constant ({constant.const_value.nbytes / 1e6:.1f} MB): {reason}"
+    def _without_kernel(
+        self, node: ir.Node, operand: DequantizedOperand, reason: Refusal
+    ) -> Emit:
+        """Leave what no kernel takes to :class:`FloatConstant`, the last rule of f."""
+        self._run.without_kernel[node, self.index] = reason
+        raise OtherForm(str(reason))
+
+
+class OtherForm(Exception):
+    """Another rule is for what matched."""
+
+
+class FloatConstant(OperandRule):
+    """f(x, W) -> f(x, float constant), where no fast kernel takes the codes."""
+
+    def __init__(self, run: FusionRun, op_type: str, index: int) -> None:
+        self.index = index
+        super().__init__(run, op_type)
+
+    def _plan(self, node: ir.Node, chain: list[ir.Node], operand: DequantizedOperand) -> Emit:
+        reason = self._run.without_kernel.get((node, self.index))
+        if reason is None:
+            raise OtherForm("another rule has refused it")
+        raise reason
+
+    def _without_kernel(
+        self, node: ir.Node, operand: DequantizedOperand, reason: Refusal
+    ) -> Emit:
+        self._run.check_float(operand, reason)
+
+        def emit(op: Any) -> tuple[ir.Value, str]:
+            inputs = list(node.inputs)
+            inputs[self.index] = constant = self._run.floats.write(operand)
+            value = getattr(op, node.op_type)(
+                *inputs, _domain=node.domain, _name=node.name, **node.attributes
+            )
+            assert constant.const_value is not None
+            size = constant.const_value.nbytes / 1e6
+            return value, f"float constant ({size:.1f} MB): {reason}"
+
+        return emit
 
 
 def check_type(operand: DequantizedOperand) -> None:

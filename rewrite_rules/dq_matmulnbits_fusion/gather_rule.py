@@ -62,9 +62,6 @@ class GatherToGatherBlockQuantized(OperandRule):
 
     index = 0
 
-    def pattern(self, op, w, indices):  # type: ignore[no-untyped-def]
-        return op.Gather(w, indices, _outputs=["out"])
-
     def _plan(self, node: ir.Node, chain: list[ir.Node], operand: DequantizedOperand) -> Emit:
         readers = {reader.op_type for reader in node.outputs[0].consumers()}
         if operand.bits == 8 and readers == {"QuantizeLinear"}:

@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: MIT
 """Rules for multiplications by a dequantised constant -> MatMulNBits.
 
-    MatMul(x, W)                     -> MatMulNBits(x)
-    FusedMatMul(x, W, alpha)         -> alpha * MatMulNBits(x)
-    Gemm(x, W, C, alpha, beta)       -> MatMulNBits(x, bias = beta * C)
-    MatMul(W, x)                     -> Transpose(MatMulNBits(Transpose(x)))
-    MatMul(x[G,M,K], W[G,K,N])       -> G times MatMulNBits, between Split and Concat
-    Add(MatMulNBits(x), bias[N])     -> MatMulNBits(x, bias)
-    Conv(x, W), ConvTranspose(x, W)  -> with a float constant
+    MatMulByWeight      MatMul(x, W)                     -> MatMulNBits(x)
+                        FusedMatMul(x, W, alpha)         -> alpha * MatMulNBits(x)
+    GemmByWeight        Gemm(x, W, C, alpha, beta)       -> MatMulNBits(x, bias = beta * C)
+    WeightOnTheLeft     MatMul(W, x)                     -> x and MatMulNBits(x) transposed
+    WeightForEachGroup  MatMul(x[G,M,K], W[G,K,N])       -> G times MatMulNBits
+    AddBias             Add(MatMulNBits(x), bias[N])     -> MatMulNBits(x, bias)
+    Convolution         Conv(x, W), ConvTranspose(x, W)  -> with a float constant
 
 with the same codes and scales. Where the CPU has no fast kernel for the bits, block and
-accuracy level, W becomes a float constant. Refused where the activation is dequantised too,
-which onnxruntime has kernels of its own for.
+accuracy level, W becomes a float constant (:class:`.FloatConstant`). Refused where the
+activation is dequantised too, which onnxruntime has kernels of its own for.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,8 +25,10 @@ from onnxscript.rewriter import MatchContext, RewriteRuleClassBase
 
 from rewrite_rules.dq_matmulnbits_fusion.fusion_run import (
     Emit,
+    FloatConstant,
     FusionRun,
     OperandRule,
+    OtherForm,
     check_type,
 )
 from rewrite_rules.dq_matmulnbits_fusion.kernels import (
@@ -74,24 +75,36 @@ class _Kernel(NamedTuple):
     dtype: ir.DataType  # of activations and scales
 
 
-class MultiplyByWeight(OperandRule):
-    """A product with W on the right, or with ``index`` 0 on the left, -> MatMulNBits."""
+class ProductRule(OperandRule):
+    """Makes MatMulNBits of a product with W; subclasses say what stands around it."""
 
-    def __init__(self, run: FusionRun, op_type: str, index: int) -> None:
-        super().__init__(run)
-        self._op_type = op_type
-        self.index = index
+    def fits(self, product: Product, operand: DequantizedOperand) -> bool:
+        """Whether the form is that of the rule, and not of one for more special ones."""
+        return not _is_grouped(product, operand)
 
-    def pattern(self, op, x, w):  # type: ignore[no-untyped-def]
-        operands = (x, w) if self.index == 1 else (w, x)
-        domain = {"_domain": "com.microsoft"} if self._op_type == "FusedMatMul" else {}
-        return getattr(op, self._op_type)(
-            *operands, _allow_other_inputs=self._op_type == "Gemm", _outputs=["out"], **domain
-        )
+    def weights(self, product: Product, operand: DequantizedOperand) -> Sequence[Weight]:
+        """Return the operand as one weight; refuse other ranks than 2."""
+        rank, name = len(operand.shape), operand.codes.name
+        if rank != 2:
+            side = " on the left" if product.on_left else ""
+            raise NoKernel(
+                "ORP106",
+                f"weight {name!r} has shape {list(operand.shape)}{side}: rank 2 fuses",
+            )
+        if product.transpose_x or product.on_left:
+            self._check_rank(product, name)
+        return [operand.matrix(product.k_axis)]
+
+    def emit(
+        self, op: Any, product: Product, weights: Sequence[Weight], kernel: _Kernel
+    ) -> ir.Value:
+        """Emit the nodes."""
+        raise NotImplementedError
 
     def _plan(self, node: ir.Node, chain: list[ir.Node], operand: DequantizedOperand) -> Emit:
-        run, context = self._run, self._run.context
         product = read_product(node, self.index)
+        if not self.fits(product, operand):
+            raise OtherForm("another rule is for a weight of this form")
         if operand.bits == 8 and _is_dequantized(product.x):
             raise Refusal(
                 "ORP115",
@@ -99,82 +112,60 @@ class MultiplyByWeight(OperandRule):
                 "(QLinearMatMul, MatMulIntegerToFloat)",
             )
         check_type(operand)
-        weights = _weights(product, operand, run)
-        level = choose_accuracy_level(product, chain, operand, run.options, context)
-        block_size = kernel_block_size(weights[0])
-        if level.number == level.stock == 4:
-            # Activations are rounded in these blocks: others would change the error.
-            block_size = native_block_size(operand, context)
-        # On the CPU it computes in float32 anyway. Between operators without a float16 kernel
-        # onnxruntime puts Casts on the scales, which it then takes for run-time inputs; from
-        # these it computes wrong numbers at accuracy_level 4 (measured, 1.22 to 1.31).
-        as_float = context.cpu_only and level.number == 4
-        dtype = ir.DataType.FLOAT if as_float else weights[0].lossless_dtype
-        check_version(operand, level.number, dtype, node.graph, context)
-        avoids_slow = context.cpu_only and run.options.slow_kernels != "fuse"
-        if avoids_slow and (slow := slow_kernel(operand.bits, block_size, level.number)):
-            raise NoKernel("ORP110", slow)
-        columns = weights[0].N
-        if columns % 16 and (operand.bits, level.number) == (4, 0) and run.is_small(operand):
-            # It multiplies with what happens to be in memory behind the last column. Small
-            # integers and addresses are denormal floats there: 60 times slower (1.31, 1.32).
+        weights = self.weights(product, operand)
+        kernel = _choose_kernel(product, chain, operand, weights[0], self._run)
+
+        def emit(op: Any) -> tuple[ir.Value, str]:
+            level, count = kernel.level, len(weights)
+            self._run.levels.append((level.number, level.stock))
+            times = f"{count} x " if count > 1 else ""
+            outcome = f"MatMulNBits, block {kernel.block_size}, accuracy_level {level}"
+            return self.emit(op, product, weights, kernel), times + outcome
+
+        return emit
+
+    def _check_rank(self, product: Product, name: str | None) -> None:
+        facts = self._run.facts
+        fused = product.node.op_type == "FusedMatMul"
+        if fused and product.on_left and product.x_rank(facts) == 1:
+            # onnxruntime 1.31 ignores transA then: what it computes is not worth keeping,
+            # and not ours to change.
             raise NoKernel(
-                "ORP111",
-                f"N is {columns}: the kernel is slow where it is not a multiple of 16",
+                "ORP107", f"weight {name!r} is on the left of a vector in FusedMatMul"
             )
-        kernel = _Kernel(block_size, level, dtype)
-        return functools.partial(self._emit_all, product, weights, kernel)
+        if product.x_rank(facts) is None:
+            raise NoKernel(
+                "ORP107",
+                f"weight {name!r} is on the left, or its other operand transposed, and that "
+                "one's rank is not proved: give the model's inputs a shape",
+            )
 
-    def _emit_all(
-        self, product: Product, weights: Sequence[Weight], kernel: _Kernel, op: Any
-    ) -> tuple[ir.Value, str]:
-        count, level = len(weights), kernel.level
-        self._run.levels.append((level.number, level.stock))
-        outcome = f"MatMulNBits, block {kernel.block_size}, accuracy_level {level}"
-        if count == 1:
-            return self._emit_one(op, product, weights[0], kernel), outcome
-        # A batched weight, one node for each group.
-        parts = op.Split(product.x, _ints(op, [1] * count), axis=0, _outputs=count)
-        outputs = [
-            self._emit_kernel(op, part, weight, kernel)
-            for part, weight in zip(parts, weights, strict=True)
-        ]
-        return op.Concat(*outputs, axis=0), f"{count} x {outcome}"
-
-    def _emit_one(
-        self, op: Any, product: Product, weight: Weight, kernel: _Kernel
+    def _multiplied(
+        self,
+        op: Any,
+        product: Product,
+        weight: Weight,
+        kernel: _Kernel,
+        bias: ir.Value | None = None,
     ) -> ir.Value:
-        """One MatMulNBits, and what stands around it."""
-        run, x, bias, dtype = self._run, product.x, product.bias, weight.operand.dtype
+        """Emit ``alpha * MatMulNBits(x, bias)``, x with its axes in order."""
+        x, own = product.x, weight.operand.dtype
         assert x is not None
-        batched, columns, rank = len(weight.operand.shape) == 3, None, None
-        if product.transpose_x or product.on_left or batched:
-            rank = product.x_rank(run.facts)
-        in_kernel = product.alpha == 1.0 and not product.on_left and takes_bias(run.context)
-        if bias is not None and in_kernel:
-            columns = read_column_bias(bias, weight.N)
-        if product.transpose_x and rank != 1:
+        if product.transpose_x and (rank := product.x_rank(self._run.facts)) != 1:
             x = _swapped(op, x, rank)
-        value = None
-        if columns is not None:
-            value = write_column_bias(run.initializers, columns, kernel.dtype, product.beta)
-            if columns.dequantize is not None:
-                run.folded(product.node, columns.dequantize, "bias of MatMulNBits")
-        name = product.node.name
-        y = self._emit_kernel(op, x, weight, kernel, bias=value, name=name)
-        if product.alpha != 1.0:
-            y = op.Mul(y, _scalar(op, product.alpha, dtype))
-        if product.on_left and rank != 1:
-            y = _swapped(op, y, rank)
-        if batched and rank is not None and rank < 3:
-            y = op.Unsqueeze(y, _ints(op, [0]))
-        if bias is not None and columns is None:
-            if product.beta != 1.0:
-                bias = op.Mul(bias, _scalar(op, product.beta, dtype))
-            y = op.Add(y, bias)
-        return y
+        y = self._kernel(op, x, weight, kernel, bias=bias, name=product.node.name)
+        return y if product.alpha == 1.0 else op.Mul(y, _scalar(op, product.alpha, own))
 
-    def _emit_kernel(
+    def _biased(self, op: Any, product: Product, y: ir.Value, dtype: ir.DataType) -> ir.Value:
+        """Emit ``y + beta * bias`` of a Gemm; y of others."""
+        bias = product.bias
+        if bias is None:
+            return y
+        if product.beta != 1.0:
+            bias = op.Mul(bias, _scalar(op, product.beta, dtype))
+        return op.Add(y, bias)  # type: ignore[no-any-return]
+
+    def _kernel(
         self,
         op: Any,
         x: ir.Value | None,
@@ -199,20 +190,101 @@ class MultiplyByWeight(OperandRule):
         return value if dtype == own else op.Cast(value, to=int(own))
 
 
-class ConvolveByWeight(OperandRule):
-    """A convolution with W -> with a float constant: no kernel takes codes and float inputs.
+class MatMulByWeight(ProductRule):
+    """``MatMul(x, W)`` -> ``MatMulNBits(x)``; ``alpha * MatMulNBits(x)`` of FusedMatMul."""
+
+    def emit(
+        self, op: Any, product: Product, weights: Sequence[Weight], kernel: _Kernel
+    ) -> ir.Value:
+        return self._multiplied(op, product, weights[0], kernel)
+
+
+class GemmByWeight(ProductRule):
+    """``Gemm(x, W, C)`` -> ``MatMulNBits(x, beta * C)``; other C than [N] are added."""
+
+    def emit(
+        self, op: Any, product: Product, weights: Sequence[Weight], kernel: _Kernel
+    ) -> ir.Value:
+        (weight,), bias, run = weights, product.bias, self._run
+        columns = None
+        if bias is not None and product.alpha == 1.0 and takes_bias(run.context):
+            columns = read_column_bias(bias, weight.N)
+        if columns is None:
+            y = self._multiplied(op, product, weight, kernel)
+            return self._biased(op, product, y, weight.operand.dtype)
+        if columns.dequantize is not None:
+            run.folded(product.node, columns.dequantize, "bias of MatMulNBits")
+        value = write_column_bias(run.initializers, columns, kernel.dtype, product.beta)
+        return self._multiplied(op, product, weight, kernel, value)
+
+
+class WeightOnTheLeft(ProductRule):
+    """``MatMul(W, x)`` -> ``Transpose(MatMulNBits(Transpose(x)))``, of Gemm with its C."""
+
+    index = 0
+
+    def emit(
+        self, op: Any, product: Product, weights: Sequence[Weight], kernel: _Kernel
+    ) -> ir.Value:
+        y = self._multiplied(op, product, weights[0], kernel)
+        rank = product.x_rank(self._run.facts)
+        if rank != 1:
+            y = _swapped(op, y, rank)
+        return self._biased(op, product, y, weights[0].operand.dtype)
+
+
+class WeightForEachGroup(ProductRule):
+    """``MatMul(x[G, M, K], W[G, K, N])`` -> G times MatMulNBits, between Split and Concat."""
+
+    def fits(self, product: Product, operand: DequantizedOperand) -> bool:
+        """Whether the weight has a matrix for each group, and nothing else is asked."""
+        return _is_grouped(product, operand)
+
+    def weights(self, product: Product, operand: DequantizedOperand) -> Sequence[Weight]:
+        """Return the weight of each group; refuse too many, or groups of x that may differ."""
+        run, name, groups = self._run, operand.codes.name, operand.shape[0]
+        x_rank = product.x_rank(run.facts)
+        if run.opset is not None and run.opset < 13 and (groups > 1 or (x_rank or 3) < 3):
+            # Split and Unsqueeze have attributes before.
+            raise NoKernel(
+                "ORP106", f"a weight of rank 3 fuses from opset 13 on, not at {run.opset}"
+            )
+        if groups == 1 and x_rank is not None:
+            return [operand.matrix(product.k_axis)]
+        if (run.facts.dims(product.x, 3) or [None])[0] != known(groups):
+            raise NoKernel(
+                "ORP106",
+                f"weight {name!r} has {groups} groups: they fuse where the other operand has "
+                f"shape [{groups}, M, K], {groups} being known",
+            )
+        if groups > _MAX_GROUPS:
+            raise NoKernel(
+                "ORP106", f"weight {name!r} has {groups} groups: up to {_MAX_GROUPS} fuse"
+            )
+        return [operand.matrix(product.k_axis, group) for group in range(groups)]
+
+    def emit(
+        self, op: Any, product: Product, weights: Sequence[Weight], kernel: _Kernel
+    ) -> ir.Value:
+        if len(weights) == 1:
+            y = self._multiplied(op, product, weights[0], kernel)
+            rank = product.x_rank(self._run.facts)
+            return y if rank is None or rank >= 3 else op.Unsqueeze(y, _ints(op, [0]))
+        count = len(weights)
+        parts = op.Split(product.x, _ints(op, [1] * count), axis=0, _outputs=count)
+        outputs = [
+            self._kernel(op, part, weight, kernel)
+            for part, weight in zip(parts, weights, strict=True)
+        ]
+        return op.Concat(*outputs, axis=0)  # type: ignore[no-any-return]
+
+
+class Convolution(FloatConstant):
+    """``Conv(x, W)``, ConvTranspose -> with a float constant: none takes codes and floats.
 
     Of int8 weights and float activations, 3 x 3 of 64 channels, onnxruntime 1.32 takes 1.85
     times as long: it unpacks the weight in each run, and packs nothing.
     """
-
-    def __init__(self, run: FusionRun, op_type: str) -> None:
-        super().__init__(run)
-        self._op_type = op_type
-
-    def pattern(self, op, x, w):  # type: ignore[no-untyped-def]
-        more = {"_allow_other_inputs": True, "_allow_other_attributes": True}
-        return getattr(op, self._op_type)(x, w, **more, _outputs=["out"])
 
     def _plan(self, node: ir.Node, chain: list[ir.Node], operand: DequantizedOperand) -> Emit:
         if computes_in_integers(node):
@@ -265,52 +337,43 @@ class AddBias(RewriteRuleClassBase):
         return value
 
 
-def _weights(
-    product: Product, operand: DequantizedOperand, run: FusionRun
-) -> Sequence[Weight]:
-    """The operand as one weight, or as one for each group."""
-    rank, name, facts = len(operand.shape), operand.codes.name, run.facts
-    if rank == 2:
-        fused = product.node.op_type == "FusedMatMul"
-        if fused and product.on_left and product.x_rank(facts) == 1:
-            # onnxruntime 1.31 ignores transA then: what it computes is not worth keeping,
-            # and not ours to change.
-            raise NoKernel(
-                "ORP107", f"weight {name!r} is on the left of a vector in FusedMatMul"
-            )
-        if (product.transpose_x or product.on_left) and product.x_rank(facts) is None:
-            raise NoKernel(
-                "ORP107",
-                f"weight {name!r} is on the left, or its other operand transposed, and that "
-                "one's rank is not proved: give the model's inputs a shape",
-            )
-        return [operand.matrix(product.k_axis)]
-    batched = product.node.op_type != "Gemm"
-    plain = batched and not product.transpose_x and not product.on_left
-    if rank != 3 or not plain or product.alpha != 1.0:
-        side = " on the left" if product.on_left else ""
+def _is_grouped(product: Product, operand: DequantizedOperand) -> bool:
+    """Whether a product is a plain MatMul by a matrix for each group."""
+    plain = product.node.op_type != "Gemm" and not product.transpose_x and not product.on_left
+    return len(operand.shape) == 3 and plain and product.alpha == 1.0
+
+
+def _choose_kernel(
+    product: Product,
+    chain: Sequence[ir.Node],
+    operand: DequantizedOperand,
+    weight: Weight,
+    run: FusionRun,
+) -> _Kernel:
+    """Choose what the nodes compute in; refuse what no kernel takes, or only a slow one."""
+    context = run.context
+    level = choose_accuracy_level(product, chain, operand, run.options, context)
+    block_size = kernel_block_size(weight)
+    if level.number == level.stock == 4:
+        # Activations are rounded in these blocks: others would change the error.
+        block_size = native_block_size(operand, context)
+    # On the CPU it computes in float32 anyway. Between operators without a float16 kernel
+    # onnxruntime puts Casts on the scales, which it then takes for run-time inputs; from these
+    # it computes wrong numbers at accuracy_level 4 (measured, 1.22 to 1.31).
+    as_float = context.cpu_only and level.number == 4
+    dtype = ir.DataType.FLOAT if as_float else weight.lossless_dtype
+    check_version(operand, level.number, dtype, product.node.graph, context)
+    avoids_slow = context.cpu_only and run.options.slow_kernels != "fuse"
+    if avoids_slow and (slow := slow_kernel(operand.bits, block_size, level.number)):
+        raise NoKernel("ORP110", slow)
+    if weight.N % 16 and (operand.bits, level.number) == (4, 0) and run.is_small(operand):
+        # It multiplies with what happens to be in memory behind the last column. Small
+        # integers and addresses are denormal floats there: 60 times slower (1.31, 1.32).
         raise NoKernel(
-            "ORP106", f"weight {name!r} has shape {list(operand.shape)}{side}: rank 2 fuses"
+            "ORP111",
+            f"N is {weight.N}: the kernel is slow where it is not a multiple of 16",
         )
-    groups, x_rank = operand.shape[0], product.x_rank(facts)
-    if run.opset is not None and run.opset < 13 and (groups > 1 or (x_rank or 3) < 3):
-        # Split and Unsqueeze have attributes before.
-        raise NoKernel(
-            "ORP106", f"a weight of rank 3 fuses from opset 13 on, not at {run.opset}"
-        )
-    if groups == 1 and x_rank is not None:
-        return [operand.matrix(product.k_axis)]
-    if (facts.dims(product.x, 3) or [None])[0] != known(groups):
-        raise NoKernel(
-            "ORP106",
-            f"weight {name!r} has {groups} groups: they fuse where the other operand has "
-            f"shape [{groups}, M, K], {groups} being known",
-        )
-    if groups > _MAX_GROUPS:
-        raise NoKernel(
-            "ORP106", f"weight {name!r} has {groups} groups: up to {_MAX_GROUPS} fuse"
-        )
-    return [operand.matrix(product.k_axis, group) for group in range(groups)]
+    return _Kernel(block_size, level, dtype)
 
 
 def _swapped(op: Any, x: ir.Value, rank: int | None) -> ir.Value:

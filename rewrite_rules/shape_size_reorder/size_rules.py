@@ -73,7 +73,7 @@ def move_behind_makers(model: ir.Model, nodes: set[ir.Node]) -> None:
 
 
 class SizeRule(RewriteRuleClassBase):
-    """A node of sizes -> what gives the same numbers earlier, or in fewer nodes."""
+    """Has a node of sizes give the same numbers earlier, or in fewer nodes."""
 
     def __init__(
         self,

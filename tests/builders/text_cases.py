@@ -105,11 +105,15 @@ def markdown(rows: Iterable[Sequence[str]]) -> str:
 
 
 def assert_laws_on_page(
-    page: Path, rules: ModuleType, cases: Mapping[str, TextCase], left: Callable[[str], str]
+    page: Path,
+    rules: Sequence[ModuleType],
+    cases: Mapping[str, TextCase],
+    left: Callable[[str], str],
 ) -> None:
     """Compare a page's table of rules with the cases that have a line ``law: NAME``.
 
-    There is a case for each rule class of a module; ``left`` shortens what is expected. A line
+    There is a case for each rule class of the modules whose docstring is a law, ``a -> b``;
+    ``left`` shortens what is expected. A line
     ``before: TEXT`` says shorter than nodes what a test finds at the start. With
     ``ORTPLUGINS_REWRITE_EXPECTED`` the table is written.
     """
@@ -122,16 +126,17 @@ def assert_laws_on_page(
     table = markdown([[f"`{cell}`" for cell in row] for row in rows])
     laws = {
         name
-        for name, found in vars(rules).items()
+        for module in rules
+        for name, found in vars(module).items()
         if isinstance(found, type)
         and issubclass(found, RewriteRuleClassBase)
-        and found.__module__ == rules.__name__
-        and not found.__subclasses__()
+        and found.__module__ == module.__name__
+        and " -> " in (found.__doc__ or "")
     }
     assert laws == {law for law, *_ in rows}
     text = page.read_text(encoding="utf-8")
     if os.environ.get(_REWRITE):
-        # Of several tables of a page, the one with a rule of this module.
+        # Of several tables of a page, the one with a rule of these modules.
         known = re.compile("|".join(f"`{law}`" for law in laws))
         text = _LAWS.sub(lambda m: m[1] + table if known.search(m[0]) else m[0], text)
         page.write_text(text, encoding="utf-8")

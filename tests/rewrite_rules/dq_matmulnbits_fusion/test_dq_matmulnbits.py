@@ -5,8 +5,10 @@ The layouts and their numbers are those of ``test_layout_matrix.py``.
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx.parser
@@ -21,10 +23,11 @@ from builders.dequantized_models import (
     run,
 )
 from builders.layout_matrix import LayoutCase
-from builders.text_cases import text_cases
+from builders.text_cases import assert_laws_on_page, text_cases
 from builders.text_models import add_weights, text_model
 
 from ortplugins.report import worded
+from rewrite_rules.dq_matmulnbits_fusion import fusion_run, gather_rule, matmul_rules
 from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions
 
 FLOAT = {"accuracy_level": 0, "slow_kernels": "float"}
@@ -192,7 +195,34 @@ def test_constants_of_operators_in_integers_are_noted():
     assert [remark.outcome for remark in remarks] == ["note"]
 
 
-REFUSALS = text_cases(Path(__file__).with_name("refusals.txt"))
+CASES = text_cases(Path(__file__).with_name("cases.txt"))
+PAGE = Path(__file__).parents[3] / "docs" / "dq-matmulnbits-fusion.md"
+RANDOM = np.random.default_rng(0)
+
+
+def uint4(*shape: int) -> np.ndarray:
+    return RANDOM.integers(0, 16, shape).astype(ml_dtypes.uint4)
+
+
+def scales(*shape: int) -> np.ndarray:
+    return RANDOM.uniform(0.01, 0.02, shape).astype(np.float32)
+
+
+LAW_CONSTANTS = {
+    "w": uint4(64, 16),
+    "s": scales(2, 16),
+    "s8": scales(8, 16),
+    "t": uint4(16, 64),
+    "ts": scales(16, 2),
+    "g": uint4(2, 64, 16),
+    "gs": scales(2, 2, 16),
+    "table": uint4(17000, 64),
+    "tables": scales(17000, 2),
+    "rows": np.int64([3, 0, 5]),
+    "bias": scales(16),
+    "kernel": np.int8(RANDOM.integers(-9, 9, (8, 64, 3))),
+    "one": np.float32(0.5),
+}
 CONSTANTS = {
     "w": np.ones((8, 64), np.uint8),
     "floats": np.ones((8, 64), np.float32),
@@ -204,15 +234,34 @@ CONSTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSALS)
-def test_names_why_it_refuses(name):
-    case = REFUSALS[name]
+def model_of_case(name: str, known: Mapping[str, np.ndarray]) -> ir.Model:
+    case = CASES[name]
     dims = case.settings["x"].split(", ") if "x" in case.settings else None
     shape = dims and [int(dim) if dim.isdigit() else dim for dim in dims]
     named = set(re.findall(r"\w+", case.nodes)) - set(re.findall(r"(\w+) =", case.nodes))
-    constants = {key: CONSTANTS[key] for key in CONSTANTS.keys() & named}
-    remark = refused(ir.from_proto(text_model(case.nodes, constants, {"x": (1, shape)})))
-    case.expect(f"{remark.partition(':')[0]}: {remark[-7:-1]}")
+    constants = {key: known[key] for key in known.keys() & named}
+    inputs = {"x": (1, shape)} if "x" in named else {}
+    return ir.from_proto(text_model(case.nodes, constants, inputs))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "law" not in CASES[name].settings])
+def test_names_why_it_refuses(name):
+    remark = refused(model_of_case(name, CONSTANTS))
+    CASES[name].expect(f"{remark.partition(':')[0]}: {remark[-7:-1]}")
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "law" in CASES[name].settings])
+def test_each_rule(name):
+    before, after = (model_of_case(name, LAW_CONSTANTS) for _ in range(2))
+    fuse_weights(after, FusionOptions(**FLOAT))
+    CASES[name].expect(" ".join(op_types(after)))
+    shape = map(int, CASES[name].settings.get("x", "3, 64").split(", "))
+    feeds = {"x": scales(*shape)} if before.graph.inputs else {}
+    assert_same_outputs(after, before, feeds, rtol=1e-5, atol=1e-5)
+
+
+def test_the_page_has_a_case_of_each_rule():
+    assert_laws_on_page(PAGE, (matmul_rules, gather_rule, fusion_run), CASES, str)
 
 
 # Of a value that a node makes, what the file says of its shape is checked by nobody.

@@ -99,7 +99,7 @@ def test_the_page_has_a_case_of_each_rule():
     def left(expected: str) -> str:
         return "; ".join(x for x in expected.splitlines() if not x.startswith("fired"))
 
-    assert_laws_on_page(PAGE, fold_rules, FOLDS, left)
+    assert_laws_on_page(PAGE, [fold_rules], FOLDS, left)
 
 
 def written(model: ir.Model) -> Iterator[str]:

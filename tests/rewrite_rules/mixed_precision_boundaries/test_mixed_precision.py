@@ -137,7 +137,7 @@ def test_regions(name: str):
 
 
 def test_the_page_has_a_case_of_each_rule():
-    assert_laws_on_page(PAGE, boundary_rules, REGIONS, str)
+    assert_laws_on_page(PAGE, [boundary_rules], REGIONS, str)
 
 
 def test_new_values_have_types_and_shapes():

@@ -192,7 +192,7 @@ def test_the_page_has_a_case_of_each_rule():
         output, operators = expected.split("\n")
         return operators if output == "o = o" else output
 
-    assert_laws_on_page(PAGE, size_rules, CASES, left)
+    assert_laws_on_page(PAGE, [size_rules], CASES, left)
 
 
 @pytest.mark.parametrize("name", CASES)
