@@ -20,7 +20,6 @@ from rewrite_rules.conv_fusion.integers import FloatConvolution, UnsignedWeight
 from rewrite_rules.conv_fusion.one_axis import DepthwiseLine, FourierFrames
 from rewrite_rules.facts.copies import drop_copies, drop_reshapes
 from rewrite_rules.graph.nodes import (
-    graphs_of,
     label,
     made_by,
     remove_unused,
@@ -55,7 +54,7 @@ def fuse_convolutions(
         return
     sort_nodes(model.graph)
     drop_copies(model, nodes)
-    folding, graphs = Folding(model, context.remarks), {*graphs_of(model.graph)}
+    folding, graphs = Folding(model, context.remarks), {*model.graphs()}
     for graph in graphs:
         drop_reshapes(graph, folding.shapes)
     rules = [*hard_swish_rules(folding), *folding_rules(folding)]

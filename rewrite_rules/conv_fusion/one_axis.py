@@ -94,8 +94,7 @@ class FourierFrames(FoldingRule):
     def find(self, out: ir.Value, **values: ir.Value) -> tuple[int, Float64]:
         """Return the step, and the window."""
         node, shapes = producer(out), self._folding.shapes
-        dims = shapes.dims(values["x"])
-        is_real = dims is not None and (len(dims) == 2 or dims[2:] == ((1, ()),))
+        is_real = any(shapes.match(values["x"], form) for form in ("N T", "N T 1"))
         if not is_real or out.dtype != ir.DataType.FLOAT:
             raise Differs("its input is not known to be float32 of [N, T] or [N, T, 1]")
         step = constant_ints(values["c"])
@@ -124,7 +123,7 @@ class FourierFrames(FoldingRule):
         assert isinstance(graph, ir.Graph)
         weight = parts.reshape(2 * bins, 1, length)
         constant = linears.new_constant(graph, f"{label(node)}.frames", weight)
-        if len(self._folding.shapes.dims(x) or ()) == 2:
+        if self._folding.shapes.match(x, "N T"):
             channels = op.Unsqueeze(x, op.Constant(value_ints=[1]))
         else:
             channels = op.Transpose(x, perm=[0, 2, 1])

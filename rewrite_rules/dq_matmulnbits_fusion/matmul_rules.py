@@ -54,7 +54,6 @@ from rewrite_rules.dq_matmulnbits_fusion.native_fusion import (
 from rewrite_rules.graph.nodes import is_dequantize_linear, label, producer
 from rewrite_rules.graph.parameters import constant
 from rewrite_rules.remarks import Refusal
-from rewrite_rules.shapes.dimensions import known
 from rewrite_rules.weights.dequantized_operand import BlockQuantizedWeight as Weight
 from rewrite_rules.weights.dequantized_operand import DequantizedOperand
 
@@ -251,7 +250,7 @@ class WeightForEachGroup(ProductRule):
             )
         if groups == 1 and x_rank is not None:
             return [operand.matrix(product.k_axis)]
-        if (run.facts.dims(product.x, 3) or [None])[0] != known(groups):
+        if run.facts.match(product.x, f"{groups} M K") is None:
             raise NoKernel(
                 "ORP106",
                 f"weight {name!r} has {groups} groups: they fuse where the other operand has "

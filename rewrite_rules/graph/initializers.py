@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable
 
 import onnx_ir as ir
 
-from rewrite_rules.graph.nodes import graphs_of, owner
+from rewrite_rules.graph.nodes import owner
 
 
 class FreshNames:
@@ -27,7 +27,7 @@ class FreshNames:
     def _taken(self) -> set[str]:
         """The names in use, looked for when the first one is asked for."""
         taken = set[str]()
-        for graph in graphs_of(self._model.graph):
+        for graph in self._model.graphs():
             taken.update(value.name or "" for value in graph.inputs)
             taken.update(graph.initializers)
             for node in graph:
@@ -51,7 +51,7 @@ def name_apart(model: ir.Model) -> None:
 
     What replaces a node takes its name, and the node stays where something else reads it.
     """
-    names, graphs = FreshNames(model), [*graphs_of(model.graph)]
+    names, graphs = FreshNames(model), [*model.graphs()]
     kept = set(model.graph.outputs)
     seen = {value.name or "" for value in kept}
     for graph in graphs:

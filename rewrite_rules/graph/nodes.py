@@ -47,14 +47,6 @@ def walk(graph: ir.Graph) -> Iterator[ir.Node]:
                 yield from walk(inner)
 
 
-def graphs_of(graph: ir.Graph) -> Iterator[ir.Graph]:
-    """Yield a graph and its subgraphs, each before its own."""
-    yield graph
-    for node in graph:
-        for inner in subgraphs(node):
-            yield from graphs_of(inner)
-
-
 def sort_nodes(graph: ir.Graph) -> None:
     """Put each node behind what it and its subgraphs read; a sorted graph stays as it is.
 
@@ -185,7 +177,7 @@ def remove_unused(model: ir.Model) -> None:
     towards the subgraph, and aborts (PropagateDQForward of qdq_propagation.cc).
     """
     functions = (function.graph for function in model.functions.values())
-    for graph in reversed([*functions, *graphs_of(model.graph)]):
+    for graph in reversed([*functions, *model.graphs()]):
         unused = set[ir.Node]()
         for node in reversed(graph):
             readers = (use.node for value in node.outputs for use in value.uses())
