@@ -26,7 +26,8 @@ import onnx_ir as ir
 
 from rewrite_rules.closest_name import did_you_mean
 from rewrite_rules.graph.nodes import is_dequantize_linear, is_quantize_linear, label
-from rewrite_rules.mixed_precision_boundaries.boundary_rules import Boundaries
+from rewrite_rules.mixed_precision_boundaries.boundary_nodes import Boundaries
+from rewrite_rules.mixed_precision_boundaries.boundary_rules import write_boundaries
 from rewrite_rules.mixed_precision_boundaries.grids import Grids, choose_grids
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
     QuantizedGraph,
@@ -112,7 +113,7 @@ def place_boundaries(model: ir.Model, options: BoundaryOptions, context: PassCon
     boundaries = Boundaries(model)
     for planned in ready:
         _add(boundaries, planned, context.remarks)
-    boundaries.write()
+    write_boundaries(boundaries)
 
 
 class _Planned(NamedTuple):

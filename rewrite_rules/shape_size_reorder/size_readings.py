@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import enum
 from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
@@ -30,25 +31,41 @@ _LONG_CHAIN = 4
 _SPAN_OPSET = 15
 
 
+class Law(enum.Enum):
+    """How numbers are read; a rule for each."""
+
+    CONSTANT = enum.auto()  # not at all: no run can change them
+    SPAN = enum.auto()  # sizes of one value side by side
+    WHOLE = enum.auto()  # all sizes, of whatever rank, or the number of elements
+    PICK = enum.auto()  # sizes of one value in any order
+
+
+_NODES = {Law.CONSTANT: 0, Law.SPAN: 1, Law.WHOLE: 1, Law.PICK: 2}
+
+
 @dataclasses.dataclass(frozen=True)
 class Reading:
     """What a node's numbers are read from.
 
     Attributes:
-        source: The value whose sizes they are; None for numbers that no run can change.
-        axes: Of the sizes; None for all of them, or the number of elements.
-        rank: Of the source, if it is known.
+        law: How, which also says in how many nodes.
+        source: The value whose sizes they are; None of constants.
+        axes: Of the sizes, of SPAN and PICK.
+        rank: Of the source, of SPAN.
         is_scalar: Whether the node gives one number without an axis.
-        nodes: How many nodes that takes.
-        constants: The numbers of which ``source`` is None.
+        constants: The numbers, of CONSTANT.
     """
 
-    source: ir.Value | None
-    axes: tuple[int, ...] | None = None
+    law: Law
+    source: ir.Value | None = None
+    axes: tuple[int, ...] = ()
     rank: int = 0
     is_scalar: bool = False
-    nodes: int = 1
     constants: Integers | None = None
+
+    @property
+    def nodes(self) -> int:
+        return _NODES[self.law]
 
 
 class _Now(NamedTuple):
@@ -177,7 +194,7 @@ class SizeReadings:
         integers = self._shapes.integers(node.outputs[0])
         if integers is not None and integers.constants is not None:
             is_divisor = node.outputs[0] in self._divisors
-            return None if is_divisor else Reading(None, nodes=0, constants=integers)
+            return None if is_divisor else Reading(Law.CONSTANT, constants=integers)
         if integers is None or integers.known is None or node.op_type == "Size":
             return self._find_whole(node, now)
         dims, is_scalar = integers.known, not integers.shape
@@ -205,7 +222,7 @@ class SizeReadings:
             first = self._earliest.first("count", self._shapes.count(now.source), node)
         if first is None or self._earliest.place(first) >= now.place:
             return None
-        return Reading(first)
+        return Reading(Law.WHOLE, first)
 
     def _of(
         self, source: ir.Value, dims: Dims, is_scalar: bool, opset: int
@@ -218,9 +235,9 @@ class SizeReadings:
         starts = [i for i in range(rank - count + 1) if shape[i : i + count] == dims]
         if is_scalar or not starts or (opset < _SPAN_OPSET and count < rank):
             axes = tuple(shape.index(dim) for dim in dims)
-            yield Reading(source, axes, rank, is_scalar, nodes=2)
+            yield Reading(Law.PICK, source, axes, is_scalar=is_scalar)
         else:
-            yield Reading(source, tuple(range(starts[0], starts[0] + count)), rank)
+            yield Reading(Law.SPAN, source, tuple(range(starts[0], starts[0] + count)), rank)
 
     def _order(self, reading: Reading) -> tuple[int, int]:
         return self._earliest.place(reading.source), reading.nodes

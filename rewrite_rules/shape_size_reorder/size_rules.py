@@ -30,7 +30,7 @@ from onnxscript.rewriter import MatchContext, RewriteRuleClassBase
 from rewrite_rules.graph.nodes import label, producer
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.remarks import Remarks
-from rewrite_rules.shape_size_reorder.size_readings import FOLDED, REREAD, Reading
+from rewrite_rules.shape_size_reorder.size_readings import FOLDED, REREAD, Law, Reading
 from rewrite_rules.shapes.shape_data import INTEGER_OPERATORS
 
 ROOTS = ("Shape", "Size")
@@ -75,6 +75,8 @@ def move_behind_makers(model: ir.Model, nodes: set[ir.Node]) -> None:
 class SizeRule(RewriteRuleClassBase):
     """Has a node of sizes give the same numbers earlier, or in fewer nodes."""
 
+    law: Law
+
     def __init__(
         self,
         op_type: str,
@@ -90,25 +92,23 @@ class SizeRule(RewriteRuleClassBase):
         return getattr(op, self._op_type)(_allow_other_inputs=True, _outputs=["out"])
 
     def check(self, context: MatchContext, out: ir.Value) -> bool:  # type: ignore[override]
-        """Whether the law is the one that gives the reading found for the node."""
-        return self.gives(self._readings[producer(out)])
+        """Whether what was found for the node is the rule's."""
+        return self._readings[producer(out)].law is self.law
 
     def rewrite(self, op: Any, out: ir.Value) -> ir.Value:
         node, reading = producer(out), self._readings[producer(out)]
         source = reading.source
-        if source is not None:
-            source = self._replaced.get(source, source)
         with self._remarks.at(label(node)):
+            if source is not None:
+                source = self._replaced.get(source, source)
             made, what = self.read(op, reading, source, node)
-            self._remarks.fired(label(node), what)
+            of = "" if reading.source is None else f" of {reading.source.name!r}"
+            self._remarks.fired(label(node), what + of)
         self._replaced[out] = made
         return made
 
-    def gives(self, reading: Reading) -> bool:
-        raise NotImplementedError
-
     def read(
-        self, op: Any, reading: Reading, source: ir.Value | None, node: ir.Node
+        self, op: Any, reading: Reading, x: ir.Value | None, node: ir.Node
     ) -> tuple[ir.Value, str]:
         """Emit the nodes; return the numbers, and what became of the node."""
         raise NotImplementedError
@@ -117,69 +117,58 @@ class SizeRule(RewriteRuleClassBase):
 class ConstantNumbers(SizeRule):
     """Numbers that no run can change -> ``Constant``."""
 
-    def gives(self, reading: Reading) -> bool:
-        return reading.constants is not None
+    law = Law.CONSTANT
 
     def read(
-        self, op: Any, reading: Reading, source: ir.Value | None, node: ir.Node
+        self, op: Any, reading: Reading, x: ir.Value | None, node: ir.Node
     ) -> tuple[ir.Value, str]:
         assert reading.constants is not None
         array = np.array(reading.constants.constants, np.int64)
-        array = array.reshape(reading.constants.shape)
-        made = _constant(op, array, _name=node.name)
+        made = _constant(op, array.reshape(reading.constants.shape), _name=node.name)
         return made, f"constant {array.ravel().tolist()}"
 
 
 class Span(SizeRule):
     """Sizes of x side by side -> ``Shape(x, start, end)``."""
 
-    def gives(self, reading: Reading) -> bool:
-        return reading.axes is not None and reading.nodes == 1
+    law = Law.SPAN
 
     def read(
-        self, op: Any, reading: Reading, source: ir.Value | None, node: ir.Node
+        self, op: Any, reading: Reading, x: ir.Value | None, node: ir.Node
     ) -> tuple[ir.Value, str]:
-        assert reading.source is not None
-        start, end = (reading.axes or (0,))[0], len(reading.axes or ())
-        end += start
+        start, end = (reading.axes[0], reading.axes[-1] + 1) if reading.axes else (0, 0)
         ends = {"start": start} if start else {}
         ends |= {"end": end} if end < reading.rank else {}
         what = f"dimensions {start}:{ends.get('end', '')}" if ends else "the shape"
-        made = op.Shape(source, **ends, _name=node.name)
-        return made, f"reads {what} of {reading.source.name!r}"
+        return op.Shape(x, **ends, _name=node.name), f"reads {what}"
 
 
 class Pick(SizeRule):
     """Sizes of x in any order -> ``Gather(Shape(x), axes)``; of one, maybe a scalar."""
 
-    def gives(self, reading: Reading) -> bool:
-        return reading.axes is not None and reading.nodes > 1
+    law = Law.PICK
 
     def read(
-        self, op: Any, reading: Reading, source: ir.Value | None, node: ir.Node
+        self, op: Any, reading: Reading, x: ir.Value | None, node: ir.Node
     ) -> tuple[ir.Value, str]:
-        assert reading.source is not None and reading.axes is not None
         axes = np.array(reading.axes, np.int64).reshape(() if reading.is_scalar else -1)
-        shape, indices = op.Shape(source), _constant(op, axes)
+        shape, indices = op.Shape(x), _constant(op, axes)
         shape.type = _INT64
         plural = "s" * (len(reading.axes) > 1)
-        text = f"dimension{plural} {', '.join(map(str, reading.axes))}"
-        made = op.Gather(shape, indices, axis=0, _name=node.name)
-        return made, f"reads {text} of {reading.source.name!r}"
+        what = f"reads dimension{plural} {', '.join(map(str, reading.axes))}"
+        return op.Gather(shape, indices, axis=0, _name=node.name), what
 
 
 class Whole(SizeRule):
     """``Size(f(x))`` -> ``Size(x)``, and Shape, of which not even the rank is known."""
 
-    def gives(self, reading: Reading) -> bool:
-        return reading.axes is None and reading.constants is None
+    law = Law.WHOLE
 
     def read(
-        self, op: Any, reading: Reading, source: ir.Value | None, node: ir.Node
+        self, op: Any, reading: Reading, x: ir.Value | None, node: ir.Node
     ) -> tuple[ir.Value, str]:
-        assert reading.source is not None
-        made = getattr(op, node.op_type)(source, **node.attributes, _name=node.name)
-        return made, f"reads the {node.op_type.lower()} of {reading.source.name!r}"
+        made = getattr(op, node.op_type)(x, **node.attributes, _name=node.name)
+        return made, f"reads the {node.op_type.lower()}"
 
 
 class EqualNumbers(RewriteRuleClassBase):
