@@ -9,6 +9,9 @@ segments     as net, but whole chains of nodes are compared: first those that en
 subtrees     depth first, of the inputs of a node first the one whose making needs most
              beyond what is left of it (Sethi and Ullman, J. ACM 17, 1970: best for
              trees)
+
+Each is the only one that finds the best order of some benchmark graphs: without net, a U-Net
+holds 1.2 times as much, without segments a detection net 1.16, without subtrees experts 2.3.
 """
 
 from __future__ import annotations

@@ -409,26 +409,6 @@ def _normalization(site: Site) -> Axes:
     return changed(axes, Sequence.reworked)
 
 
-def _rotary(site: Site) -> Axes:
-    """Turn each token by angles, ``[batch, length, half]`` or rows of tables."""
-    axes, tables = site.tokens(), [site.tokens(1), site.tokens(2)]
-    place, angles = len(axes) - 2, [table[:2] for table in tables]
-    if len(axes) == 3:  # heads side by side
-        place = 1
-    if site.has(3):
-        if sequences_of(*angles[0], *angles[1]):
-            raise Refusal(*UNFIT)
-        angles = [_looked_up(site, 3)]
-    own = plain((axes[0], axes[place]))
-    if any(plain(each) not in (own, ((), own[1])) for each in angles):
-        raise Refusal(*UNFIT)
-    site.mixes(axis for i, axis in enumerate(axes) if i not in (0, place))
-    wild = any(one.wild for table in tables for one in sequences_of(*table))
-    return changed(
-        axes, lambda one: dataclasses.replace(one.reworked(), wild=wild or one.wild)
-    )
-
-
 # Moving tokens
 
 
@@ -674,7 +654,6 @@ _STANDARD: dict[str, Rule] = {
     "Gather": _gather,
     "GatherElements": _gather_elements,
     "GatherND": _gather_nd,
-    "RotaryEmbedding": _rotary,
     "ScatterElements": _scatter_elements,
     **_rows(_sizes, "Shape Size"),
     "Slice": _slice,

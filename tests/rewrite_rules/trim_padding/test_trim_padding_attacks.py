@@ -56,7 +56,7 @@ INPUTS = {
     "biases": ([1, 1, "queries", "keys"], "float"),
 }
 # Of operators, the first that has them as they are written; a number of keys is of 24.
-OPSETS = {"= Attention<": 24, "RotaryEmbedding": 23, "ScatterElements": 18}
+OPSETS = {"= Attention<": 24, "ScatterElements": 18}
 ROWS = [("111", "11111"), ("1", "1"), ("00111", "1"), ("000", "11"), ("1" * 300, "1" * 4)]
 
 
