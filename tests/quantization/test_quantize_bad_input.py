@@ -166,6 +166,20 @@ def test_an_expert_without_tokens_is_rounded_to_nearest_and_named(options):
     np.testing.assert_array_equal(dequantised(read(result.model))["expert1"], nearest)
 
 
+def test_gptq_with_a_token_or_two_rounds_to_nearest_and_says_so():
+    weight = normal(D, 8)
+    nearest = dequantised(read(quantize(matmul_of(weight)).model))["m"]
+    for count, method in ((1, "rtn"), (3, "rtn"), (4, "gptq")):
+        samples = [{"x": normal(count, D)}]
+        result = quantize(matmul_of(weight), method="gptq", calibration_data_reader=samples)
+        (row,), notes = result.report.nodes, result.report.notes
+        assert row.method == method
+        if method == "rtn":
+            assert row.reason == f"gptq wants 4 tokens, not {count}"
+            assert notes == (f"1 weights are rounded to nearest, as {row.reason}: W",)
+            np.testing.assert_array_equal(dequantised(read(result.model))["m"], nearest)
+
+
 def test_the_folder_of_a_run_that_was_killed_is_removed_by_the_next(tmp_path):
     program = f"""
 import os, signal, sys

@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import threading
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -144,3 +145,20 @@ def test_an_error_in_a_worker_names_the_weight(tmp_path):
     ):
         quantize(model, tmp_path / "q.onnx", executor=executor)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("form", ["MatMul(x, W)", "Gemm <transB = 1> (x, W)"])
+def test_a_wide_weight_is_never_in_float32_as_a_whole(form, tmp_path):
+    k, n = 512, 65536
+    weight = normal(k, n, dtype=np.float16)
+    weight = np.ascontiguousarray(weight.T) if "transB" in form else weight
+    text = f"g (float16[T, {k}] x) => (float16[T, {n}] y) {{ y = {form} }}"
+    ir.save(model_of(text, {"W": weight}), tmp_path / "f.onnx", external_data="f.data")
+    samples = [{"x": normal(64, k, dtype=np.float16)}]
+    tracemalloc.start()
+    options = {"method": "awq_lite", "calibration_data_reader": samples}
+    quantize(tmp_path / "f.onnx", tmp_path / "q.onnx", **options)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    strips = (6 * 4 << 20) * (os.cpu_count() or 1)
+    assert peak < k * n * 1.5 + strips  # a byte for each code, and parts of it
