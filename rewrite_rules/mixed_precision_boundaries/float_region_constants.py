@@ -12,17 +12,15 @@ that a caller may feed; what exceeds the limit.
 
 from __future__ import annotations
 
+from typing import Any
+
 import onnx_ir as ir
+from onnxscript.rewriter import MatchContext, RewriteRuleClassBase
 
 from rewrite_rules.graph.initializers import DerivedInitializers
-from rewrite_rules.graph.nodes import (
-    dequantizer,
-    input_of,
-    is_dequantize_linear,
-    label,
-    remove_node,
-)
+from rewrite_rules.graph.nodes import dequantizer, input_of, label, producer
 from rewrite_rules.graph.parameters import constant, int_attribute, source_of
+from rewrite_rules.graph.rule_set import DispatchingRuleSet, own
 from rewrite_rules.remarks import PassContext, Refusal
 from rewrite_rules.weights.dequantized_operand import read_operand
 from rewrite_rules.weights.float_constant import FloatConstants
@@ -31,46 +29,61 @@ from rewrite_rules.weights.float_constant import FloatConstants
 def unpack_constants(model: ir.Model, limit_mb: int, context: PassContext) -> None:
     """Make float constants, ``limit_mb`` at most, after all fusions that take codes."""
     floats = FloatConstants(DerivedInitializers(model), limit_mb)
-    for graph in model.graphs():
-        for node in list(graph):
-            if is_dequantize_linear(node) and len(node.outputs) == 1:
-                _unpack(node, floats, context)
+    rules, graphs = [UnpackedConstant.rule(floats, context)], {*model.graphs()}
+    DispatchingRuleSet(rules, lambda node: node.graph in graphs).apply_to_model(model)
 
 
-def _unpack(dequantize: ir.Node, floats: FloatConstants, context: PassContext) -> None:
-    codes = dequantize.inputs[0]
-    if codes is None or ir.convenience.get_const_tensor(source_of(codes)) is None:
-        return
-    old = dequantize.outputs[0]
-    readers = [
-        use
-        for use in old.uses()
-        if use.node.op_type not in ("QuantizeLinear", "DequantizeLinear")
-        and (context.final_graph or _computes_in_float(use.node))
-    ]
-    if not readers:
-        return
-    what = f"DequantizeLinear {label(dequantize)!r}"
-    try:
-        operand = read_operand([dequantize])
-        if int_attribute(dequantize, "block_size", 0) or operand.bits < 8:
-            raise Refusal(
-                "ORP315", f"{operand.layout}: for MatMulNBits, see dq_matmulnbits_fusion"
+class UnpackedConstant(RewriteRuleClassBase):
+    """``op(x, DQ(codes))`` -> ``op(x, float constant)``, where op computes in float."""
+
+    def __init__(self, floats: FloatConstants, context: PassContext) -> None:
+        super().__init__(remove_nodes=False)  # others may read it
+        self._floats, self._context = floats, context
+
+    def pattern(self, op, codes):  # type: ignore[no-untyped-def]
+        return own.DequantizeLinear(codes, _allow_other_inputs=True, _outputs=["out"])
+
+    def check(self, context: MatchContext, codes: ir.Value, out: ir.Value) -> bool:  # type: ignore[override]
+        """Read the constant; a refusal is a remark on each operator that reads it."""
+        if ir.convenience.get_const_tensor(source_of(codes)) is None:
+            return False
+        self._readers = [
+            use
+            for use in out.uses()
+            if use.node.op_type not in ("QuantizeLinear", "DequantizeLinear")
+            and (self._context.final_graph or _computes_in_float(use.node))
+        ]
+        if not self._readers:
+            return False
+        node = producer(out)
+        try:
+            operand = read_operand([node])
+            if int_attribute(node, "block_size", 0) or operand.bits < 8:
+                raise Refusal(
+                    "ORP315", f"{operand.layout}: for MatMulNBits, see dq_matmulnbits_fusion"
+                )
+            self._floats.check(operand)
+        except Refusal as reason:
+            text = f"{_called(node)}: {reason}; it runs at every inference"
+            for use in self._readers:
+                self._context.remarks.refused(label(use.node), Refusal(reason.code, text))
+            return False
+        self._operand = operand
+        return True
+
+    def rewrite(self, op: Any, codes: ir.Value, out: ir.Value) -> ir.Value:
+        value = self._floats.write(self._operand)
+        for use in self._readers:
+            use.node.replace_input_with(use.idx, value)
+            self._context.remarks.fired(
+                label(use.node),
+                f"{_called(producer(out))}: a float constant, as this computes in float",
             )
-        floats.check(operand)
-    except Refusal as reason:
-        for use in readers:
-            text = f"{what}: {reason}; it runs at every inference"
-            context.remarks.refused(label(use.node), Refusal(reason.code, text))
-        return
-    value = floats.write(operand)
-    for use in readers:
-        use.node.replace_input_with(use.idx, value)
-        context.remarks.fired(
-            label(use.node), f"{what}: a float constant, as this computes in float"
-        )
-    if not old.uses() and not old.is_graph_output():
-        remove_node(dequantize)
+        return out
+
+
+def _called(node: ir.Node) -> str:
+    return f"DequantizeLinear {label(node)!r}"
 
 
 def _computes_in_float(node: ir.Node) -> bool:

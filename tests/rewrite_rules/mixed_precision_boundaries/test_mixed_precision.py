@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 
 import ortplugins
 from rewrite_rules.graph.nodes import is_quantize_linear
-from rewrite_rules.mixed_precision_boundaries import boundary_rules
+from rewrite_rules.mixed_precision_boundaries import boundary_rules, float_region_constants
+from rewrite_rules.mixed_precision_boundaries.float_region_constants import unpack_constants
 from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
@@ -108,10 +109,13 @@ def test_regions(name: str):
         named = {key.removeprefix("grid_"): each for key, each in grids.items()}
         model = quantized(text, named, opset, default)
     if (law := options.pop("law", None)) is not None:
-        is_constant = {"constants": law == "Constant"}
-        assert " ".join(sorted(chains(model, **is_constant))) == options.pop("before")
-        place(model, promote=frozenset(options.pop("promote").split(", ")), **options)
-        case.expect(" ".join(sorted(chains(model, **is_constant))))
+        shown = {"constants": law in ("Constant", "UnpackedConstant")}
+        assert " ".join(sorted(chains(model, **shown))) == options.pop("before")
+        if law == "UnpackedConstant":
+            unpack_constants(model, 1, PassContext(Remarks("mixed_precision_boundaries")))
+        else:
+            place(model, promote=frozenset(options.pop("promote").split(", ")), **options)
+        case.expect(" ".join(sorted(chains(model, **shown))))
         return
     before = serialized(model)
     options["promote"] = frozenset(filter(None, options.pop("promote", "").split(", ")))
@@ -137,7 +141,7 @@ def test_regions(name: str):
 
 
 def test_the_page_has_a_case_of_each_rule():
-    assert_laws_on_page(PAGE, [boundary_rules], REGIONS, str)
+    assert_laws_on_page(PAGE, [boundary_rules, float_region_constants], REGIONS, str)
 
 
 def test_new_values_have_types_and_shapes():
