@@ -87,7 +87,7 @@ TITLES = {
     "transformer_fusion": "SmolLM2-135M and MiniLM-L6, fused beside plain onnxruntime",
     "encoder_sizes": "Encoders of three sizes, fused beside plain onnxruntime: what is slower",
     "long_texts": "Layers of encoders on long texts, fused beside plain onnxruntime",
-    "encoder8": "Sentence encoders by quantize-encoder8, beside float and other 8 bits",
+    "encoder8": "Sentence encoders by encoder8, beside float and other 8 bits",
     "runtimes": "Nets of six kinds, tuned for latency, beside onnxruntime and OpenVINO",
     "conv_fusion": "Convolution nets, folded, beside plain onnxruntime",
     "rapidocr": "rapidocr's pipeline under `ortplugins run`, a page of 14 lines, beside plain",

@@ -153,7 +153,7 @@ REASONS: Mapping[str, Mapping[str, str]] = {
         ),
         "ORP509": (
             "Padding changes the scales of activations: run TrimPadding before you "
-            "quantise, or quantise by quantize-encoder8."
+            "quantise, or quantise by --recipe encoder8."
         ),
     },
     "Attention, norms and rotary embeddings (transformer_fusion)": {

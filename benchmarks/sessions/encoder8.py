@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Encoders by quantize-encoder8: time and accuracy, beside float and other 8 bits."""
+"""Encoders by encoder8: time and accuracy, beside float and other 8 bits."""
 
 from __future__ import annotations
 

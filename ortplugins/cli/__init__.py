@@ -31,8 +31,6 @@ COMMANDS = {
     "compare": ("compare", "Run two models on the same inputs: errors and speed."),
     "evaluate": ("evaluate", "Measure a model's quality on a text, and its size."),
     "quantize": ("quantize", "Quantise a model's weights to 4 or 8 bits."),
-    "quantize-encoder8": ("quantize", "Quantise an encoder to 8 bits, activations included."),
-    "quantize-kv-cache": ("quantize", "Keep a decoder's cache in int8."),
     "quantize-static": ("quantize_static", "Quantise weights and activations to 8 bits."),
     "tune": ("tune", "Measure which passes and session settings gain."),
     "run": ("run", "Run a program with passes enabled for its sessions."),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``ortplugins quantize``, ``quantize-encoder8`` and ``quantize-kv-cache``."""
+"""``ortplugins quantize``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ortplugins.errors import CalibrationError, ModelFileError, UsageError
 from ortplugins.quantization.weights.recipe import Recipe, read_recipe, read_yaml
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ortplugins.quantization import QuantizeReport, QuantizeResult
     from ortplugins.samples.text import TextSamples
@@ -70,7 +70,8 @@ class ChosenRecipe:
     """A recipe by name or file, and changes to it.
 
     Attributes:
-        recipe: small, balanced, best, or a YAML file; what follows changes it.
+        recipe: small, balanced, best, or a YAML file, which what follows changes; encoder8
+            (settings: least_cosine, rules PATTERN=float) or kv-cache.
         method: How codes are chosen: rtn, awq_lite, gptq; all but rtn need samples.
         bits: Bits of a code: 4 or 8.
         block_size: Elements along K that share a scale; -1 for a scale per column.
@@ -89,6 +90,27 @@ class ChosenRecipe:
     )
     rules: Annotated[tuple[str, ...], Parameter("--rule")] = ()
     settings: Annotated[tuple[str, ...], Parameter("--set")] = ()
+
+    def function(self) -> tuple[Callable[..., QuantizeResult], dict[str, Any]]:
+        """Return what quantises, and the settings that only it has."""
+        from ortplugins import quantization
+
+        if self.recipe not in ("encoder8", "kv-cache"):
+            return quantization.quantize, {"recipe": self.read()}
+        given = dataclasses.replace(self, recipe=None, rules=(), settings=())
+        opt.refuse(f"with --recipe {self.recipe}", **vars(given))
+        if self.recipe == "kv-cache":
+            opt.refuse("with --recipe kv-cache", rule=self.rules, set=self.settings)
+            return quantization.quantize_kv_cache, {}
+        settings = opt.parse_settings(self.settings)
+        if others := settings.keys() - {"least_cosine"}:
+            raise UsageError(f"--set: encoder8 has least_cosine and no {min(others)!r}")
+        rules = [_read_rule(text) for text in self.rules]
+        if any(kept != "float" for _, kept in rules):
+            raise UsageError("--rule: encoder8 has rules PATTERN=float, and no others")
+        chosen: dict[str, Any] = {"keep_float": [pattern for pattern, _ in rules]}
+        chosen |= {name: read_yaml(text) for name, text in settings.items()}
+        return quantization.quantize_encoder8, chosen
 
     def read(self) -> Recipe:
         """Return the recipe, changed."""
@@ -119,92 +141,38 @@ def quantize(
 ) -> None:
     """Quantise a model's weights to 4 or 8 bits.
 
+    encoder8 quantises an encoder's activations, too; kv-cache a decoder's cache.
+
     Args:
         output: File to write; for a folder, a folder.
         dry_run: Print what would be quantised; write nothing.
     """
-    from ortplugins.quantization import quantize
-
     printing.check()
     source = given.held_back(model)
     if output is None and not dry_run:
         raise UsageError("give --output, or --dry-run")
-    recipe = chosen.read()
     if dry_run:
         opt.refuse("with --dry-run", output=output, force=force)
-    if not recipe.needs_samples and source is None:
-        opt.refuse("with --method rtn and without samples", provider=given.providers)
+    function, settings = chosen.function()
+    if recipe := settings.get("recipe"):
+        settings["dry_run"] = dry_run
+        if not recipe.needs_samples and source is None:
+            opt.refuse("with --method rtn and without samples", provider=given.providers)
+    else:
+        opt.refuse(f"with --recipe {chosen.recipe}", dry_run=dry_run)
     with progress_bar() as bar:
-        result = quantize(
-            model,
-            output,
-            recipe=recipe,
-            calibration_data_reader=source,
-            calibration_providers=given.providers or opt.CPU,
-            overwrite=force,
-            dry_run=dry_run,
-            progress=bar,
-        )
-    _finish(result, model, source, printing, dry_run)
-
-
-def quantize_encoder8(
-    model: opt.ModelOrFolder,
-    /,
-    *,
-    output: opt.Output,
-    given: HeldBackSamples = HeldBackSamples(),
-    least_cosine: float = 0.999,
-    nodes_to_exclude: opt.Exclude = (),
-    force: opt.Force = False,
-    printing: opt.Printing = opt.Printing(),
-) -> None:
-    """Quantise an encoder's products to 8 bits, activations included.
-
-    Args:
-        least_cosine: Layers whose output has a lower cosine to float's stay in float.
-    """
-    from ortplugins.quantization import quantize_encoder8
-
-    printing.check()
-    source = given.held_back(model)
-    with progress_bar() as bar:
-        result = quantize_encoder8(
+        result = function(
             model,
             output,
             calibration_data_reader=source,
             calibration_providers=given.providers or opt.CPU,
-            least_cosine=least_cosine,
-            keep_float=nodes_to_exclude,
             overwrite=force,
             progress=bar,
+            **settings,
         )
-    _finish(result, model, source, printing)
-
-
-def quantize_kv_cache(
-    model: opt.ModelOrFolder,
-    /,
-    *,
-    output: opt.Output,
-    given: HeldBackSamples = HeldBackSamples(),
-    force: opt.Force = False,
-) -> None:
-    """Keep the cache of GroupQueryAttention in int8."""
-    from ortplugins.quantization import quantize_kv_cache
-
-    with progress_bar() as bar:
-        result = quantize_kv_cache(
-            model,
-            output,
-            calibration_data_reader=given.held_back(model),
-            calibration_providers=given.providers or opt.CPU,
-            overwrite=force,
-            progress=bar,
-        )
-    for note in result.report.notes:
-        console().print(f"note: {note}", soft_wrap=True)
-    print(f"wrote {result.path}")
+    # A cache in int8 takes none of the inputs that an evaluation feeds.
+    judged_by = None if chosen.recipe == "kv-cache" else source
+    _finish(result, model, judged_by, printing, dry_run)
 
 
 def _finish(
