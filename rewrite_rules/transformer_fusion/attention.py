@@ -160,7 +160,9 @@ class FuseAttention(RewriteRuleClassBase):
                     "it is not known which inputs are a mask [B, T] and tokens [B, S] of this"
                 )
                 raise Refusal("ORP609", f"{text} cache")
-        elif found.cached and not (found.masks and (self._standard or found.fits_group_query)):
+        elif found.cached and not (
+            found.masks and (self._takes_token(found) or found.fits_group_query)
+        ):
             raise Refusal("ORP603", "no kernel computes it with a cache")
         return found
 
@@ -212,7 +214,7 @@ class FuseAttention(RewriteRuleClassBase):
         """Return what the kernels are called, and what they ask."""
         one, prompt, plain = questions.of_cached(op, found, self._once)
         forms, cases = list[str](), list[tuple[Question, Build]]()
-        if self._standard and number(found.sizes.dim("S")) in (None, 1):
+        if self._takes_token(found):
             mask = self._once(
                 ("token", found.mask, found.heads // found.groups),
                 lambda: kernels.mask_of_token(op, found),
@@ -236,6 +238,10 @@ class FuseAttention(RewriteRuleClassBase):
                 (is_prompt, lambda op: guarded(op, masked, (lambda op: plain, causal)))
             )
         return ", ".join(forms), cases
+
+    def _takes_token(self, found: Attention) -> bool:
+        """Whether there may be one token, and the standard operator."""
+        return self._standard and number(found.sizes.dim("S")) in (None, 1)
 
     def _in_buffers(
         self, op: Any, found: Attention, end: ir.Value | None

@@ -91,3 +91,19 @@ def test_what_is_known_of_integers_is_what_a_run_computes(data):
         for dim in found[name].numbers if found[name] else ():
             if dim is not None and {*dim[1]} <= {*size}:
                 assert dim[0] * 5 ** len(dim[1]) == number, (name, lines)
+
+
+FORMS = {"A B 4": True, "_ _ 4": True, "A A 4": False, "A B C": True, "A B 5": False, "A B": False,
+         "A 4": False}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_sizes_are_matched_by_name(form: str):
+    model = text_model("y = Relu(x)", {}, {"x": (1, ["a", "b", 4])})
+    loaded = ir.from_proto(model)
+    facts, result = ProvedShapes(loaded), loaded.graph.outputs[0]
+    found = facts.match(loaded.graph.inputs[0], form)
+    assert (found is not None) == FORMS[form]
+    if found is not None:  # bound names are those of other values, too
+        assert facts.match(result, form, **found) == found
+        assert facts.match(result, "B A _", **found) is None or "B" not in found
