@@ -222,12 +222,11 @@ class Gate(FoldingRule):
         x, gate = values["x"], values["gate"]
         if made_by(gate, "HardSigmoid", "Sigmoid") is None:
             raise Differs(f"{gate.name!r} may be negative")
-        dims, of_x = map(self._folding.shapes.dims, (gate, x))
         if out.dtype != ir.DataType.FLOAT:
             raise Differs("it does not compute in float32")
-        if dims is None or of_x is None or len(dims) < 3 or len(of_x) != len(dims):
-            raise Differs(f"the shapes of {x.name!r} and {gate.name!r} are not known")
-        if any(dim != (1, ()) for dim in dims[2:]):
+        rank = self._folding.affines.least_rank(x)
+        form = " ".join(["N", "C", *["1"] * (rank - 2)])
+        if rank < 3 or self._folding.shapes.match(gate, form) is None:
             raise Differs(f"{gate.name!r} is not one number for each channel")
 
     def rewrite(self, op: Any, x: ir.Value, gate: ir.Value, out: ir.Value) -> ir.Value:
