@@ -105,7 +105,6 @@ class _Packing:
         self._order = {node: place for place, node in enumerate(model.graph)}
         # Of sizes that are the same in every run, the first value that has them.
         self._like: dict[tuple[bool, Dims], ir.Value] = {}
-        self._order = {node: i for i, node in enumerate(model.graph)}
 
     def apply(self, packed: list[ir.Node]) -> None:
         inside = set(packed)
