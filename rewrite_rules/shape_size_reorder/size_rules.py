@@ -31,7 +31,6 @@ from rewrite_rules.graph.nodes import label, producer
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.remarks import Remarks
 from rewrite_rules.shape_size_reorder.size_readings import FOLDED, REREAD, Law, Reading
-from rewrite_rules.shapes.shape_data import INTEGER_OPERATORS
 
 ROOTS = ("Shape", "Size")
 _INT64 = ir.TensorType(ir.DataType.INT64)
@@ -48,18 +47,21 @@ def read_better(
         (Whole, ROOTS),
     ]
     replaced: dict[ir.Value, ir.Value] = {}
+    present = {node.op_type for node in readings}
     rules = [
         law.rule(op_type, readings, replaced, remarks)
         for law, operators in laws
-        for op_type in sorted(operators)
+        for op_type in sorted(present.intersection(operators))
     ]
     DispatchingRuleSet(rules, readings.__contains__).apply_to_model(model)
 
 
 def merge_equal(model: ir.Model, first: Mapping[ir.Node, ir.Value], remarks: Remarks) -> None:
     """Have the first of nodes with the same numbers read for all."""
-    rules = [EqualNumbers.rule(op, first, remarks) for op in sorted(INTEGER_OPERATORS)]
-    DispatchingRuleSet(rules, first.__contains__).apply_to_model(model)
+    present = sorted({node.op_type for node in first})
+    rules = [EqualNumbers.rule(op_type, first, remarks) for op_type in present]
+    if rules:
+        DispatchingRuleSet(rules, first.__contains__).apply_to_model(model)
 
 
 def move_behind_makers(model: ir.Model, nodes: set[ir.Node]) -> None:
