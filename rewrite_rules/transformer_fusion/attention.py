@@ -169,7 +169,7 @@ class FuseAttention(RewriteRuleClassBase):
     def rewrite(self, op: Any, mixed: ir.Value, out: ir.Value, **bound: Any) -> Any:
         """Emit the kernels, with the model's own nodes behind what they ask."""
         found, name = self._read(mixed=mixed, out=out, **bound), producer(mixed).name
-        mask = self._once(found.masks, lambda: _sum(op, found)) if found.masks else None
+        mask = self._once(("mask", found.masks, found.heads), lambda: _sum(op, found))
         found = dataclasses.replace(found, mask=mask)
         end = _merged(out, found.sizes) if self._order == SPLIT_HEADS else None
         if found.cached and self._cache is not None:
