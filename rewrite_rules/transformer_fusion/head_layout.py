@@ -135,7 +135,7 @@ class Split:
     """A Reshape ``[B, S, H * D] -> [B, S, H, D]``, if it keeps B and S.
 
     Attributes:
-        source, sizes: What it reads.
+        source: What it reads.
         heads, size: H, D.
         unproved: Which of the first axes is not proved to stay; other sizes make other heads
             of the same elements. Exporters take the sizes from whichever input is at hand.
@@ -143,7 +143,6 @@ class Split:
     """
 
     source: ir.Value
-    sizes: ir.Value
     heads: int
     size: int
     unproved: tuple[int, ...]
@@ -158,10 +157,10 @@ def read_split(split: ir.Value, facts: ProvedShapes) -> Split | None:
     node, packed = made_by(whole, "Reshape"), whole is not split
     if node is None:
         return None
-    source, sizes = node.inputs
+    source = node.inputs[0]
     before, shape = facts.dims(source, 3), facts.dims(split, 4)
     after = facts.dims(node.outputs[0], 5 if packed else 4)
-    if source is None or sizes is None or before is None or shape is None or after is None:
+    if source is None or before is None or shape is None or after is None:
         return None
     width, heads, size = number(before[2]), number(shape[2]), number(shape[3])
     kept = [a == b == c for a, b, c in zip(before[:2], after[:2], shape[:2], strict=True)]
@@ -175,7 +174,7 @@ def read_split(split: ir.Value, facts: ProvedShapes) -> Split | None:
     if heads not in (None, width // count):
         return None
     unproved = () if proved else tuple(axis for axis in (0, 1) if not kept[axis])
-    return Split(source, sizes, width // count, size, unproved, packed)
+    return Split(source, width // count, size, unproved, packed)
 
 
 def count_heads(heads: ir.Value, facts: ProvedShapes, axis: int = 1) -> int | None:
