@@ -22,7 +22,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import onnx_ir as ir
@@ -36,6 +36,7 @@ from ortplugins.quantization.coverage import coverage
 from ortplugins.quantization.files import QuantizedFile, QuantizeResult
 from ortplugins.quantization.torch_graph import Tensor, TorchGraph, dequantized, tensor_of
 from ortplugins.quantization.weights.report import QuantizeReport
+from ortplugins.runtime.session_settings import DISABLED_PACKING_KEY
 from ortplugins.runtime.stock_session import opened, stock_options
 from ortplugins.samples.sources import Feed, KeptSamples
 from rewrite_rules.graph.nodes import label
@@ -75,7 +76,7 @@ class Learning:
     seed: int = 0
 
 
-class _Learnt(NamedTuple):
+class _Outcome(NamedTuple):
     """What came out: the loss on samples that were held out, before and after, and steps."""
 
     before: float
@@ -137,7 +138,7 @@ def _learn(
     samples: Sequence[Feed],
     learning: Learning,
     progress: Progress | None,
-) -> _Learnt:
+) -> _Outcome:
     """Learn in place."""
     if len(samples) < _LEAST_SAMPLES:
         raise CalibrationError(
@@ -173,7 +174,7 @@ def _learn(
     except KeyboardInterrupt:  # what was reached is kept
         pass
     task.write(kept)
-    return _Learnt(first, best, steps)
+    return _Outcome(first, best, steps)
 
 
 def _batches(samples: Sequence[Feed], learning: Learning, epoch: int) -> Iterator[Feed]:
@@ -218,7 +219,11 @@ class _Task:
     """A quantised model in torch beside the float model in onnxruntime.
 
     Attributes:
-        moves: What Adam moves, by the name of the constant.
+        start, sizes: Of scales and vectors, by name: their first value, and what a move is
+            relative to.
+        moves: What Adam moves, by name.
+        places: Of codes, by name: where they are before they are rounded, and the least and
+            the greatest code.
         stride: How far a step takes places, in codes.
     """
 
@@ -230,28 +235,31 @@ class _Task:
         options = stock_options("all")
         # Threads that spin would take the cores from torch's.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        # Packed weights would be as much memory as the model.
+        options.add_session_config_entry(DISABLED_PACKING_KEY, "1")
+        options.enable_cpu_mem_arena = False
         name = os.fspath(original)
         self._original = opened(name, options, ["CPUExecutionProvider"], name)
         self._inputs = {item.name for item in self._original.get_inputs()}
         self._values = {value.name or "": value for value in _learnt_values(model)}
         constants = self._graph.constants
-        self._start = {name: constants[name].float() for name in self._values}
+        self.start = {name: constants[name].float() for name in self._values}
         scales = {name for name in self._values if _is_scale(self._values[name])}
         if not scales:
             raise ModelFileError(
                 "no weight lies behind DequantizeLinear: quantise the model first, in "
                 "quant_format QDQ"
             )
-        self._sizes = {
+        self.sizes = {
             name: start if name in scales else _size_of(start)
-            for name, start in self._start.items()
+            for name, start in self.start.items()
         }
         self.moves = {
             name: torch.zeros_like(start, requires_grad=True)
-            for name, start in self._start.items()
+            for name, start in self.start.items()
         }
         self.stride = 0.0
-        self._places: dict[str, tuple[Tensor, int, int]] = {}
+        self.places: dict[str, tuple[Tensor, int, int]] = {}
         floats = load_model(original).model.graph if codes else None
         for value, node in _codes_of(model) if floats is not None else ():
             kind = value.dtype
@@ -260,7 +268,7 @@ class _Task:
             places = _places(constants, node, weight).requires_grad_()
             constants.pop(value.name)
             places.register_post_accumulate_grad_hook(self._move_places)
-            self._places[value.name] = places, int(kind.min), int(kind.max)
+            self.places[value.name] = places, int(kind.min), int(kind.max)
             self._values[value.name] = value
 
     def _move_places(self, places: Tensor) -> None:
@@ -279,7 +287,7 @@ class _Task:
         """Return how far the output is from the float model's."""
         taken = {name: array for name, array in feed.items() if name in self._inputs}
         (expected,) = self._original.run([self._output], taken)
-        found = self._graph.run(feed, self._tensors())[self._output]
+        found = self._graph.run(feed, _Learnt(self))[self._output]
         rows = _real_rows(feed, found)
         p, q = torch.from_numpy(expected)[rows], found[rows]
         p, q = p.reshape(-1, p.shape[-1]), q.reshape(-1, q.shape[-1])
@@ -288,13 +296,12 @@ class _Task:
     def reached(self) -> dict[str, Tensor]:
         """Return what is learnt so far, by name; codes as bytes."""
         with torch.no_grad():
-            found = self._tensors()
-            return {
-                name: tensor.to(torch.int16).clone()
-                if name in self._places
-                else tensor.clone()
-                for name, tensor in found.items()
-            }
+            found = {}
+            for name, tensor in _Learnt(self).items():
+                least = self.places[name][1] if name in self.places else None
+                kind = torch.int8 if least else torch.uint8
+                found[name] = tensor.clone() if least is None else tensor.to(kind)
+            return found
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         """Put what was learnt into the model."""
@@ -304,13 +311,25 @@ class _Task:
             array = tensor.numpy().astype(value.const_value.numpy().dtype)
             value.const_value = ir.tensor(array, dtype=value.const_value.dtype, name=name)
 
-    def _tensors(self) -> dict[str, Tensor]:
-        moved = {
-            name: self._start[name] + self._sizes[name] * move
-            for name, move in self.moves.items()
-        }
-        codes = {name: _Rounding.apply(*each) for name, each in self._places.items()}
-        return {**moved, **codes}
+
+class _Learnt(Mapping[str, Tensor]):
+    """What is learnt as it is now, computed anew whenever it is read."""
+
+    def __init__(self, task: _Task) -> None:
+        self._task = task
+
+    def __getitem__(self, name: str) -> Tensor:
+        task = self._task
+        if name in task.places:
+            return cast(Tensor, _Rounding.apply(*task.places[name]))
+        return task.start[name] + task.sizes[name] * task.moves[name]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._task.moves
+        yield from self._task.places
+
+    def __len__(self) -> int:
+        return len(self._task.moves) + len(self._task.places)
 
 
 def _answer(model: ir.Model) -> tuple[str, bool]:

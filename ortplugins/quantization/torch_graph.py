@@ -12,7 +12,7 @@ import collections
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import onnx_ir as ir
@@ -70,7 +70,10 @@ class TorchGraph:
     def run(
         self, feed: Mapping[str, np.ndarray[Any, Any]], learnt: Mapping[str, Tensor] = {}
     ) -> Tensors:
-        """Return the outputs for inputs; ``learnt`` are tensors in place of constants."""
+        """Return the outputs for inputs; ``learnt`` are tensors in place of constants.
+
+        They are asked for where a node reads them, and not kept.
+        """
         values: Tensors = {name: torch.from_numpy(array) for name, array in feed.items()}
         for nodes, reads, writes, last in self._parts:
             run = functools.partial(self._run_part, nodes, reads, writes, learnt)
@@ -93,7 +96,7 @@ class TorchGraph:
         *given: Tensor,
     ) -> tuple[Tensor, ...]:
         values = collections.ChainMap(
-            dict(zip(reads, given, strict=True)), dict(learnt), self.constants
+            dict(zip(reads, given, strict=True)), cast(Any, learnt), self.constants
         )
         for node in nodes:
             inputs = [None if x is None else values[x.name or ""] for x in node.inputs]
