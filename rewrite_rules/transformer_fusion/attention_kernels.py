@@ -38,11 +38,12 @@ from rewrite_rules.transformer_fusion.sizes import Sizes
 _MICROSOFT = "com.microsoft"
 # GroupQueryAttention takes heads of a multiple of this size.
 _KERNEL_SIZES = 8
-# Scores of a head from which blocks are faster, S * T. One thread, MiniLM's size, share of
-# onnxruntime's own time (the standard operator's): .97 (.97) for one text of 64 tokens, .95
-# (.98) of 128, .92 (.98) of 256, .87 of 512, .78 of 2,048; a short one 1.07 of 16. With many
-# threads, a text of 128 may be too little work for all of them.
-LONG = 256 * 256
+# Scores of a head from which blocks are used, S * T. Two threads, share of the time of
+# onnxruntime's own attention by blocks (by the standard operator): one text of 256 tokens
+# 1.02 (.94) in MiniLM's size, 1.19 (.99) with two heads of 32; 8 texts 1.01 (.95); one of 512
+# .99 (.98) and 1.05 (.97), 8 of them .90 (.90) and .95 (1.09), in a fraction of the memory;
+# one of 2,048 .78.
+LONG = 512 * 512
 # Any score and this is this, and so is its sum with what a key that counts adds.
 _NO_SCORE = -1e30
 
