@@ -463,6 +463,11 @@ def _name_sizes(found: Attention) -> None:
     for heads in (found.values, found.keys):
         sizes.match_heads(found.new(heads), f"B _ {length} _", heads.split)
     sizes.match_heads(found.query, "B _ S _")
+    dims = found.facts.dims(found.query, 4)
+    if dims is not None and dims[3] != known(found.size):
+        raise Refusal(
+            "ORP602", f"{found.query.name!r} is not known to have heads of size {found.size}"
+        )
     sizes.know("H", known(found.heads))
     sizes.know("D", known(found.size))
     for heads in found.both if found.cached else ():

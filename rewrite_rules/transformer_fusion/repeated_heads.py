@@ -122,12 +122,15 @@ def _laid_out(
             reshaped.append((node.outputs[0], tuple(axes[2:])))
         elif node.op_type == "Transpose":
             perm = ints_attribute(node, "perm") or [*range(rank)][::-1]
+            rank = rank or len(perm)
+            if not _RANK - 1 <= rank == len(perm) <= _RANK + 1:
+                raise Refusal("ORP602", f"how many axes {label(node)!r} has is not known")
             if rank < _RANK:  # [B * H, T, D]
                 perm = [perm[0], *(axis + 1 for axis in perm)]
             elif rank > _RANK:  # [B, H, 1, T, D]
                 perm = [axis - (axis > 2) for axis in perm if axis != perm[2]]
             axes = [axes[axis] for axis in perm]
-    dims = facts.dims(source, _RANK) or ()
+    dims = facts.dims(source, _RANK) or ((0, ()),) * _RANK  # none is known to be 1
     for order in (*_HEADS_FIRST, *_HEADS_SPLIT):
         # An axis of size 1 may be anywhere.
         if all(
