@@ -95,9 +95,9 @@ def learn_scales(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> QuantizeResult:
-    """Learn scales, norms and biases of a quantised model from its float model's answers.
+    """Learn codes, scales, norms and biases of a quantised model from its float model.
 
-    Codes stay, and so does the file's size. Needs torch. What is interrupted (Ctrl-C) writes
+    The file keeps its size and its operators. Needs torch. When interrupted (Ctrl-C), write
     what was reached.
 
     Args:
@@ -260,10 +260,11 @@ class _Task:
         }
         self.stride = 0.0
         self.places: dict[str, tuple[Tensor, int, int]] = {}
-        floats = load_model(original).model.graph if codes else None
-        for value, node in _codes_of(model) if floats is not None else ():
+        graph = load_model(original).model.graph if codes else ()
+        floats = {(label(node), node.op_type): node for node in graph}
+        for value, node in _codes_of(model) if codes else ():
             kind = value.dtype
-            assert kind is not None and value.name is not None and floats is not None
+            assert kind is not None and value.name is not None
             weight = _float_weight(floats, node)
             places = _places(constants, node, weight).requires_grad_()
             constants.pop(value.name)
@@ -298,9 +299,10 @@ class _Task:
         with torch.no_grad():
             found = {}
             for name, tensor in _Learnt(self).items():
-                least = self.places[name][1] if name in self.places else None
-                kind = torch.int8 if least else torch.uint8
-                found[name] = tensor.clone() if least is None else tensor.to(kind)
+                if name in self.places:
+                    _, least, _ = self.places[name]
+                    tensor = tensor.to(torch.int8 if least < 0 else torch.uint8)
+                found[name] = tensor
             return found
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
@@ -353,20 +355,17 @@ def _answer(model: ir.Model) -> tuple[str, bool]:
 
 def _learnt_values(model: ir.Model) -> Iterator[ir.Value]:
     """Yield constants that are learnt: scales of codes, and vectors along their features."""
-    readers = [node for node in model.graph if node.op_type == "DequantizeLinear"]
-    sizes = {size for node in readers for size in _shape_of(node.inputs[0])}
+    vectors = {(size,) for codes, _ in _codes_of(model) for size in _shape_of(codes)}
     found: dict[ir.Value, None] = {}
     for node in model.graph:
         for index, value in enumerate(node.inputs):
             if value is None or value.const_value is None or value.name is None:
                 continue
             is_float = value.const_value.dtype in _FLOATS
-            if node in readers:
+            if node.op_type == "DequantizeLinear":
                 is_learnt = index == 1
             else:
-                is_learnt = node.op_type in _READERS and _shape_of(value) in [
-                    (n,) for n in sizes
-                ]
+                is_learnt = node.op_type in _READERS and _shape_of(value) in vectors
             # Frequencies of positions reach further than samples are long.
             if is_float and is_learnt and not _turns_rows(node):
                 found[value] = None
@@ -383,17 +382,19 @@ def _codes_of(model: ir.Model) -> Iterator[tuple[ir.Value, ir.Node]]:
     yield from found.items()
 
 
-def _float_weight(graph: ir.Graph, node: ir.Node) -> Tensor | None:
-    """Return the float weight that codes stand for, by the node that reads them."""
+def _float_weight(floats: Mapping[tuple[str, str], ir.Node], node: ir.Node) -> Tensor | None:
+    """Return the float weight that codes stand for, by the node that reads them.
+
+    A name only suggests where places start, which is within the codes anyway.
+    """
     for reader, index in node.outputs[0].uses():
         if reader.op_type == "Transpose":
-            found = _float_weight(graph, reader)
+            found = _float_weight(floats, reader)
             return None if found is None or found.ndim != 2 else found.T
-        for other in graph:
-            if (label(other), other.op_type) == (label(reader), reader.op_type):
-                value = other.inputs[index]
-                if value is not None and value.const_value is not None:
-                    return tensor_of(value.const_value)
+        other = floats.get((label(reader), reader.op_type))
+        value = None if other is None else other.inputs[index]
+        if value is not None and value.const_value is not None:
+            return tensor_of(value.const_value)
     return None
 
 
