@@ -281,7 +281,9 @@ class FuseAttention(RewriteRuleClassBase):
                 and rows_are(mask[0], batch, facts)
                 and keeps_size(mask[2], length, facts)
             )
-            if stays and dims is not None and self._order == SPLIT_HEADS:
+            # Of what is asked, the nodes behind may make other sizes.
+            proved = stays and not found.sizes.key
+            if proved and dims is not None and self._order == SPLIT_HEADS:
                 facts.note(made, (batch, length, *dims[2:]))
 
     def _own_nodes(self, found: Attention, end: ir.Value) -> tuple[Attention, Build]:
@@ -458,16 +460,11 @@ def _unmerged(
 
 
 def _name_sizes(found: Attention) -> None:
-    """Bind B, S and T; which of them differ in a run is asked there."""
+    """Bind B, S, T and D; which of them differ in a run is asked there."""
     sizes, length = found.sizes, "S" if found.cached else "T"
     for heads in (found.values, found.keys):
-        sizes.match_heads(found.new(heads), f"B _ {length} _", heads.split)
-    sizes.match_heads(found.query, "B _ S _")
-    dims = found.facts.dims(found.query, 4)
-    if dims is not None and dims[3] != known(found.size):
-        raise Refusal(
-            "ORP602", f"{found.query.name!r} is not known to have heads of size {found.size}"
-        )
+        sizes.match_heads(found.new(heads), f"B _ {length} D", heads.split)
+    sizes.match_heads(found.query, "B _ S D")
     sizes.know("H", known(found.heads))
     sizes.know("D", known(found.size))
     for heads in found.both if found.cached else ():

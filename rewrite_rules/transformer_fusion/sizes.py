@@ -66,6 +66,7 @@ class Sizes:
             if axis in found.unproved:
                 self._bind(name, dims[axis], split, axis)
             self._dims[name].append(dims[axis])
+        self._bind(size, known(found.size), split, 3)
 
     def _bind(self, name: str, dim: Dim, value: ir.Value, axis: int) -> None:
         if name == "_":

@@ -689,7 +689,6 @@ def test_bfloat16_is_left_and_its_weights_are_read():
 # Heads and spellings of those make the same attention as others.
 SPELT = [name for name in ENCODERS if not name.startswith(("bert-", "roberta", "xlmr"))]
 SPELT += [name for name in ENCODERS if name.startswith(("bert-dynamo", "bert-torch"))]
-SPELT.remove("deberta2-dynamo-eager")  # the size of its query heads is not proved
 PADDED = (Run(1, 1, 0), Run(2, 9, 0), Run(3, 7, 0, "left"), Run(4, 13, 0, "right"))
 PADDED += tuple(sizes for sizes in EMPTY if not sizes.past)
 
