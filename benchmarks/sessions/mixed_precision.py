@@ -95,8 +95,7 @@ def _measure_minilm(folder: Path, rounds: int) -> list[Figure]:
     figures.append(Figure(f"{name}: the same beside all u8", after, before))
     figures += _beside_random(name, net, plan)
     figures.append(Figure(f"{name}: time to plan, 8 samples", seconds, unit="s", bound=60))
-    quick = plan_precision(quantized, samples[:8], max_16bit=_SHARE, mode="float")
-    item = ortplugins.MixedPrecisionBoundaries(overrides=quick.overrides, mode="float")
+    item = ortplugins.MixedPrecisionBoundaries(promote=",".join(plan.promoted), mode="float")
     mixed, fused = folder / "minilm.float.onnx", folder / "minilm.fused.onnx"
     ortplugins.optimize(quantized, mixed, passes=[item])
     fusion = ortplugins.DqMatMulNBitsFusion(accuracy_level=4, slow_kernels="fuse")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from ortplugins.cli import options as opt
-from ortplugins.cli.terminal import console, print_report, print_table, progress_bar
+from ortplugins.cli.terminal import print_report, print_table, progress_bar
 from ortplugins.errors import UsageError
 
 if TYPE_CHECKING:
@@ -111,8 +111,6 @@ def quantize_static(
                     source,
                     budget=budget,
                     max_16bit=max_16bit,
-                    mode=mode,
-                    target=target,
                     providers=providers,
                     progress=bar,
                 )
@@ -151,8 +149,6 @@ def _print_plan(plan: PrecisionPlan, mode: str) -> None:
         for number, unit in enumerate(shown, 1)
     ]
     print_table(("", "Name", "Operator", "Its error alone", "Promoted"), rows)
-    for note in plan.notes:
-        console().print(f"note: {note}", soft_wrap=True)
     before, after = plan.before, plan.after
     what = "activations in float" if mode == "float" else "activations at 16 bits"
     print(

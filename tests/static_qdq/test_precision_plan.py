@@ -15,7 +15,6 @@ from ortplugins.static_qdq.plan import plan_precision
 from ortplugins.static_qdq.quantize_static import quantize_static_mixed
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedGraph
-from rewrite_rules.mixed_precision_boundaries.tensor_overrides import OverrideError
 from rewrite_rules.remarks import PassContext, Remarks
 
 # h2 is a hundred times coarser than it need be, h5 ten times; everything else is fine.
@@ -75,7 +74,6 @@ def test_the_coarsest_grids_come_first_and_are_enough():
     assert [effect.names for effect in plan.ranking[:2]] == [("h2",), ("h5",)]
     assert plan.ranking[0].operator == "MatMul"
     assert plan.promoted == ("h2", "h5")
-    assert plan.curve == {0: plan.before, 2: plan.after}
     assert plan.after.error < plan.before.error / 100
     assert plan.activations == 7
 
@@ -83,7 +81,7 @@ def test_the_coarsest_grids_come_first_and_are_enough():
 @pytest.mark.parametrize("mode", ["int16", "float"])
 def test_the_errors_are_those_of_the_rewritten_model(mode):
     model = chain()
-    plan = plan_precision(model, feeds(), max_16bit=1, mode=mode)
+    plan = plan_precision(model, feeds(), max_16bit=1)
     everything = frozenset(tensor.name for tensor in QuantizedGraph(model).tensors)
     reference = run(rewritten(model, everything, "float"), feeds())
     assert plan.before.error == pytest.approx(error(run(model, feeds()), reference), rel=1e-4)
@@ -108,14 +106,6 @@ def test_tensors_of_one_grid_are_promoted_and_counted_together():
     assert plan_precision(model, feeds(), max_16bit=1).promoted == ("h5",)
 
 
-def test_what_the_rewrite_refuses_stays():
-    model = chain({**_SCALES, "h2": 0.01, "h4": 1.0}, real="float16")
-    samples = [{"x": feed["x"].astype(np.float16)} for feed in feeds()]
-    plan = plan_precision(model, samples, max_16bit=3)
-    assert plan.promoted[:2] == ("h4", "h5") and "h3" not in plan.promoted
-    assert any(note.startswith("h3 stays: tensor 'h2': scale 0.01") for note in plan.notes)
-
-
 @pytest.mark.parametrize(
     ("data", "options", "error_type", "message"),
     [
@@ -125,7 +115,6 @@ def test_what_the_rewrite_refuses_stays():
         (feeds(), {}, QuantizationError, "give a budget, max_16bit or both"),
         (feeds(), {"budget": 99.5}, QuantizationError, r"budget is 99\.5: a cosine above 0"),
         (feeds(), {"max_16bit": 1.5}, QuantizationError, r"max_16bit is 1\.5"),
-        (feeds(), {"max_16bit": 1, "mode": "int8"}, OverrideError, "mode is 'int8'"),
     ],
 )
 def test_what_cannot_be_planned_is_reported(data, options, error_type, message):
@@ -133,22 +122,15 @@ def test_what_cannot_be_planned_is_reported(data, options, error_type, message):
         plan_precision(chain(), data, **options)
 
 
-def test_models_that_cannot_be_planned_are_reported():
+def test_a_model_without_grids_cannot_be_planned():
     plain = model_of("g (float[8, 8] x) => (float[8, 8] y) { y = MatMul(x, x) }", {})
     with pytest.raises(QuantizationError, match="no activation of 8 bits between"):
         plan_precision(plain, feeds(), max_16bit=2)
 
 
-def test_a_budget_out_of_reach_tells_the_best_and_a_limit_that_comes_first():
-    model = chain({**_SCALES, "h2": 0.01, "h4": 1.0}, real="float16")
-    samples = [{"x": feed["x"].astype(np.float16)} for feed in feeds()]
-    with pytest.raises(
-        QuantizationError, match=r"is not reached: .* with \d of 7 activations"
-    ):
-        plan_precision(model, samples, budget=0.999999999)
-    plan = plan_precision(chain(), feeds(), budget=0.9999999, max_16bit=1)
-    assert plan.promoted == ("h2",)
-    assert "not reached" in plan.notes[0] and "max_16bit" in plan.notes[0]
+def test_a_budget_out_of_reach_tells_the_best():
+    with pytest.raises(QuantizationError, match=r"is not reached: .* with 1 of 7 activations"):
+        plan_precision(chain(), feeds(), budget=0.9999999, max_16bit=1)
 
 
 def test_the_command_quantises_and_promotes_what_costs_most(tmp_path):
