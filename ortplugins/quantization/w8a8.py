@@ -30,7 +30,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,7 @@ from ortplugins.quantization.files import QuantizedFile, QuantizeResult
 from ortplugins.quantization.methods.nearest import Floats
 from ortplugins.quantization.selection import Pattern
 from ortplugins.quantization.walk import Walk
-from ortplugins.quantization.weights.folds import find_folds, insert_mul
+from ortplugins.quantization.weights.folds import divide
 from ortplugins.quantization.weights.plan import (
     WeightPlan,
     check_not_empty,
@@ -178,10 +178,9 @@ def _quantize_products(
                     f"its output in 8 bits has a cosine of {cosine:.5f} with float's, below "
                     f"least_cosine ({least_cosine})"
                 )
-    weights = {use.weight for uses in layers.values() for use in uses}
     if not errors.keys() - floats:
         raise ModelFileError(_nothing(floats))
-    writer = _Writer(plan.model, weights)
+    writer = _Writer(plan.model)
     for name, uses in layers.items():
         if left := [use for use in uses if use not in floats]:
             writer.write(found[name], left)
@@ -334,9 +333,8 @@ def _refusal(use: WeightUse, main: ir.Graph) -> str:
 class _Writer:
     """Writes products of integers in the place of float ones."""
 
-    def __init__(self, model: ir.Model, weights: Collection[ir.Value]) -> None:
-        self._model, self._weights = model, weights
-        self._names = FreshNames(model)
+    def __init__(self, model: ir.Model) -> None:
+        self._model, self._names = model, FreshNames(model)
         model.opset_imports.setdefault("com.microsoft", 1)
 
     def write(self, how: QuantizedProducts, uses: Sequence[WeightUse]) -> None:
@@ -347,7 +345,10 @@ class _Writer:
         name, first, op = x.name or "", _first_reader(x), TapeBuilder()
         half = uses[0].tensor.dtype is ir.DataType.FLOAT16
         if how.channel_scales is not None:
-            x = self._divided(x, uses, how.channel_scales)
+            reads = [(use.node, 0) for use in uses]
+            divide(x, reads, how.channel_scales, uses[0].tensor.dtype, self._names)
+            x = uses[0].node.inputs[0]
+            assert x is not None
         if half:
             x = op.Cast(x, to=ir.DataType.FLOAT)
         scale = self._constant(np.array(how.scale), f"{name}.scale")
@@ -386,19 +387,6 @@ class _Writer:
             if replaced.is_graph_output():
                 y.name, replaced.name = replaced.name, y.name
             replaced.replace_all_uses_with(y, replace_graph_outputs=True)
-
-    def _divided(self, x: ir.Value, uses: Sequence[WeightUse], scales: Floats) -> ir.Value:
-        """Divide an activation by the scales of its channels."""
-        reads = [(use.node, 0) for use in uses]
-        folds = find_folds(x, reads, scales)
-        if folds is not None and not any(fold.constant in self._weights for fold in folds):
-            for fold in folds:
-                fold.constant.const_value = fold.quotient(scales)
-            return x
-        insert_mul(x, reads, scales, uses[0].tensor.dtype, self._names)
-        scaled = uses[0].node.inputs[0]
-        assert scaled is not None
-        return scaled
 
     def _constant(self, array: npt.NDArray[Any], name: str) -> ir.Value:
         tensor = ir.tensor(array.copy(), name=self._names.take(name))

@@ -104,12 +104,10 @@ SQUARE = normal(K, K, seed=6) * uneven(K, seed=7)
 WEIGHT = normal(K, N, seed=1)
 CONSTANTS = {
     "g": SCALE, "b": SHIFT, "c": SHIFT, "V": SQUARE, "W": WEIGHT, "L": WEIGHT.T.copy(),
-    "G": normal(K, K, seed=8) / 30,
 }  # fmt: skip
 ROWS = {"inputs": "float[T, 24] x", "outputs": "float[T, 10] y"}
 SKIP = {"inputs": "float[B, T, 24] x, float[B, T, 24] s", **seen("z")}
 MS = "com.microsoft."
-SWIGLU = "p = MatMul(x, G) s = Sigmoid(p) h = Mul(p, s) u = MatMul(x, V)"
 
 # What an activation is made by; the constants that its scales go into.
 FOLDS = {
@@ -130,23 +128,6 @@ FOLDS = {
         "g",
     ),
     "Mul": (made("s = Sigmoid(x) a = Mul(s, g)"), "g"),
-    "Mul, constant first": (
-        made("s = Sigmoid(x) a = Mul(g, s)", {"g": uneven(1, K, seed=5)}), "g",
-    ),
-    "Gemm": (made("a = Gemm <alpha = 0.5, beta = 2.0> (x, V, c)", **ROWS), "Vc"),
-    "Gemm transB": (
-        made("a = Gemm <transB = 1> (x, V, c)",
-             {"V": SQUARE.T.copy(), "c": uneven(1, K, seed=5)}, **ROWS),
-        "Vc",
-    ),
-    "Gemm transA": (
-        made("a = Gemm <transA = 1> (x, V)",
-             inputs="float[24, T] x", outputs="float[T, 10] y"),
-        "V",
-    ),
-    "Gemm, beta 0": (made("a = Gemm <beta = 0.0> (x, V, c)", **ROWS), "V"),
-    "MatMul": (made("a = MatMul(x, V)"), "V"),
-    "MatMul and bias": (made("p = MatMul(x, V) a = Add(p, c)"), "Vc"),
     "FusedMatMul reads it": (
         Model(f"a = LayerNormalization(x, g) [m] y = {MS}FusedMatMul(a, W)"), "g",
     ),
@@ -154,17 +135,6 @@ FOLDS = {
         Model(f"a = LayerNormalization(x, g) [m] y = {MS}FusedMatMul <transB = 1> (L, a)",
               outputs="float[B, 10, T] y"),
         "g",
-    ),
-    "SwiGLU": (made(f"{SWIGLU} a = Mul(h, u)"), "V"),
-    "SwiGLU, gate second": (made(f"{SWIGLU} a = Mul(u, h)"), "V"),
-    "Relu": (made("p = MatMul(x, V) q = Add(p, c) a = Relu(q)"), "Vc"),
-    "LeakyRelu and Identity": (
-        made("""p = MatMul(x, V) i = Identity(p) q = LeakyRelu <alpha = 0.3> (i)
-                a = Identity(q)"""),
-        "V",
-    ),
-    "a sum of two": (
-        made("p = MatMul(x, V) q = LayerNormalization(x, g, b) a = Add(p, q)"), "Vgb",
     ),
     "two weights": (
         made(f"a = LayerNormalization(x, g, b) [n] z = {MS}FusedMatMul <transB = 1> (a, V)",
@@ -177,26 +147,20 @@ FOLDS = {
 NORM = "a = LayerNormalization(x, g)"
 # Where nothing of what is there may change.
 MULS = {
+    "a product": made("p = MatMul(x, V) a = Add(p, c)"),
     "a graph input": Model("[m] y = MatMul(x, W)"),
     "a graph output": made(NORM, **seen("a")),
-    "a graph output on the way": made("p = MatMul(x, V) a = Relu(p)", **seen("p")),
     "another reader": made(f"{NORM} z = Relu(a)", **seen("z")),
-    "another reader on the way": made(
-        "p = MatMul(x, V) a = Relu(p) z = Tanh(p)", **seen("z")
-    ),
     "another reader in a subgraph": made(
         f"""{NORM} r = ReduceMax <keepdims = 0> (x) k = Equal(r, r)
            z = If (k) <then_branch = t () => (float[B, T, 24] u) {{ u = Neg(a) }},
                        else_branch = e () => (float[B, T, 24] v) {{ v = Neg(a) }}>""",
         **seen("z"),
     ),
-    "a residual": made("p = MatMul(x, V) a = Add(p, x)"),
     "twice in one node": Model(
         f"{NORM} [m] y = Gemm(a, S, a)", {"S": normal(K, K, seed=2)},
         inputs="float[T, 24] x", outputs="float[T, 24] y",
     ),
-    "squared": made("p = MatMul(x, V) a = Mul(p, p)", {"V": CONSTANTS["G"] * SCALE}),
-    "added to itself": made("p = MatMul(x, V) a = Add(p, p)"),
     "a shared norm weight": made(
         f"{NORM} h = Neg(x) z = LayerNormalization(h, g)", **seen("z")
     ),
@@ -204,7 +168,6 @@ MULS = {
     "a shared factor": made("s = Sigmoid(x) a = Mul(s, g) z = Add(s, g)", **seen("z")),
     "a norm weight that is a graph output": made(NORM, **seen("g", "float[24]")),
     "a scalar factor": made("a = Mul(x, g)", {"g": np.array(3.0)}),
-    "a scalar shift": made("p = MatMul(x, V) a = Add(p, c)", {"c": np.array([3.0])}),
     "a factor for each token": made("a = Mul(x, g)", {"g": uneven(T, 1)}),
     "a matrix of factors": made("a = Mul(x, g)", {"g": uneven(T, K)}),
     "as many tokens as channels": made(
@@ -214,21 +177,8 @@ MULS = {
     "one norm over two axes": made(
         "a = LayerNormalization <axis = -2> (x, g)", {"g": uneven(T, K)}
     ),
-    "broadcast channels": made(
-        "p = MatMul(x, V) a = Mul(p, o)", {"V": normal(K, 1), "o": np.ones((1, T, K))}
-    ),
-    "not homogeneous": made("p = MatMul(x, V) a = Tanh(p)", {"V": SQUARE / 1e2}),
-    "a gate": made("p = MatMul(x, V) a = Sigmoid(p)", {"V": SQUARE / 1e2}),
     "the second output": made(
         f"h, , , a = {MS}SkipLayerNormalization(x, s, g, b) z = Identity(h)", **SKIP
-    ),
-    "a weight that is transposed first": made("t = Transpose(V) a = MatMul(x, t)"),
-    "a weight with another reader": made(
-        "a = MatMul(x, V) z = Relu(V)", **seen("z", "float[24, 24]")
-    ),
-    "the weight is what makes the activation, too": Model(
-        "a = MatMul(x, S) [m] y = MatMul(a, S)", {"S": SQUARE / 100},
-        outputs="float[B, T, 24] y",
     ),
 }  # fmt: skip
 
@@ -331,25 +281,17 @@ def test_any_scales_come_out_again_where_nothing_else_reads_them(monkeypatch, na
         assert scaled(model.build(np.float16), **options)[1] < 2e-2
 
 
-@pytest.mark.parametrize("include", ["m", ""], ids=["constants", "codes"])
-@pytest.mark.parametrize(
-    ("body", "constants"),
-    [
-        ("p = MatMul(x, V) a = Mul(p, up) [m] y = MatMul(a, W)", {"V": SQUARE / 1e3}),
-        ("a = LayerNormalization(x, g) [m] y = MatMul(a, W)", {"g": SCALE / 1e4}),
-        ("a = MatMul(x, V) [m] h = MatMul(a, W) y = Mul(h, up)", {"V": SQUARE / 1e3}),
-    ],
-)
-def test_float16_constants_keep_their_digits(monkeypatch, body, constants, include):
+def test_float16_constants_keep_their_digits(monkeypatch):
     # Below 6e-5 float16 has fewer digits, below 6e-8 none: such numbers are not to be divided.
     have_scales(monkeypatch, 2)
-    model = Model(body, {"up": np.array(1e2), **constants}).build(np.float16)
-    _, plain = scaled(model, method="rtn", rules=only(include), **EXACT)
-    _, error = scaled(model, rules=only(include), **EXACT)
+    body = "a = LayerNormalization(x, g) [m] y = MatMul(a, W)"
+    model = Model(body, {"g": SCALE / 1e4}).build(np.float16)
+    _, plain = scaled(model, method="rtn", **EXACT)
+    _, error = scaled(model, **EXACT)
     assert error < 3 * plain + 5e-3, (plain, error)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 3])
 def test_a_weight_of_few_columns_is_scaled_too(n):
     outputs = f"float[B, T, {n}] y"
     model = Model("[m] y = MatMul(x, W)", {"W": normal(K, n)}, outputs=outputs).build()

@@ -17,7 +17,7 @@ from these by the fusion's own rules.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from ortplugins.quantization.codes import WeightCodes
-from ortplugins.quantization.methods.nearest import Floats
-from ortplugins.quantization.weights.folds import described, find_folds, insert_mul
+from ortplugins.quantization.weights.folds import described, divide
 from ortplugins.quantization.weights.plan import Weight, WeightPlan
 from ortplugins.quantization.weights.uses import WeightUse
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
@@ -59,11 +58,6 @@ class CodesFile:
         if found.zero_points is not None:
             weight.tensors.append(self._packed(weight, found.zero_points, code))
         weight.weight_error, weight.output_error = found.weight_error, found.output_error
-
-    def replace_scales(self, weight: Weight, scales: npt.NDArray[Any]) -> None:
-        """Store other scales of a weight, in the layout of the codes; the codes stay."""
-        stored = self._stored([scales], ir.DataType.from_numpy(scales.dtype), scales.shape)
-        weight.tensors = [weight.tensors[0], stored, *weight.tensors[2:]]
 
     def _packed(
         self, weight: Weight, array: npt.NDArray[Any], dtype: ir.DataType
@@ -104,73 +98,23 @@ class CodesFile:
         return ir.ExternalTensor(*place, shape=ir.Shape(shape), name=name, base_dir=folder)
 
 
-def write_codes(plan: WeightPlan, file: CodesFile) -> None:
-    """Have nodes read codes, and divide the activations whose weights were scaled.
-
-    Scales that change are written again.
-    """
+def write_codes(plan: WeightPlan) -> None:
+    """Have nodes read codes, and divide the activations whose weights were scaled."""
     names = FreshNames(plan.model)
-    weights = [weight for group in plan.groups for weight in group.weights]
-    by_value: dict[ir.Value, list[Weight]] = {}  # a list, as rules may give it several forms
-    for weight in weights:
-        by_value.setdefault(weight.uses[0].weight, []).append(weight)
-    divisors = _divide_activations(plan, by_value, names)
-    for weight in weights:
-        for divisor in divisors[weight.uses[0].weight]:
-            scales = weight.tensors[1].numpy()
-            quotient = scales / (divisor[:, None] if weight.k_last else divisor)
-            file.replace_scales(weight, quotient.astype(scales.dtype))
-        _read_through_dequantize(weight, names)
-    remove_unused(plan.model)
-
-
-def _divide_activations(
-    plan: WeightPlan,
-    by_value: Mapping[ir.Value, list[Weight]],
-    names: FreshNames,
-) -> dict[ir.Value, list[Floats]]:
-    """Divide activations by what their weights' rows were multiplied by.
-
-    Return what is to divide the output columns of weights that are quantised as well.
-    """
-    divisors: dict[ir.Value, list[Floats]] = {value: [] for value in by_value}
-    found = []
-    # All folds are looked for in the float graph, before any weight of it is replaced.
     for group in plan.groups:
         if (scales := group.channel_scales) is None:
             continue
-        group.folded = "folded"
-        for activation in group.activations:
-            uses = group.reads_of(activation)
-            folds = find_folds(activation, uses, scales)
-            quantized = (w for fold in folds or () for w in by_value.get(fold.constant, ()))
-            if not all(_divisible(weight, scales) for weight in quantized):
-                folds = None
-            if folds is None:
-                group.folded = "mul"
-            # An activation has its weights' type, whether or not the model says so.
-            dtype = group.weights[0].uses[0].tensor.dtype
-            found.append((folds, activation, uses, scales, dtype))
-    for folds, activation, uses, scales, dtype in found:
-        if folds is None:
-            insert_mul(activation, uses, scales, dtype, names)
-        for fold in folds or ():
-            if fold.constant in divisors:
-                divisors[fold.constant].append(scales)
-            else:
-                fold.constant.const_value = fold.quotient(scales)
-    return divisors
-
-
-def _divisible(weight: Weight, divisor: Floats) -> bool:
-    """Whether the scales of a quantised weight can be divided without losing digits."""
-    if weight.form.scale_type == "float32":
-        return True
-    scales = weight.tensors[1].numpy()
-    with np.errstate(over="ignore"):
-        exact = scales.astype(np.float32) / (divisor[:, None] if weight.k_last else divisor)
-        error = abs(exact.astype(scales.dtype).astype(np.float32) - exact)
-    return bool((error <= abs(exact) * np.finfo(scales.dtype).eps).all())
+        # An activation has its weights' type, whether or not the model says so.
+        dtype = group.weights[0].uses[0].tensor.dtype
+        found = {
+            divide(activation, group.reads_of(activation), scales, dtype, names)
+            for activation in group.activations
+        }
+        group.folded = "mul" if "mul" in found else "folded"
+    for group in plan.groups:
+        for weight in group.weights:
+            _read_through_dequantize(weight, names)
+    remove_unused(plan.model)
 
 
 def _read_through_dequantize(weight: Weight, names: FreshNames) -> None:

@@ -160,7 +160,7 @@ def quantize(
                     progress(done, total, weight.uses[0].label)
         if calibration is not None:
             _note_unreached(plan)
-        write_codes(plan, codes)
+        write_codes(plan)
         report = reported(plan, chosen)
         notes += _unpacked(report, chosen)
         report = dataclasses.replace(report, notes=(*report.notes, *notes))
