@@ -171,8 +171,9 @@ def compare(
                 Candidate(model.file(scratch), settings=model.settings, providers=providers)
                 for model in (first, second)
             ]
+            largest = max(feeds, key=lambda feed: sum(a.nbytes for a in feed.values()))
             first_timing, second_timing = measure(
-                candidates, feeds.largest(), rounds=rounds, runs=runs, lockstep=True
+                candidates, largest, rounds=rounds, runs=runs, lockstep=True
             )
             timings = first_timing, second_timing
             for timing in timings:
@@ -181,7 +182,7 @@ def compare(
         return Comparison(
             first.name,
             second.name if report is None else "optimised",
-            feeds.read_all(),
+            len(feeds),
             outputs,
             not_compared,
             timings,

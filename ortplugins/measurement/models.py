@@ -28,7 +28,7 @@ from ortplugins.report import Report
 from ortplugins.runtime.copied_options import DATA_FOLDER_KEY, running_options
 from ortplugins.runtime.stock_session import NUMPY_TYPES, open_model, quiet_runner, type_of
 from ortplugins.samples.made_up import MadeUpInputs
-from ortplugins.samples.sources import CalibrationSource, Feed, KeptSamples
+from ortplugins.samples.sources import CalibrationSource, Feed, read_samples
 from ortplugins.samples.text import TextSamples
 from rewrite_rules.graph.nodes import all_nodes
 from rewrite_rules.remarks import Outcome
@@ -207,7 +207,7 @@ class ModelPair:
             model.session or open_model(model.file(scratch), "disable", providers)
             for model in (a, b)
         )
-        self.feeds = comparison_feeds(self.a, scratch, **chosen)
+        self.feeds = comparison_feeds(self.a, **chosen)
         self._check_inputs()
         self.outputs, self.not_compared = _common_outputs(self.a, self.b)
         if not self.outputs:
@@ -261,13 +261,12 @@ def _common_outputs(
 
 def comparison_feeds(
     session: onnxruntime.InferenceSession,
-    scratch: Path,
     *,
     inputs: Inputs = None,
     dims: Mapping[str, int] | None = None,
     samples: int = 1,
     seed: int = 0,
-) -> KeptSamples:
+) -> list[Feed]:
     """Return feeds of a model, each checked against its inputs; as :func:`.compare` says."""
     values = [_value(item) for item in session.get_inputs()]
     if samples < 1:
@@ -286,7 +285,7 @@ def comparison_feeds(
     graph = ir.Graph([*values, *optional], [], nodes=[], name="inputs")
     for value in optional:  # may be left out of a sample
         graph.initializers[value.name or ""] = value
-    return KeptSamples(source, ir.Model(graph, ir_version=10), scratch=scratch)
+    return read_samples(source, ir.Model(graph, ir_version=10))
 
 
 def _value(item: Any) -> ir.Value:

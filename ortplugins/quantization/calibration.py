@@ -17,14 +17,14 @@ from ortplugins.errors import CalibrationError
 from ortplugins.model_io.loading import initializer_tensors, lift_constants, stored_bytes
 from ortplugins.model_io.saving import DATA_THRESHOLD, Progress
 from ortplugins.runtime.stock_session import stock_options
-from ortplugins.samples.sources import Feed, KeptSamples
+from ortplugins.samples.sources import Feed
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
     """Samples, and what it takes to run them."""
 
-    samples: KeptSamples
+    samples: Sequence[Feed]
     scratch: Path  # for files, which are needed as long as this is
     providers: Sequence[Any] = ("CPUExecutionProvider",)
     progress: Progress = lambda done, total, what: None

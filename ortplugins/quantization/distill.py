@@ -38,7 +38,7 @@ from ortplugins.quantization.torch_graph import Tensor, TorchGraph, dequantized,
 from ortplugins.quantization.weights.report import QuantizeReport
 from ortplugins.runtime.session_settings import DISABLED_PACKING_KEY
 from ortplugins.runtime.stock_session import opened, stock_options
-from ortplugins.samples.sources import Feed, KeptSamples
+from ortplugins.samples.sources import Feed, read_samples
 from rewrite_rules.graph.nodes import label
 
 # Samples that are held out, and how many there have to be.
@@ -122,8 +122,8 @@ def learn_scales(
     file = QuantizedFile(
         model, output, external_data=external_data, overwrite=overwrite, progress=progress
     )
-    with file.scratch() as scratch:
-        samples = list(KeptSamples(calibration_data_reader, file.model, scratch=scratch))
+    with file.scratch():
+        samples = read_samples(calibration_data_reader, file.model)
         found = _learn(file.model, original, samples, learning, progress)
         note = (
             f"learnt in {found.steps} steps: on samples held out, outputs were "

@@ -30,7 +30,7 @@ from ortplugins.model_io.saving import (
 )
 from ortplugins.quantization.calibration import Calibration
 from ortplugins.quantization.weights.report import QuantizeReport
-from ortplugins.samples.sources import CalibrationSource, KeptSamples
+from ortplugins.samples.sources import CalibrationSource, read_samples
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -97,7 +97,7 @@ class QuantizedFile:
         self, reader: CalibrationSource, providers: Sequence[Any], scratch: Path
     ) -> Calibration:
         """Return samples for the model."""
-        samples = KeptSamples(reader, self.model, scratch=scratch)
+        samples = read_samples(reader, self.model)
         progress = self._progress or Calibration.progress
         return Calibration(samples, scratch, providers, progress)
 

@@ -63,8 +63,7 @@ class Walk:
     """
 
     def __init__(self, model: ir.Model, calibration: Calibration) -> None:
-        """Start before the first node; the samples are gone through for every activation."""
-        calibration.samples.read_all()  # bad ones are reported before hours of work
+        """Start before the first node."""
         self._calibration, self.model = calibration, model
         self._scratch = Path(tempfile.mkdtemp(dir=calibration.scratch))
         self._model = model.clone()
@@ -171,7 +170,7 @@ class Walk:
                             break
                     session = self._open(part, inputs | weights)
                 what = f"sample {index}"
-                self._calibration.progress(index, samples.count or 0, f"calibration, {what}")
+                self._calibration.progress(index, len(samples), f"calibration, {what}")
                 arrays = run_sample(session, (), inputs | weights, what)
                 for folder, array in zip(folders.values(), arrays, strict=True):
                     _store(folder / f"{model}-{index}.npy", array)

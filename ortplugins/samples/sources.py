@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Samples: read from what users give, each checked against the model, and kept for replay.
+"""Samples: read from what users give, each checked against the model.
 
 A sample is a dict, input name -> array. A source of samples is one of
 
@@ -18,7 +18,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -236,89 +235,9 @@ def _checked_array(item: Any, value: ir.Value, what: str) -> npt.NDArray[Any]:
     return array
 
 
-class KeptSamples:
-    """Samples that can be gone through more than once, while the source is read once.
-
-    The first time, samples come from the source and are copied (readers may use their arrays
-    again); later, the copies are replayed. Beyond ``memory_bytes`` copies go to files in
-    ``scratch``, which has to stay as long as this object is used. An iterator that was given
-    up half-way costs nothing: the next one replays and reads on from there.
-    """
-
-    def __init__(
-        self,
-        source: CalibrationSource,
-        model: ir.Model,
-        *,
-        scratch: Path,
-        memory_bytes: int = 64 << 20,
-    ) -> None:
-        """Check the source's kind; no sample is read."""
-        self._scratch, self._free = scratch, memory_bytes
-        self._fresh: Iterator[Feed] | None = checked_feeds(source, model)
-        self._kept: list[Feed | tuple[Path, dict[str, np.dtype[Any]]]] = []
-        self._largest = (-1, 0)  # bytes, index
-        self._failure: CalibrationError | None = None
-        self.count: int | None = None  # until the source has come to its end
-
-    def __iter__(self) -> Iterator[Feed]:
-        """Yield every sample, in the source's order."""
-        index = 0
-        while index < len(self._kept) or self._pull():
-            yield self._load(index)
-            index += 1
-
-    def read_all(self) -> int:
-        """Read the source to its end and return how many samples it has."""
-        while self._pull():
-            pass
-        return len(self._kept)
-
-    def largest(self) -> Feed:
-        """Return the sample of most bytes among those read, at least one."""
-        return self._load(self._largest[1]) if self._kept else next(iter(self))
-
-    def _load(self, index: int) -> Feed:
-        kept = self._kept[index]
-        if isinstance(kept, dict):
-            return dict(kept)
-        path, types = kept
-        with np.load(path, allow_pickle=False) as file:
-            # bfloat16 and its like come back as raw bytes.
-            return {
-                name: file[f"input{place}"].view(dtype)
-                for place, (name, dtype) in enumerate(types.items())
-            }
-
-    def _pull(self) -> bool:
-        """Keep one more sample of the source; False at its end."""
-        if self._failure is not None:
-            raise self._failure
-        if self._fresh is None:
-            return False
-        try:
-            feed = next(self._fresh)
-        except StopIteration:
-            self.count, self._fresh = len(self._kept), None
-            return False
-        except CalibrationError as error:
-            self._failure = error
-            raise
-        size = feed_bytes(feed)
-        if size > self._largest[0]:
-            self._largest = (size, len(self._kept))
-        if size <= self._free:
-            self._free -= size
-            self._kept.append({name: np.array(array) for name, array in feed.items()})
-        else:
-            # Names and types stay here, as files know fewer of either.
-            path = self._scratch / f"sample-{len(self._kept)}.npz"
-            arrays = {f"input{place}": array for place, array in enumerate(feed.values())}
-            np.savez(path, allow_pickle=False, **arrays)
-            self._kept.append((path, {name: array.dtype for name, array in feed.items()}))
-        return True
-
-
-def feed_bytes(feed: Feed) -> int:
-    """Return how many bytes the arrays of a sample have."""
-    return sum(array.nbytes for array in feed.values())
+def read_samples(source: CalibrationSource, model: ir.Model) -> list[Feed]:
+    """Return :func:`checked_feeds`, copied, as readers may use their arrays again."""
+    return [
+        {name: np.array(array) for name, array in feed.items()}
+        for feed in checked_feeds(source, model)
+    ]

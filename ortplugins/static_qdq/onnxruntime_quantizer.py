@@ -35,7 +35,7 @@ from onnxruntime.quantization.quant_utils import load_model_with_shape_infer
 from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 
 from ortplugins.errors import CalibrationError, QuantizationError
-from ortplugins.samples.sources import Feed, KeptSamples
+from ortplugins.samples.sources import Feed
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
     OverrideError,
     Overrides,
@@ -67,7 +67,7 @@ Ranges = dict[str, tuple[np.generic, np.generic]]
 
 def calibrate(
     path: Path,
-    samples: KeptSamples,
+    samples: Sequence[Feed],
     method: str,
     op_types: Sequence[str],
     providers: Sequence[Any],
@@ -98,13 +98,12 @@ def calibrate(
     }
 
 
-def _rounds(samples: KeptSamples, method: str) -> Iterator[Iterable[Feed]]:
+def _rounds(samples: Sequence[Feed], method: str) -> Iterator[Iterable[Feed]]:
     """All samples in one go, as onnxruntime has it; of several shapes, one by one.
 
     Histograms are made of an array of all samples, which those of several shapes can't form.
     """
     if method != "MinMax":
-        samples.read_all()
         shapes = {
             tuple((name, array.shape) for name, array in sorted(feed.items()))
             for feed in samples

@@ -45,7 +45,7 @@ from ortplugins.quantization.calibration import (
     run_sample,
 )
 from ortplugins.runtime.stock_session import stock_options
-from ortplugins.samples.sources import CalibrationSource, KeptSamples
+from ortplugins.samples.sources import CalibrationSource, read_samples
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
     QuantizedGraph,
@@ -142,8 +142,7 @@ def plan_precision(
     # Weights stay where they are: sessions map them.
     switched = load_model(model, map_inline=True).model
     with tempfile.TemporaryDirectory(prefix="ortplugins-") as folder:
-        samples = KeptSamples(data, switched, scratch=Path(folder))
-        samples.read_all()
+        samples = read_samples(data, switched)
         progress = progress or Calibration.progress
         calibration = Calibration(samples, Path(folder), providers, progress)
         infer_shapes(switched)
@@ -314,7 +313,7 @@ class _Measurement:
     def __call__(self, settings: Sequence[Collection[str]]) -> list[Deviation]:
         """Measure each setting, the switches that are on, beside all switched off."""
         samples, progress = self._calibration.samples, self._calibration.progress
-        count = samples.read_all()
+        count = len(samples)
         # Squared error, the reference's energy, cosine.
         sums = np.zeros((len(settings), len(self._outputs), 3))
         for index, feed in enumerate(samples):

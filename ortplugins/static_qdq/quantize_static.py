@@ -44,7 +44,7 @@ from ortplugins.model_io.saving import (
 )
 from ortplugins.quantization.selection import Pattern, check_names, matches
 from ortplugins.report import PassReport, Report
-from ortplugins.samples.sources import CalibrationSource, KeptSamples
+from ortplugins.samples.sources import CalibrationSource, read_samples
 from rewrite_rules.closest_name import did_you_mean
 from rewrite_rules.graph.nodes import all_nodes, input_of, label
 from rewrite_rules.graph.parameters import constant
@@ -376,9 +376,9 @@ def _ranges(
         raise CalibrationError("no calibration data: give samples of real inputs, or ranges")
     from ortplugins.static_qdq.onnxruntime_quantizer import calibrate
 
-    samples = KeptSamples(data, loaded.model, scratch=path.parent)
+    samples = read_samples(data, loaded.model)
     found = calibrate(path, samples, method, op_types, providers)
-    note = f"ranges of {len(found)} tensors from {samples.count} samples, {method}"
+    note = f"ranges of {len(found)} tensors from {len(samples)} samples, {method}"
     return {**found, **given}, note
 
 

@@ -20,21 +20,20 @@ from ortplugins.measurement.models import comparison_feeds
 from ortplugins.quantization.calibration import Calibration
 from ortplugins.quantization.walk import Walk
 from ortplugins.samples.made_up import MadeUpInputs
-from ortplugins.samples.sources import KeptSamples
 from ortplugins.samples.text import TextSamples
 from rewrite_rules.facts.token_rows import TokenRows
 
 
-def feeds_of(model: onnx.ModelProto, folder: Path, **options):
+def feeds_of(model: onnx.ModelProto, **options):
     session = ort.InferenceSession(model.SerializeToString())
-    return list(comparison_feeds(session, folder, **options))
+    return comparison_feeds(session, **options)
 
 
 @pytest.mark.parametrize("form", ["torch", "genai"])
-def test_a_decoder_gets_tokens_and_then_one_more_with_the_past_it_returned(form, tmp_path):
+def test_a_decoder_gets_tokens_and_then_one_more_with_the_past_it_returned(form):
     model = decoder(form)
     session = ort.InferenceSession(model.SerializeToString())
-    first, second = feeds_of(model, tmp_path)
+    first, second = feeds_of(model)
     names = [item.name for item in session.get_outputs()]
     returned = dict(zip(names, session.run(names, first), strict=True))
     assert first["input_ids"].shape == (1, 32)
@@ -78,11 +77,11 @@ def test_heads_of_a_cache_that_a_branch_reads():
     assert sizes == {"b": 1, "s": 32, "h": 4, "p": 0, "d": 8}
 
 
-def test_the_second_token_continues_the_first_ones(tmp_path):
+def test_the_second_token_continues_the_first_ones():
     # One run over all tokens gives the logits that two runs with a cache give.
     model = decoder("torch")
     session = ort.InferenceSession(model.SerializeToString())
-    first, second = feeds_of(model, tmp_path)
+    first, second = feeds_of(model)
     whole = dict(first)
     for name, axis in (("input_ids", 1), ("position_ids", 1)):
         whole[name] = np.concatenate([first[name], second[name]], axis)
@@ -93,8 +92,8 @@ def test_the_second_token_continues_the_first_ones(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_ids_and_positions_stay_below_the_rows_of_their_tables(seed, tmp_path):
-    feeds = feeds_of(decoder("torch"), tmp_path, samples=8, seed=seed)
+def test_ids_and_positions_stay_below_the_rows_of_their_tables(seed):
+    feeds = feeds_of(decoder("torch"), samples=8, seed=seed)
     ids = np.concatenate([feed["input_ids"].ravel() for feed in feeds])
     assert (ids.min() >= 0, 30 < ids.max() < VOCABULARY) == (True, True)
     assert max(feed["position_ids"].max() for feed in feeds) < PLACES
@@ -109,7 +108,7 @@ def test_ids_stay_below_the_size_of_the_axis_that_they_pick_along(axis, size):
     assert set(feed["ids"].tolist()) == set(range(size))
 
 
-def test_a_named_dimension_has_one_size_at_all_inputs(tmp_path):
+def test_a_named_dimension_has_one_size_at_all_inputs():
     """What input_ids says of B and S counts for an input that says nothing."""
     model = proto_of(
         """g (int64[B, S] input_ids, float[B, S, 4] extra) => (float[B, S, 4] y) {
@@ -117,7 +116,7 @@ def test_a_named_dimension_has_one_size_at_all_inputs(tmp_path):
         }""",
         {"table": normal(9, 4)},
     )
-    (feed,) = feeds_of(model, tmp_path)
+    (feed,) = feeds_of(model)
     assert feed["extra"].shape == (*feed["input_ids"].shape, 4)
 
 
@@ -131,8 +130,8 @@ def test_a_named_dimension_has_one_size_at_all_inputs(tmp_path):
     ],
     ids=str,
 )
-def test_one_size_is_enough_for_all_dimensions_that_count_the_same(dims, shapes, tmp_path):
-    feed = feeds_of(decoder("torch"), tmp_path, dims=dims)[0]
+def test_one_size_is_enough_for_all_dimensions_that_count_the_same(dims, shapes):
+    feed = feeds_of(decoder("torch"), dims=dims)[0]
     assert {name: feed[name].shape for name in shapes} == shapes
 
 
@@ -159,32 +158,32 @@ WINDOW = """g (float[batch, sequence] input, int64 sr) => (float[batch, 1, n] y)
 }"""
 
 
-def test_audio_gets_a_window_that_the_model_takes(tmp_path):
+def test_audio_gets_a_window_that_the_model_takes():
     model = proto_of(WINDOW, {"w": np.ones((1, 1, 100), np.float32)})
-    (feed,) = feeds_of(model, tmp_path)
+    (feed,) = feeds_of(model)
     assert (feed["input"].shape[0], feed["sr"]) == (1, 16000)
     assert feed["input"].shape[1] >= 100
 
 
 @pytest.mark.parametrize("dims", [None, {"n": 1}])
-def test_a_large_image_is_fed_as_it_is(dims, tmp_path):
+def test_a_large_image_is_fed_as_it_is(dims):
     model = proto_of("g (float[n, 3, 1024, 1024] x) => (float[n, c, h, w] y) { y = Relu(x) }")
-    (feed,) = feeds_of(model, tmp_path, dims=dims)
+    (feed,) = feeds_of(model, dims=dims)
     assert feed["x"].shape == (1, 3, 1024, 1024)
 
 
-def test_what_cannot_be_solved_names_one_dimension(tmp_path):
+def test_what_cannot_be_solved_names_one_dimension():
     model = proto_of("""g (float[batch, points] cloud) => (float[batch, m, 77] y)
         <int64[3] shape = {0, -1, 77}> { y = Reshape(cloud, shape) }""")
     with pytest.raises(ModelFileError, match=r"give the size of 'points' \(--dims"):
-        feeds_of(model, tmp_path)
-    (feed,) = feeds_of(model, tmp_path, dims={"points": 154})
+        feeds_of(model)
+    (feed,) = feeds_of(model, dims={"points": 154})
     assert feed["cloud"].shape == (1, 154)
 
 
-def test_the_same_seed_gives_the_same_samples(tmp_path):
+def test_the_same_seed_gives_the_same_samples():
     once, again, other = (
-        feeds_of(decoder("torch"), tmp_path, samples=2, seed=seed) for seed in (1, 1, 2)
+        feeds_of(decoder("torch"), samples=2, seed=seed) for seed in (1, 1, 2)
     )
     ids = [[feed["input_ids"].tolist() for feed in feeds] for feeds in (once, again, other)]
     assert ids[0] == ids[1] != ids[2]
@@ -322,8 +321,7 @@ def test_padding_never_counts_in_statistics():
     counted = TokenRows(graph).real("x", (1, 12, 8), feed)
     assert counted is not None and counted.tolist() == [[True] * 5 + [False] * 7]
 
-    samples = KeptSamples([feed], graph, scratch=Path())
-    part = Walk(graph, Calibration(samples, Path().absolute())).statistics("x", 8, 2)
+    part = Walk(graph, Calibration([feed], Path().absolute())).statistics("x", 8, 2)
     expected = np.abs(table[[0, 3, 4, 5, 1]]).mean(0)
     assert part is not None
     np.testing.assert_allclose(part.mean_abs, expected, rtol=1e-5)
