@@ -18,11 +18,9 @@ greatest magnitude of a block, b bits,
                   codes = clip(rint(w / s) + z, 0, 2**b - 1)
     awq           s = clip(x^a / w^(1 - a), 1e-4, 1e4) / sqrt(max * min)
 
-The searches take a ``wa_pack``, as :func:`find_quantizable_weights` makes it,
+The searches take a ``wa_pack``,
 
-    [(activation with .name, weight TensorProto, is weight [N, K], type, node name)]
-
-the last of which may be missing;
+    [(activation with .name, weight TensorProto, is weight [N, K], type, ...)]
 
 samples ``inputs``, name to array, ``augmented_onnx_path``, which the weights' data lies
 beside, and a ``session`` with ``run([activation], feed)``.
@@ -35,7 +33,6 @@ __all__ = [
     "AWQLiteHelper",
     "clip_search",
     "dq_tensor",
-    "find_quantizable_weights",
     "find_scales",
     "get_act_scale",
     "get_act_to_weight_map_and_act_to_wa_pack_map",
@@ -51,7 +48,6 @@ __all__ = [
     "run_awq_scale_search_per_subgraph",
 ]
 
-import logging
 import os
 import re
 import warnings
@@ -70,7 +66,7 @@ from ortplugins.quantization.methods.awq import search_scales
 from ortplugins.quantization.methods.nearest import BlockFormat, in_blocks
 from ortplugins.quantization.selection import Pattern
 from ortplugins.quantization.weights.quantize import quantize as quantize_weights
-from ortplugins.quantization.weights.uses import WeightUse, find_uses
+from ortplugins.quantization.weights.uses import OP_TYPES, WeightUse, find_uses
 from rewrite_rules.closest_name import did_you_mean
 from rewrite_rules.graph.initializers import new_initializer
 from rewrite_rules.graph.nodes import drop_unused_initializers
@@ -79,7 +75,6 @@ Array = npt.NDArray[Any]
 WaPack = Sequence[tuple[Any, ...]]  # 4 or 5 of them
 Rules = list[tuple[Pattern, Any]]
 
-_LOG = logging.getLogger(__name__)
 # ModelOpt's methods by ours. Error feedback does more than clips, in less time; rtn_trt,
 # rtn_trt_dq and awq_clip_trt write operators that only TensorRT has.
 _METHODS = {
@@ -103,19 +98,15 @@ def quantize(
     use_zero_point: bool = False,
     block_size: int | None = None,
     nodes_to_exclude: Sequence[str] | None = (r"/lm_head",),
-    *,
-    log_level: str = "INFO",
-    input_shapes_profile: Sequence[Mapping[str, str]] | None = None,
     **kwargs: Any,
 ) -> onnx.ModelProto:
     """Quantise the weights of MatMul and Gemm to int4, with ModelOpt's arguments.
 
     ``docs/moving-from-modelopt.md`` says which argument of :func:`.quantize` stands for which
-    here, and where results differ. Round to nearest gives ModelOpt's names, scales and codes;
+    here, and where results differ. Round to nearest gives ModelOpt's scales and codes;
     ``"rtn"`` keeps the float weights, behind QuantizeLinear and DequantizeLinear. The AWQ
-    methods search as :func:`.quantize` does. The model that is given
-    is not changed; the result has opset 21 or more and holds all its tensors. The report goes
-    to the logger of this module.
+    methods search as :func:`.quantize` does. The model that is given is not changed; the
+    result has opset 21 or more and holds all its tensors.
 
     Raises:
         CalibrationError: If samples do not fit the model, or are none.
@@ -130,25 +121,24 @@ def quantize(
             f"calibration_method is {calibration_method!r}: one of {', '.join(_METHODS)} is "
             "expected; ortplugins.quantization.quantize has GPTQ as well"
         )
+    given = _checked(kwargs)
     source = load_model(onnx_path).model
-    settings = _settings_of(source, nodes_to_exclude, kwargs)
+    op_types = _PRODUCTS if given.get("gather_quantize_axis") is None else OP_TYPES
     if method != "rtn":
-        settings["calibration_data_reader"] = calibration_data_reader
-        settings["calibration_providers"] = _providers_of(
-            calibration_eps, input_shapes_profile
-        )
+        given["calibration_data_reader"] = calibration_data_reader
+        given["calibration_providers"] = _providers_of(calibration_eps)
     result = quantize_weights(
         source,
         method=method,
         block_size=128 if block_size is None else block_size,
         is_symmetric=not use_zero_point,
         grid="amax" if method == "rtn" else "positive",  # TensorRT reads the result
-        **settings,
+        op_types=op_types,
+        quant_format="QDQ_transposed" if given.pop("use_column_major", False) else "QDQ",
+        rules=_rules(source, op_types, nodes_to_exclude or (), given),
+        **{name: given[name] for name in given if name.startswith("calibration_")},
     )
-    if log_level in ("DEBUG", "INFO"):
-        _LOG.info("%s", "\n".join([str(result.report), *result.report.notes]))
     model: ir.Model = result.model
-    _name_as_modelopt(model)
     if calibration_method == "rtn":
         _quantize_in_the_graph(model, source)
     ir.external_data.load_to_model(model)
@@ -552,24 +542,6 @@ def get_parent_child_nodes_map(
     return children, consumers
 
 
-def find_quantizable_weights(
-    graph: onnx.GraphProto, nodes_to_exclude: Collection[str]
-) -> list[tuple[onnx.ValueInfoProto, onnx.TensorProto, bool, int, str]]:
-    """Return the ``wa_pack`` of a graph without its subgraphs, and without nodes by name."""
-    initializers = {tensor.name: tensor for tensor in graph.initializer}
-    found = []
-    for node in graph.node:
-        if node.op_type not in _PRODUCTS or node.name in nodes_to_exclude:
-            continue
-        weight = initializers.get(node.input[1])
-        if weight is None or len(weight.dims) < 2 or node.input[0] in initializers:
-            continue
-        transposed = any(item.name == "transB" and item.i > 0 for item in node.attribute)
-        activation = onnx.ValueInfoProto(name=node.input[0])
-        found.append((activation, weight, transposed, weight.data_type, node.name))
-    return found
-
-
 def _losses(
     x: Array, weights: Sequence[Array], form: BlockFormat, alphas: Sequence[float]
 ) -> dict[float, float]:
@@ -598,7 +570,6 @@ def _tokens(arrays: Sequence[Any], k: int) -> Array:
 
 # ModelOpt's arguments, translated into settings of ortplugins.quantization.quantize().
 
-
 _PROVIDERS = {
     "cpu": "CPUExecutionProvider",
     "cuda": "CUDAExecutionProvider",
@@ -612,216 +583,116 @@ _WITHOUT_EFFECT = {
     "awqclip_bsz_col": None,
     "enable_fast_path_using_high_sysram": False,
     "trt_rtx_backend": None,
+    "input_shapes_profile": None,
     "awqlite_run_per_subgraph": True,
     "awqlite_alpha_step": 0.1,
     "awqlite_fuse_nodes": True,
     "awqclip_alpha_step": 0.05,
     "awqclip_alpha_min": 0.5,
 }
+_REFUSED = {
+    "force_fp16": "convert the model to float16 before, with onnxruntime's or "
+    "onnxconverter_common's converter, and quantise the result",
+    "enable_mixed_quant": "name the layers in layers_8bit, or take share_of_8_bits of "
+    "ortplugins.quantization.quantize",
+}
 _KEYWORDS = (
-    *("gather_quantize_axis", "gather_block_size", "enable_mixed_quant", "layers_8bit"),
-    *("use_column_major", "force_fp16", *_WITHOUT_EFFECT),
+    *("gather_quantize_axis", "gather_block_size", "layers_8bit", "use_column_major"),
+    "log_level",  # nothing is logged
+    *_REFUSED,
+    *_WITHOUT_EFFECT,
 )
-# The nodes of a decoder that enable_mixed_quant gives 8 bits, by kind and layer.
-_SENSITIVE = re.compile(
-    r"/model/layers\.(\d+)/((?:self_)?attn/(?:qkv|v)_proj|mlp/down_proj)/MatMul"
-)
-_OUR_CODES = re.compile(r"(?P<weight>.+)\.u?int[48]_block-?\d+(_transposed)?(_\d+)?")
 
 
-def _settings_of(
-    model: ir.Model, excluded: Sequence[str] | None, kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Translate keywords, and patterns for the start of names, into our settings."""
+def _checked(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords that say something; refuse what is not done here."""
     for name in kwargs:
         if name not in _KEYWORDS:
             hint = did_you_mean(name, _KEYWORDS) or f"; there are {', '.join(_KEYWORDS)}"
             raise TypeError(f"quantize() got an unexpected keyword argument {name!r}{hint}")
     given = {name: value for name, value in kwargs.items() if value is not None}
-    if given.get("force_fp16"):
-        raise QuantizationError(
-            "force_fp16 is not done here: convert the model to float16 before, with "
-            "onnxruntime's or onnxconverter_common's converter, and quantise the result"
-        )
+    for name, advice in _REFUSED.items():
+        if given.get(name):
+            raise QuantizationError(f"{name} is not done here: {advice}")
     for name, usual in _WITHOUT_EFFECT.items():
         if given.get(name, usual) != usual:
-            _warn(f"{name} has no effect")
-    axis = given.get("gather_quantize_axis")
-    if axis not in (None, 1, -1):
+            warnings.warn(f"{name} has no effect", OrtpluginsWarning, stacklevel=3)
+    if (axis := given.get("gather_quantize_axis")) not in (None, 1, -1):
         raise QuantizationError(
             f"gather_quantize_axis is {axis!r}: blocks of Gather's tables run along their "
             "rows here (1 or -1), so that a row is dequantised by itself"
         )
-    op_types = ("MatMul", "Gemm") if axis is None else ("MatMul", "Gemm", "Gather")
-    settings: dict[str, Any] = {
-        "op_types": op_types,
-        "quant_format": "QDQ_transposed" if given.get("use_column_major") else "QDQ",
-    }
-    found = (use for _, use in find_uses(model, op_types))
-    uses = [use for use in found if isinstance(use, WeightUse)]
-    return settings | {"rules": _rules(uses, excluded, given)}
+    return given
 
 
 def _exponents(step: float) -> list[float]:
     """Return 0, step, ... up to 1."""
-    _check("awqlite_alpha_step", step)
     steps: list[float] = np.arange(0, 1.0 + step, step).tolist()
     return [min(alpha, 1.0) for alpha in steps if alpha <= 1 + 1e-9]
 
 
 def _ratios(least: float, step: float) -> list[float]:
     """Return 1, and then the greatest of least, least + step, ... first."""
-    _check("awqclip_alpha_min", least)
-    _check("awqclip_alpha_step", step)
     steps = [round(float(ratio), 10) for ratio in np.arange(least, 1.0, step)]
     return [1.0, *(ratio for ratio in reversed(steps) if ratio < 1)]
 
 
-def _check(name: str, value: float) -> None:
-    if not 0 < value <= 1:
-        raise QuantizationError(f"{name} is {value!r}: more than 0, up to 1, is expected")
-
-
-def _providers_of(
-    names: Sequence[str], profiles: Sequence[Mapping[str, str]] | None
-) -> list[str | tuple[str, dict[str, Any]]]:
+def _providers_of(names: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
     """Return onnxruntime's providers for ModelOpt's names, those that there are."""
-    profiles = [{}] * len(names) if profiles is None else profiles
-    if len(profiles) != len(names):
-        raise QuantizationError(
-            f"input_shapes_profile has {len(profiles)} entries for {len(names)} "
-            "calibration_eps"
-        )
     available = onnxruntime.get_available_providers()
-    found: list[str | tuple[str, dict[str, Any]]] = []
-    for name, profile in zip(names, profiles, strict=True):
+    found = []
+    for name in names:
         kind, _, device = name.partition(":")
-        if kind not in _PROVIDERS or (device and not device.isdigit()):
+        if kind not in _PROVIDERS:
             raise QuantizationError(
                 f"calibration_eps has {name!r}: {', '.join(_PROVIDERS)} are expected, with a "
                 "device's number after a colon"
             )
-        options: dict[str, Any] = dict(profile)
-        if kind in ("cuda", "dml"):
-            options.setdefault("device_id", int(device or 0))
-        if (provider := _PROVIDERS[kind]) in available:
-            found.append((provider, options) if options else provider)
-    if not found:
-        _warn(f"this onnxruntime has none of calibration_eps {names}: samples run on the CPU")
-    return found or ["CPUExecutionProvider"]
+        if _PROVIDERS[kind] in available:
+            found.append((_PROVIDERS[kind], {"device_id": device} if device else {}))
+    return found or [("CPUExecutionProvider", {})]
 
 
 def _rules(
-    uses: Sequence[WeightUse], excluded: Sequence[str] | None, given: Mapping[str, Any]
+    model: ir.Model,
+    op_types: Sequence[str],
+    excluded: Sequence[str],
+    given: Mapping[str, Any],
 ) -> Rules:
     """Return the rules of a model: tables' blocks, wider weights, and what stays in float."""
     if isinstance(excluded, str):
         raise QuantizationError("nodes_to_exclude is a string: a list of patterns is expected")
-    try:
-        patterns = [re.compile(pattern) for pattern in excluded or ()]
-    except re.error as error:
-        raise QuantizationError(
-            f"nodes_to_exclude: {error.pattern!r} is not a regular expression: {error}"
-        ) from error
-    left = [use.label for use in uses if any(p.match(use.label) for p in patterns)]
-    wider = _wider([use.label for use in uses if use.activation is not None], given)
+    layers = given.get("layers_8bit", ())
+    layers = layers.split(",") if isinstance(layers, str) else layers
+    # Parts of paths, between slashes or dots. ModelOpt's 8 bits are per column.
+    paths = [re.split("[./]", layer.strip().strip("/")) for layer in layers if layer.strip()]
+    wider = [rf"(^|[./]){'[./]'.join(map(re.escape, path))}($|[./])" for path in paths]
+    labels = [use.label for _, use in find_uses(model, op_types) if isinstance(use, WeightUse)]
+    # By the start of names. One may hold brackets, which a glob would take for its own.
+    left = [label for label in labels if any(re.match(each, label) for each in excluded)]
     return [
         (":table", {"block_size": given.get("gather_block_size", 32), "optional": True}),
-        # ModelOpt's 8 bits are per column.
-        *((_exactly(label), {"bits": 8, "block_size": -1}) for label in wider),
-        *((_exactly(label), "float") for label in left),
+        *((re.compile(pattern), {"bits": 8, "block_size": -1}) for pattern in wider),
+        *((re.compile(rf"\A{re.escape(label)}\Z"), "float") for label in left),
     ]
-
-
-def _exactly(label: str) -> re.Pattern[str]:
-    # A name may hold brackets, which a glob would take for its own.
-    return re.compile(rf"\A{re.escape(label)}\Z")
-
-
-def _wider(labels: Sequence[str], given: Mapping[str, Any]) -> list[str]:
-    """Return the nodes whose weights get 8 bits: those that are listed, or ModelOpt's."""
-    layers = given.get("layers_8bit", ())
-    found: list[str] = []
-    for name in layers.split(",") if isinstance(layers, str) else layers:
-        layer = name.strip()
-        matching = [label for label in labels if _path(layer) in _path(label)]
-        if layer and not matching:
-            _warn(f"layers_8bit: {layer!r} matches no node")
-        found += matching if layer else []
-    if layers or not given.get("enable_mixed_quant"):
-        return list(dict.fromkeys(found))
-    if not (found := _sensitive(labels)):
-        _warn(
-            "enable_mixed_quant has no effect: no node is named as in "
-            "/model/layers.0/attn/v_proj/MatMul; name them with layers_8bit"
-        )
-    return found
-
-
-def _path(name: str) -> str:
-    """Return a name as parts between dots."""
-    return f".{name.lstrip('/').replace('/', '.')}."
-
-
-def _sensitive(labels: Iterable[str]) -> list[str]:
-    """Return ModelOpt's choice: of a kind the first and last eighth, each third between."""
-    kinds: dict[str, list[tuple[int, str]]] = {}
-    for label in labels:
-        if match := _SENSITIVE.fullmatch(label):
-            kinds.setdefault(match[2], []).append((int(match[1]), label))
-    chosen = []
-    for nodes in kinds.values():
-        names = [name for _, name in sorted(nodes)]
-        eighth = len(names) // 8
-        last = len(names) - eighth
-        chosen += names[:eighth] + names[eighth:last:3] + names[last:]
-    return chosen
-
-
-def _name_as_modelopt(model: ir.Model) -> None:
-    """Give codes, scales, zero points and DequantizeLinear the names that ModelOpt gives."""
-    taken = {
-        value.name
-        for graph in model.graphs()
-        for values in (graph.inputs, graph.initializers.values(), *(n.outputs for n in graph))
-        for value in values
-    }
-    for node in model.graph.all_nodes():
-        codes = node.inputs[0] if node.op_type == "DequantizeLinear" else None
-        match = None if codes is None else _OUR_CODES.fullmatch(codes.name or "")
-        if match is None or node.name != f"{match[0]}.dequantized":
-            continue
-        name, count = match["weight"], 0
-        suffixes = ("_i4", "_scale", "_zp", "_DequantizeLinear_Output")
-        while not taken.isdisjoint(f"{name}{suffix}" for suffix in suffixes):
-            count += 1  # one weight in two forms, or such a name in the model
-            name = f"{match['weight']}_{count}"
-        values = (*node.inputs, *[None] * (3 - len(node.inputs)), *node.outputs)
-        for value, suffix in zip(values, suffixes, strict=True):
-            if value is not None:
-                value.name = f"{name}{suffix}"
-                taken.add(value.name)
-        node.name = f"{name}_DequantizeLinear"
 
 
 def _quantize_in_the_graph(model: ir.Model, source: ir.Model) -> None:
     """Have the graph make the codes of its float weights, which onnxruntime folds."""
-    found = (use for _, use in find_uses(source, ("Gather", *_PRODUCTS)))
+    found = (use for _, use in find_uses(source, OP_TYPES))
     uses = {use.weight.name: use for use in found if isinstance(use, WeightUse)}
-    for node in [
-        node for node in model.graph.all_nodes() if node.op_type == "DequantizeLinear"
-    ]:
+    nodes = [node for node in model.graph.all_nodes() if node.op_type == "DequantizeLinear"]
+    for node in nodes:
         codes, scales, *zero_points = node.inputs
-        name = (node.name or "").removesuffix("_DequantizeLinear")
-        use = uses.get(name) or uses.get(name.rpartition("_")[0])
+        name, _, form = str(codes and codes.name).rpartition(".")
+        use = uses.get(name)
         if codes is None or codes.const_value is None or use is None or node.graph is None:
             continue
-        matrix = use.matrix.T if use.stored_k_last else use.matrix
-        if codes.shape != matrix.shape:
-            matrix = matrix.T
+        is_stored_so = use.stored_k_last == ("_transposed" in form)
+        matrix = use.matrix if is_stored_so else use.matrix.T
         graph = codes.graph
         assert isinstance(graph, ir.Graph)
-        tensor = ir.tensor(np.ascontiguousarray(matrix), name=f"{name}_float")
+        tensor = ir.tensor(np.ascontiguousarray(matrix), name=f"{codes.name}.float")
         floats = new_initializer(graph, tensor)
         rounded = ir.node("QuantizeLinear", [floats, scales, *zero_points])
         for key in node.attributes.keys() & {"axis", "block_size"}:
@@ -829,13 +700,9 @@ def _quantize_in_the_graph(model: ir.Model, source: ir.Model) -> None:
         if not zero_points:
             kind = ir.AttrInt64("output_dtype", int(codes.const_value.dtype))
             rounded.attributes["output_dtype"] = kind
-        rounded.name, output = f"{name}_QuantizeLinear", rounded.outputs[0]
-        output.name, output.shape = f"{rounded.name}_Output", codes.shape
-        output.type = ir.TensorType(codes.const_value.dtype)
+        rounded.name = rounded.outputs[0].name = f"{codes.name}.quantized"
+        rounded.outputs[0].shape = codes.shape
+        rounded.outputs[0].type = ir.TensorType(codes.const_value.dtype)
         node.graph.insert_before(node, rounded)
-        node.replace_input_with(0, output)
+        node.replace_input_with(0, rounded.outputs[0])
         drop_unused_initializers([codes])
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, OrtpluginsWarning, stacklevel=4)

@@ -10,6 +10,7 @@ ones, bit for bit. No random numbers: numpy's streams may change.
 
 import hashlib
 import itertools
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -160,7 +161,6 @@ def rounded_models(int4):
         "block128": {},
         "column": {"block_size": -1},
         "8bit": {"block_size": 8, "layers_8bit": "v_proj"},
-        "mixed": {"block_size": 8, "enable_mixed_quant": True},
         "gather": {"block_size": 8, "gather_quantize_axis": 1, "gather_block_size": 16},
         "column-major": {"block_size": 8, "use_column_major": True},
     }.items():
@@ -171,19 +171,17 @@ def rounded_models(int4):
 
 
 def quantized(proto):
-    read = {
-        name
-        for node in proto.graph.node
-        if node.op_type == "DequantizeLinear"
-        for name in node.input
-    }
-    return {
-        tensor.name: numpy_helper.to_array(tensor).astype(
-            np.float32 if tensor.data_type == TensorProto.FLOAT else np.int8
-        )
-        for tensor in proto.graph.initializer
-        if tensor.name in read
-    }
+    """Codes, scales and zero points by ModelOpt's names: W_i4, W_scale, W_zp."""
+    tensors = {tensor.name: tensor for tensor in proto.graph.initializer}
+    found = {}
+    for node in proto.graph.node:
+        if node.op_type == "DequantizeLinear":
+            weight = re.split(r"_i4$|\.u?int[48]_block", node.input[0])[0]
+            for name, suffix in zip(node.input, ("_i4", "_scale", "_zp"), strict=False):
+                kind = tensors[name].data_type == TensorProto.FLOAT
+                array = numpy_helper.to_array(tensors[name])
+                found[weight + suffix] = array.astype(np.float32 if kind else np.int8)
+    return found
 
 
 # Sums and powers of floats depend on the processor in their last digit, so that these are kept

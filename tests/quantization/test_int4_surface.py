@@ -6,6 +6,7 @@ The stored values are ModelOpt's own, see make_int4_golden.py.
 
 import inspect
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -65,7 +66,9 @@ def products(proto):
 def test_values_are_modelopts_bit_for_bit(make):
     stored = golden.load()[0]
     found = golden.everything(int4, [make])
-    expected = {name: stored[name] for name in stored if name.startswith(f"{make.__name__}:")}
+    names = {name for name in stored if name.startswith(f"{make.__name__}:")}
+    refused = {name for name in names if ": mixed " in name}  # enable_mixed_quant
+    expected = {name: stored[name] for name in names - refused}
     assert {name: golden.digest(array) for name, array in found.items()} == expected
 
 
@@ -92,7 +95,6 @@ LATER = {
     "find_scales": {"quantize_axis=0", "num_bits=4"},
     "get_parent_child_nodes_map": {"nodes_to_exclude=()"},
     "quant_tensor": {"quantize_axis=0", "num_bits=4"},
-    "quantize": {"log_level='INFO'", "input_shapes_profile=None"},
     "quantize_rtn": {"nodes_to_exclude=()", "**kwargs"},
     "rtn": {"quantize_axis=0", "num_bits=4"},
     "run_awq_scale_search_per_node": {"layer_info=None"},
@@ -242,9 +244,6 @@ def test_arrays_of_several_axes_have_blocks_along_one(axis):
         (lambda w: int4.find_scales(w, 8, num_bits=3), "bits is 3"),
         (lambda w: int4.find_scales(w, 0), "block_size is 0"),
         (lambda w: int4.rtn(w, w[:5], 8), "3 blocks of 8 along axis 0 are expected"),
-        (lambda w: int4.AWQLiteHelper(w, w, 8, awqlite_alpha_step=0), "awqlite_alpha_step"),
-        (lambda w: int4.AWQClipHelper(w, 8, awqclip_alpha_min=2), "awqclip_alpha_min"),
-        (lambda w: int4.AWQClipHelper(w, 8, awqclip_alpha_step=0), "awqclip_alpha_step"),
     ],
 )
 def test_bad_arguments_of_primitives_are_named(call, message):
@@ -347,9 +346,11 @@ def test_parents_and_their_products():
         y = Sum (p, q, r, t, u)
     }"""
     graph = proto_of(text, dict.fromkeys(("w1", "w2"), numbers(1, 4, 4))).graph
-    pack = int4.find_quantizable_weights(graph, ["m5"])
-    found = [(entry[0].name, entry[1].name, entry[4]) for entry in pack]
-    assert found == [("a", "w1", "m1"), ("b", "w2", "m2"), ("other", "w2", "m4")]
+    weights = {tensor.name: tensor for tensor in graph.initializer}
+    pack = [
+        (SimpleNamespace(name=activation), weights[weight], False, 1)
+        for activation, weight in (("a", "w1"), ("b", "w2"), ("other", "w2"))
+    ]
     children, consumers = int4.get_parent_child_nodes_map(graph, pack, ["m5"])
     names = {parent: [node.name for node in nodes] for parent, nodes in children.items()}
     assert names == {"s": ["m1", "m2"], "root_0": ["m4"]}
@@ -383,9 +384,11 @@ def test_every_method_makes_a_model_that_runs(method, options):
     bits = products(result)
     assert bits.pop("/lm_head/MatMul") == 32
     assert set(bits.values()) <= {4, 8} and len(bits) == 3
-    types = {tensor.name: tensor.data_type for tensor in result.graph.initializer}
-    assert ("wq_zp" in types) == options.get("use_zero_point", False)
-    assert ("table_scale" in types) == ("gather_quantize_axis" in options)
+    names = {tensor.name for tensor in result.graph.initializer}
+    zeros = any(name.endswith("_zero_points") for name in names)
+    assert zeros == options.get("use_zero_point", False)
+    tables = any(name.startswith("table.") for name in names)
+    assert tables == ("gather_quantize_axis" in options)
     assert relative_error(run(result), run(proto)) < 0.25
     assert relative_error(run(result, exact=False), run(proto)) < 0.25
 
@@ -414,44 +417,14 @@ def test_float16_codes_are_the_nearest():
     text = "g (float16[s, 256] x) => (float16[s, 64] y) { y = MatMul (x, w) }"
     result = int4.quantize(proto_of(text, {"w": w}), "rtn_dq", block_size=32)
     found = golden.quantized(result)
-    scales = {t.name: numpy_helper.to_array(t) for t in result.graph.initializer}["w_scale"]
+    (scales,) = (
+        numpy_helper.to_array(t) for t in result.graph.initializer if "scales" in t.name
+    )
     theirs = int4.find_scales(w, 32)[0]
     np.testing.assert_array_equal(scales, theirs)
     nearest = np.rint(w / np.repeat(theirs, 32, axis=0).astype(np.float64)).clip(-8, 7)
     np.testing.assert_array_equal(found["w_i4"], nearest)
     assert 0 < (int4.rtn(w, theirs, 32) != nearest).mean() < 0.01  # ModelOpt's
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_one_weight_in_two_forms_has_two_names(dtype):
-    kind = dtype.removesuffix("32")
-    text = f"""g ({kind}[s, 32] x) => ({kind}[s, 32] y) {{
-        [a] h = MatMul (x, w) [b] y = MatMul (h, w)
-    }}"""
-    model, x = proto_of(text, {"w": numbers(3, 32, 32, dtype=dtype)}), numbers(1, 4, 32)
-    result = int4.quantize(
-        model, "rtn_dq", block_size=-1, layers_8bit="b", use_zero_point=True
-    )
-    arrays = {t.name: numpy_helper.to_array(t) for t in result.graph.initializer}
-    names = {f"w{form}{part}" for form in ("", "_1") for part in ("_i4", "_scale", "_zp")}
-    assert arrays.keys() == names
-    first, second = (
-        (arrays[f"{form}_i4"].astype(float) - arrays[f"{form}_zp"].astype(float))
-        * arrays[f"{form}_scale"].astype(float)
-        for form in ("w", "w_1")
-    )
-    found = run_model(result, {"x": x.astype(dtype)})[0]
-    assert relative_error(found, x @ first @ second) < (1e-5 if dtype == "float32" else 5e-3)
-
-
-def test_names_of_the_model_stay_apart_from_modelopts():
-    model = proto_of(
-        "g (float[s, 32] x) => (float[s, 32] y) { w_scale = MatMul(x, w)  y = Neg(w_scale) }",
-        {"w": numbers(3, 32, 32)},
-    )
-    result = int4.quantize(model, "rtn_dq")
-    onnx.checker.check_model(result)
-    assert {"w_1_i4", "w_1_scale"} == {tensor.name for tensor in result.graph.initializer}
 
 
 # Keywords
@@ -479,7 +452,7 @@ def test_keywords_reach_our_quantizer(monkeypatch):
         gather_quantize_axis=None,
     )
     assert (seen["block_size"], seen["grid"], seen["is_symmetric"]) == (128, "positive", True)
-    assert "CPUExecutionProvider" in seen["calibration_providers"]
+    assert ("CPUExecutionProvider", {}) in seen["calibration_providers"]
     assert products(result)["/lm_head/MatMul"] == 32
 
 
@@ -504,29 +477,6 @@ def test_nodes_are_excluded_by_the_start_of_their_names(monkeypatch):
     assert (bits[names[0]], bits[names[1]]) == (32, 4)
 
 
-def test_mixed_precision_picks_modelopts_nodes():
-    names = [f"/model/layers.{i}/mlp/down_proj/MatMul" for i in range(20)]
-    names += [f"/model/layers.{i}/self_attn/qkv_proj/MatMul" for i in range(3)]
-    names += ["/model/layers.0/mlp/up_proj/MatMul", "/lm_head/MatMul"]
-    shuffled = sorted(names)  # layer 10 before layer 2
-    chosen = set(int4._sensitive(shuffled))
-    layers = sorted(int(name.split(".")[1].split("/")[0]) for name in chosen if "mlp" in name)
-    # 20 // 8 = 2 at each end; between, of layers 2 to 17, each third
-    assert layers == [0, 1, 2, 5, 8, 11, 14, 17, 18, 19]
-    assert {name for name in chosen if "attn" in name} == {names[20]}
-
-
-def test_8_bits_where_nothing_is_named_so():
-    proto = golden.model()
-    for node in proto.graph.node:
-        node.name = node.name.replace("v_proj", "value")
-    with pytest.warns(ortplugins.OrtpluginsWarning, match="enable_mixed_quant has no effect"):
-        int4.quantize(proto, "rtn", enable_mixed_quant=True)
-    with pytest.warns(ortplugins.OrtpluginsWarning, match="'v_proj' matches no node"):
-        bits = products(int4.quantize(proto, "rtn", layers_8bit="v_proj,attn.value"))
-    assert bits["/model/layers.0/attn/value/MatMul"] == 8
-
-
 @pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [
@@ -536,13 +486,12 @@ def test_8_bits_where_nothing_is_named_so():
         ({"calibration_method": "rtn_trt"}, QuantizationError, "one of rtn, rtn_dq"),
         ({"gather_quantize_axis": 0}, QuantizationError, "gather_quantize_axis is 0"),
         ({"force_fp16": True}, QuantizationError, "convert the model to float16 before"),
+        ({"enable_mixed_quant": True}, QuantizationError, "name the layers in layers_8bit"),
+        ({"layers_8bit": "lm_heads"}, QuantizationError, "matches no node"),
         ({"block_size": 0}, QuantizationError, "block_size is 0"),
         ({"nodes_to_exclude": "/lm_head"}, QuantizationError, "nodes_to_exclude is a string"),
-        ({"nodes_to_exclude": ["("]}, QuantizationError, "'(' is not a regular expression"),
         ({"nodes_to_exclude": [".*"]}, ModelFileError, "nothing to quantise"),
         ({"calibration_eps": ["gpu"]}, QuantizationError, "calibration_eps has 'gpu'"),
-        ({"calibration_eps": ["cuda:x"]}, QuantizationError, "calibration_eps has 'cuda:x'"),
-        ({"input_shapes_profile": [{}]}, QuantizationError, "1 entries for 3"),
         ({"calibration_data_reader": [{"id": 1}]}, CalibrationError, "did you mean 'ids'"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
@@ -558,11 +507,7 @@ def test_what_is_refused(kwargs, error, message):
     [
         {"awqclip_bsz_col": 512},
         {"enable_fast_path_using_high_sysram": True},
-        {"trt_rtx_backend": "abi"},
-        {"awqlite_run_per_subgraph": False},
-        {"awqlite_alpha_step": 0.25},
-        {"awqlite_fuse_nodes": False},
-        {"awqclip_alpha_min": 0.8},
+        {"input_shapes_profile": [{}]},
     ],
     ids=lambda kwargs: next(iter(kwargs)),
 )
@@ -576,13 +521,7 @@ def test_what_has_no_effect_says_so(kwargs):
 def test_providers_that_are_missing_are_left_out(monkeypatch):
     available = ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: available)
-    assert int4._providers_of(["cuda:1", "dml:0", "cpu"], None) == [
-        ("CUDAExecutionProvider", {"device_id": 1}),
-        "CPUExecutionProvider",
+    assert int4._providers_of(["cuda:1", "dml:0", "cpu"]) == [
+        ("CUDAExecutionProvider", {"device_id": "1"}),
+        ("CPUExecutionProvider", {}),
     ]
-    assert int4._providers_of(["trt", "cpu"], [{"trt_profile_min_shapes": "x:1"}, {}]) == [
-        ("TensorrtExecutionProvider", {"trt_profile_min_shapes": "x:1"}),
-        "CPUExecutionProvider",
-    ]
-    with pytest.warns(ortplugins.OrtpluginsWarning, match="samples run on the CPU"):
-        assert int4._providers_of(["dml:0"], None) == ["CPUExecutionProvider"]
