@@ -258,7 +258,6 @@ REASONS: Mapping[str, Mapping[str, str]] = {
             "A child process was killed or took too long: more memory, a greater timeout, "
             "or ortplugins cache warm ahead."
         ),
-        "ORP909": "A pass of another package is broken: tell its author, or uninstall it.",
         "ORP911": (
             "Give samples (calibration_data_reader, --samples or --text), shorter ones "
             "where memory is short."

@@ -12,18 +12,17 @@ __all__ = [
     "MixedPrecisionBoundaries",
     "OptionError",
     "Pass",
-    "PassWarning",
     "Plan",
     "PrepackedWeights",
     "ShapeSizeReorder",
     "TransformerFusion",
     "TrimPadding",
+    "our_passes",
     "configure",
     "enable_key",
     "option",
     "option_key",
     "read",
-    "registered_passes",
 ]
 
 from typing import TYPE_CHECKING, Any
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from session_options.keys import OptionError, option
     from session_options.passes import Pass
     from session_options.plan import Plan, configure, read
-    from session_options.registry import PassWarning, registered_passes
+    from session_options.registry import our_passes
 
 _BUILTIN = "session_options.builtin_passes"
 
@@ -53,18 +52,17 @@ _MODULES = {
     "MixedPrecisionBoundaries": f"{_BUILTIN}.mixed_precision_boundaries",
     "OptionError": "session_options.keys",
     "Pass": "session_options.passes",
-    "PassWarning": "session_options.registry",
     "Plan": "session_options.plan",
     "PrepackedWeights": f"{_BUILTIN}.prepacked_weights",
     "ShapeSizeReorder": f"{_BUILTIN}.shape_size_reorder",
     "TransformerFusion": f"{_BUILTIN}.transformer_fusion",
     "TrimPadding": f"{_BUILTIN}.trim_padding",
+    "our_passes": "session_options.registry",
     "configure": "session_options.plan",
     "enable_key": "session_options.entries",
     "option": "session_options.keys",
     "option_key": "session_options.entries",
     "read": "session_options.plan",
-    "registered_passes": "session_options.registry",
 }
 
 

@@ -7,14 +7,11 @@ each, and a test compares it with the classes.
 
 from __future__ import annotations
 
-import functools
-import os
-import sys
 from collections.abc import Callable, Mapping
 
-ENTRY_POINT_GROUP = "ortplugins.passes"
-NO_ENTRY_POINTS = "ORTPLUGINS_NO_ENTRY_POINTS"
 PREFIX = "ortplugins"
+# Classes of other packages, "module:class" each, with commas between: switched on as well.
+PASSES_KEY = f"{PREFIX}.passes"
 HINT_KEY = f"{PREFIX}.hint"
 CACHE_DIR_KEY = f"{PREFIX}.cache_dir"
 CACHE_LIMIT_KEY = f"{PREFIX}.cache_limit"
@@ -135,38 +132,3 @@ def is_default(key: str, text: str) -> bool:
     if key in _GENERAL_DEFAULTS:
         return _GENERAL_DEFAULTS[key] == text
     return OPTIONS.get(name, {}).get(option) == text
-
-
-def are_passes_installed() -> bool:
-    """Whether an installed package may have passes: its metadata names our entry points.
-
-    ``importlib.metadata`` says the same and takes tens of milliseconds to import.
-    """
-    if os.environ.get(NO_ENTRY_POINTS) == "1":
-        return False
-    return _is_group_declared(tuple(entry for entry in sys.path if isinstance(entry, str)))
-
-
-@functools.cache
-def _is_group_declared(path: tuple[str, ...]) -> bool:
-    for entry in path:
-        folder = entry or os.curdir
-        try:
-            names = os.listdir(folder)
-        except FileNotFoundError:
-            continue
-        except OSError:
-            return True  # an archive, for instance: to be read by those who can
-        for name in names:
-            if not name.endswith((".dist-info", ".egg-info")):
-                continue
-            try:
-                file = os.open(f"{folder}/{name}/entry_points.txt", os.O_RDONLY)
-            except OSError:  # it has no entry points
-                continue
-            try:
-                if ENTRY_POINT_GROUP.encode() in os.read(file, 1 << 20):
-                    return True
-            finally:
-                os.close(file)
-    return False

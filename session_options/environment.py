@@ -7,7 +7,8 @@ r"""What the environment switches on: ``ORTPLUGINS`` and the variables beside it
 
 Passes stand between commas; the options of one follow its name and a colon, semicolons between
 them. In a value, ``\,`` and ``\;`` are a comma and a semicolon, and a backslash at its end is
-written twice; a colon needs nothing.
+written twice; a colon needs nothing. A pass of another package is its module and class,
+``acme.passes:Fold``.
 The general options are ``ORTPLUGINS_CACHE_DIR``,
 ``ORTPLUGINS_CACHE_LIMIT``, ``ORTPLUGINS_STRICT``, ``ORTPLUGINS_BAKE``.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 import os
 import re
 
+from session_options.entries import BUILTIN_PASSES
 from session_options.keys import PREFIX, OptionError, enable_key, parse_value
 from session_options.plan import GENERAL_OPTIONS, entries_of
 
@@ -59,7 +61,11 @@ def _read(text: str) -> dict[str, str]:
     settings: dict[str, str] = {}
     for item in _split(text, ","):
         name, colon, options = item.partition(":")
-        name = name.strip()
+        name, (first, more, rest) = name.strip(), options.partition(":")
+        if (
+            name not in BUILTIN_PASSES and first.strip().isidentifier()
+        ):  # the class of a module
+            name, colon, options = f"{name}:{first.strip()}", more, rest
         if not name:
             raise OptionError(f"no pass in front of {item!r}")
         if not colon and ";" in name:

@@ -8,7 +8,7 @@ switched on are asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from session_options.entries import (
     BAKE_KEY,
@@ -20,12 +20,14 @@ from session_options.entries import (
     IN_MEMORY_KEY,
     OF_ONNXRUNTIME,
     OPTIONS,
+    PASSES_KEY,
     STRICT_KEY,
     Lookup,
-    are_passes_installed,
     enable_key,
     option_key,
 )
+
+_ENABLING = {enable_key(name): name for name in BUILTIN_PASSES}
 
 
 def given_entries(ask: Lookup, switched: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -35,20 +37,21 @@ def given_entries(ask: Lookup, switched: Mapping[str, str] | None = None) -> dic
         ask: Returns an entry of the session's options.
         switched: Entries that count for options which name no pass themselves.
     """
-    enabling = {enable_key(name): name for name in _pass_names()}
-    own = _found(ask, (HINT_KEY, *enabling))
+    own = _found(ask, (HINT_KEY, PASSES_KEY, *_ENABLING))
     entries = own
-    if switched is not None and not (own.get(HINT_KEY) or own.keys() & enabling.keys()):
-        entries = {**switched}
-    on = [name for key, name in enabling.items() if entries.get(key, "0") != "0"]
+    if switched is not None and not any(own.get(key) for key in (HINT_KEY, PASSES_KEY)):
+        entries = own if own.keys() & _ENABLING.keys() else {**switched}
+    on = [name for key, name in _ENABLING.items() if entries.get(key, "0") != "0"]
+    places = entries.get(PASSES_KEY)
     if hint := entries.get(HINT_KEY):
         from session_options.presets import PRESETS
 
         on += PRESETS[hint].passes if hint in PRESETS else ()
-    elif not on:
+    elif not (on or places):
         return {}
     general = (CACHE_DIR_KEY, CACHE_LIMIT_KEY, STRICT_KEY, BAKE_KEY, IN_MEMORY_KEY)
-    keys = [key for name in on for key in _option_keys(name)]
+    keys = [option_key(name, option) for name in on for option in OPTIONS[name]]
+    keys += _option_keys(places) if places else ()
     return {**entries, **_found(ask, (*general, *keys))}
 
 
@@ -57,25 +60,14 @@ def entries_of_onnxruntime(ask: Lookup) -> dict[str, str]:
     return _found(ask, (DATA_FOLDER_KEY, *OF_ONNXRUNTIME))
 
 
-def _pass_names() -> Iterable[str]:
-    if not are_passes_installed():
-        return BUILTIN_PASSES
-    from session_options.registry import pass_names
-
-    return pass_names()
-
-
-def _option_keys(name: str) -> Iterable[str]:
-    if name in OPTIONS:
-        return [option_key(name, option) for option in OPTIONS[name]]
+def _option_keys(places: str) -> Iterator[str]:
+    """Yield the entries that passes of other packages read."""
     from session_options.keys import options_of
-    from session_options.registry import find
+    from session_options.registry import loaded
 
-    if (cls := find(name)) is None:
-        return ()
-    specs = options_of(cls)
-    own = [option_key(name, spec.name) for spec in specs]
-    return [*own, *(spec.onnxruntime_key for spec in specs if spec.onnxruntime_key)]
+    for cls in loaded(places):
+        for spec in options_of(cls):
+            yield option_key(cls.name, spec.name)
 
 
 def _found(ask: Lookup, keys: Iterable[str]) -> dict[str, str]:

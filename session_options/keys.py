@@ -42,7 +42,6 @@ class Option(NamedTuple):
     default: Scalar
     help: str
     choices: tuple[Scalar, ...] = ()
-    onnxruntime_key: str | None = None
     may_name_file: bool = False
     least: int | None = None
 
@@ -52,7 +51,6 @@ def option(
     help: str,
     *,
     choices: Iterable[Scalar] = (),
-    onnxruntime_key: str | None = None,
     may_name_file: bool = False,
     least: int | None = None,
 ) -> Any:
@@ -62,13 +60,12 @@ def option(
         default: Value when nothing is set; its type is the option's type.
         help: One sentence for documentation and command line.
         choices: Allowed values; empty when any of the type will do.
-        onnxruntime_key: Entry of onnxruntime with the same meaning, taken when ours is unset.
         may_name_file: Whether ``"@<path>"`` stands for a file's text; ``ortplugins`` reads it.
         least: The smallest number allowed; None for any that is finite.
     """
     import dataclasses
 
-    declared = Option("", default, help, tuple(choices), onnxruntime_key, may_name_file, least)
+    declared = Option("", default, help, tuple(choices), may_name_file, least)
     return dataclasses.field(default=default, metadata={"option": declared})
 
 

@@ -21,7 +21,7 @@ NOTHING_TO_DO = "nothing to do in this model"
 
 
 class Pass:
-    """Base of every pass, ours and those of entry-point group ``ortplugins.passes``.
+    """Base of every pass, ours and those of other packages.
 
     A pass is a frozen dataclass.
 
@@ -43,11 +43,14 @@ class Pass:
         name: Lower snake case; gives the session keys. Unique.
         summary: One line of help.
         position: Smaller runs earlier; 50 unless said otherwise.
+        version: Of what the class does, where modules beside its own do the work: a cache
+            entry is built again if it, or the module's file, changes.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     position: ClassVar[int] = 50
+    version: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         """Check every option.
@@ -93,19 +96,14 @@ class Pass:
         return getattr(type(self), stage) is not getattr(Pass, stage)
 
     @classmethod
-    def validate(cls, name: str) -> None:
+    def validate(cls) -> None:
         """Check what the class says of itself, for classes that come from elsewhere."""
         params = getattr(cls, "__dataclass_params__", None)
         if "__dataclass_params__" not in vars(cls) or params is None or not params.frozen:
             raise OptionError(f"{cls.__name__} is not a frozen dataclass")
-        if getattr(cls, "name", None) != name:
-            raise OptionError(
-                f"{cls.__name__}.name is {getattr(cls, 'name', None)!r}, but its entry point "
-                f"is {name!r}"
-            )
-        if not isinstance(getattr(cls, "summary", None), str):
-            raise OptionError(f"{cls.__name__}.summary is not a string")
-        if not isinstance(cls.position, int):
-            raise OptionError(f"{cls.__name__}.position is {cls.position!r}, no int")
+        kinds = {"name": str, "summary": str, "version": str, "position": int}
+        for field, kind in kinds.items():
+            if not isinstance(found := getattr(cls, field, None), kind):
+                raise OptionError(f"{cls.__name__}.{field} is {found!r}, no {kind.__name__}")
         options_of(cls)
         cls()  # the defaults have to be among the choices

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from session_options import keys
+from session_options.entries import BUILTIN_PASSES, PASSES_KEY
 from session_options.entries import HINT_KEY as HINT_KEY
 from session_options.keys import PREFIX, Option, OptionError, Scalar
 from session_options.passes import Pass
 from session_options.presets import PRESETS
-from session_options.registry import check_name, find, pass_names, resolve
+from session_options.registry import find, load, loaded, place_of
 
 if TYPE_CHECKING:
     from session_options.keys import Lookup, SessionConfig
@@ -62,9 +63,9 @@ class Plan(NamedTuple):
         for spec in GENERAL_OPTIONS:
             if (value := getattr(self, spec.name)) != spec.default:
                 entries[f"{PREFIX}.{spec.name}"] = keys.format_value(value)
+        if not self.hint:  # which names the passes itself
+            entries |= _enabling(type(item) for item in self.passes)
         for item in self.passes:
-            if not self.hint:  # which names the passes itself
-                entries[keys.enable_key(item.name)] = "1"
             entries |= _entries_of_pass(item)
         return entries
 
@@ -124,11 +125,11 @@ def read(options: SessionConfig | None) -> Plan:
 
 
 def _read(entry: Lookup) -> Plan:
-    passes = []
+    classes: list[type[Pass]] = []
     hint = entry(HINT_KEY) or ""
     keys.check_choice(HINT_KEY, hint, _HINT)
     chosen = PRESETS[hint].passes if hint else ()
-    for name in pass_names():
+    for name in BUILTIN_PASSES:
         key = keys.enable_key(name)
         text = entry(key)
         is_on = text is not None and keys.parse_bool(key, text)
@@ -136,8 +137,12 @@ def _read(entry: Lookup) -> Plan:
             raise OptionError(
                 f"{HINT_KEY} chooses the passes, and {name!r} is switched on: leave one out"
             )
-        if (is_on or name in chosen) and (cls := find(name)) is not None:
-            passes.append(cls(**_read_options(entry, cls)))
+        if is_on or name in chosen:
+            classes.append(find(name))
+    if hint and entry(PASSES_KEY):
+        raise OptionError(f"{HINT_KEY} chooses the passes, and {PASSES_KEY}: leave one out")
+    classes += loaded(entry(PASSES_KEY) or "")
+    passes = [cls(**_read_options(entry, cls)) for cls in classes]
     if not passes:
         return Plan()
     general: dict[str, Any] = {}
@@ -150,18 +155,17 @@ def _read(entry: Lookup) -> Plan:
 
 def _check_keys(entries: Mapping[str, str]) -> None:
     """Refuse entries of ours that nobody reads."""
+    others = {cls.name: cls for cls in loaded(entries.get(PASSES_KEY, ""))}
     for key in entries:
-        if not key.startswith(f"{PREFIX}."):
+        if not key.startswith(f"{PREFIX}.") or key == PASSES_KEY:
             continue
         name, dot, option = key.removeprefix(f"{PREFIX}.").partition(".")
         if dot:
-            check_name(name)
-            cls = find(name)  # None where it is broken, of which there is a warning
-            known = [] if cls is None else [spec.name for spec in keys.options_of(cls)]
-            if cls is not None and option not in known:
+            known = [spec.name for spec in keys.options_of(others.get(name) or find(name))]
+            if option not in known:
                 raise OptionError(f"option {key!r} is unknown: {keys.closest(option, known)}")
         elif name.startswith("enable_"):
-            check_name(name.removeprefix("enable_"))
+            find(name.removeprefix("enable_"))
         elif name not in (general := [spec.name for spec in GENERAL_OPTIONS]):
             raise OptionError(f"unknown option {key!r}: {keys.closest(name, general)}")
 
@@ -250,8 +254,7 @@ def entries_of(
     """Return the session entries of passes and of options that belong to none.
 
     Of a pass that is given as an object they are all its options; of one that is given by its
-    name, those in ``settings``, ``{"<pass>.<option>": value}``: what is not set gets no entry,
-    so that onnxruntime's own keys of the same meaning count.
+    name, or as ``"module:class"``, those in ``settings``, ``{"<pass>.<option>": value}``.
     """
     specs = {spec.name: spec for spec in GENERAL_OPTIONS}
     entries: dict[str, str] = {}
@@ -264,16 +267,15 @@ def entries_of(
     for item in passes:
         if not isinstance(item, Pass | str):
             raise OptionError(f"{item!r} is neither a pass nor the name of one")
-        name = item if isinstance(item, str) else item.name
-        if name in classes:
-            raise OptionError(f"pass {name!r} is given twice")
-        classes[name] = resolve(name)
-        entries[keys.enable_key(name)] = "1"
-        if isinstance(item, str):
-            continue
-        if classes[name] is not type(item):
-            raise OptionError(f"pass {name!r} is registered with another class")
-        entries |= _entries_of_pass(item)
+        if isinstance(item, Pass):
+            cls = type(item)
+        else:
+            cls = load(item) if ":" in item else find(item)
+        if cls.name in classes:
+            raise OptionError(f"pass {cls.name!r} is given twice")
+        classes[cls.name] = cls
+        entries |= _entries_of_pass(item) if isinstance(item, Pass) else {}
+    entries |= _enabling(classes.values())
     for key, value in settings.items():
         name, _, option = key.removeprefix(f"{PREFIX}.").partition(".")
         if name not in classes:
@@ -283,6 +285,17 @@ def entries_of(
         entries[keys.option_key(name, option)] = keys.format_value(value)
     Plan.from_entries(entries)
     return entries
+
+
+def _enabling(classes: Iterable[type[Pass]]) -> dict[str, str]:
+    """Return the entries that switch passes on."""
+    entries, others = {}, []
+    for cls in classes:
+        if cls.name in BUILTIN_PASSES and find(cls.name) is cls:
+            entries[keys.enable_key(cls.name)] = "1"
+        else:
+            others.append(place_of(cls))
+    return entries | ({PASSES_KEY: ",".join(others)} if others else {})
 
 
 def _entries_of_pass(item: Pass) -> dict[str, str]:
@@ -306,8 +319,7 @@ def plan_from_settings(passes: Sequence[Pass | str], settings: Mapping[str, Scal
 def _read_options(entry: Lookup, cls: type[Pass]) -> dict[str, Any]:
     values = {}
     for spec in keys.options_of(cls):
-        own = keys.option_key(cls.name, spec.name)
-        for key in filter(None, (own, spec.onnxruntime_key)):
-            if spec.name not in values and (text := entry(key)) is not None:
-                values[spec.name] = keys.parse_value(key, text, spec)
+        key = keys.option_key(cls.name, spec.name)
+        if (text := entry(key)) is not None:
+            values[spec.name] = keys.parse_value(key, text, spec)
     return values

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -26,8 +27,7 @@ from session_options.entries import (
     CACHE_DIR_KEY,
     DATA_FOLDER_KEY,
     IN_MEMORY_KEY,
-    OPTIONS,
-    PREFIX,
+    PASSES_KEY,
     STRICT_KEY,
     VERIFY_KEY,
     WITHOUT_EFFECT,
@@ -118,7 +118,7 @@ class Wanted:
             (_FORMAT, __version__, onnxruntime.__version__, processor()),
             entries,
             [digest_of(_content(text[1:])) for _, text in entries if text.startswith("@")],
-            [_origin(key) for key, _ in entries if _names_another_pass(key)],
+            _versions(self.entries.get(PASSES_KEY)),
             (self.providers, self.level, self.disabled, self.cpu_arena),
         ))  # fmt: skip
 
@@ -179,18 +179,14 @@ def _content(name: str) -> bytes:
         return b""
 
 
-def _names_another_pass(key: str) -> bool:
-    name = key.removeprefix(f"{PREFIX}.enable_")
-    return name != key and name not in OPTIONS
+def _versions(places: str | None) -> list[tuple[str, str]]:
+    """Return the versions of passes of other packages, and the digests of their modules."""
+    if not places:
+        return []
+    from session_options.registry import loaded
 
-
-def _origin(key: str) -> tuple[str, str]:
-    """Return the class of a pass that is not ours, and the version of its package."""
-    from session_options.registry import find, version_of
-
-    name = key.removeprefix(f"{PREFIX}.enable_")
-    cls = find(name)
-    return f"{cls and cls.__module__}.{cls and cls.__qualname__}", version_of(name)
+    files = [(cls.version, sys.modules[cls.__module__].__file__) for cls in loaded(places)]
+    return [(version, digest_of(_content(file or ""))) for version, file in files]
 
 
 class Artifact:

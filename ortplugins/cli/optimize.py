@@ -15,7 +15,8 @@ from cyclopts import Parameter
 from ortplugins.cli import options as opt
 from ortplugins.cli.terminal import print_report, print_table, progress_bar
 from ortplugins.cli.tune import Aim
-from session_options import enable_key, option_key, registered_passes
+from session_options import enable_key, option_key, our_passes
+from session_options.entries import PASSES_KEY
 from session_options.keys import PREFIX, Option, format_value, options_of
 from session_options.plan import GENERAL_OPTIONS
 from session_options.presets import PRESETS
@@ -138,10 +139,11 @@ def _print_keys(form: str) -> None:
 
 
 def _key_rows() -> Iterator[tuple[str, str, str]]:
-    for name, cls in registered_passes().items():
+    for name, cls in our_passes().items():
         yield enable_key(name), "0", f"Pass {name}: {cls.summary}."
         for spec in options_of(cls):
             yield _key_row(option_key(name, spec.name), spec)
+    yield PASSES_KEY, "", "Passes of other packages, module:class each, with commas between."
     for spec in GENERAL_OPTIONS:
         yield _key_row(f"{PREFIX}.{spec.name}", spec)
 
@@ -150,6 +152,4 @@ def _key_row(key: str, spec: Option) -> tuple[str, str, str]:
     text = spec.help
     if spec.choices:
         text += f" One of: {', '.join(map(format_value, spec.choices))}."
-    if spec.onnxruntime_key:
-        text += f" When unset: as {spec.onnxruntime_key}."
     return key, format_value(spec.default), text

@@ -60,8 +60,6 @@ prune(cache, max_size=0)
 AS_NOBODY = f"""
 import os, sys, filelock, onnxruntime, ortplugins.cli, ortplugins.session.opening
 import ortplugins.optimization.offline_optimizers
-import session_options.registry
-session_options.registry.pass_names()
 os.setgroups([]), os.setgid({NOBODY}), os.setuid({NOBODY})
 """
 

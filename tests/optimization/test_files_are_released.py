@@ -10,7 +10,7 @@ from builders.exports import exported
 from builders.sessions import options, start
 
 import ortplugins
-from session_options.registry import BUILTIN_PASSES, resolve
+from session_options.registry import BUILTIN_PASSES, find
 
 MODELS = {
     "refused": lambda: encoder(UNMASKED),
@@ -35,6 +35,6 @@ def test_small_weights_can_be_taken_out_of_their_file(name, tmp_path, monkeypatc
     onnx.save_model(
         MODELS[name](), path, save_as_external_data=True, location="data", size_threshold=100
     )
-    passes = [resolve(kind)() for kind in BUILTIN_PASSES if kind != "weight_only_quantization"]
+    passes = [find(kind)() for kind in BUILTIN_PASSES]
     for some in ([one, ortplugins.PrepackedWeights()] for one in passes[:-1]):
         start(path, options(*some, cache_dir=str(tmp_path / some[0].name), strict=True))

@@ -18,7 +18,7 @@ from onnxscript import TapeBuilder
 import ortplugins
 from rewrite_rules.remarks import PassContext
 from rewrite_rules.transformer_fusion.norms_and_activations import RmsNorm
-from session_options import option, registry
+from session_options import option
 
 FAILS = "made a wrong result, please report it"
 
@@ -56,12 +56,6 @@ class Again(Behind):
     """The same, under another name."""
 
     name: ClassVar[str] = "again"
-
-
-@pytest.fixture(autouse=True)
-def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cls in (Behind, Again):
-        monkeypatch.setitem(registry.BUILTIN_PASSES, cls.name, cls)
 
 
 def rounded() -> onnx.ModelProto:

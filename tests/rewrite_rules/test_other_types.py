@@ -13,7 +13,7 @@ from onnx import helper
 
 import ortplugins
 from ortplugins.errors import OrtpluginsWarning
-from session_options.registry import BUILTIN_PASSES, resolve
+from session_options.registry import BUILTIN_PASSES, find
 
 T = onnx.TensorProto
 X = {"x": np.ones((2, 3), np.float32)}
@@ -77,7 +77,7 @@ def test_every_pass_leaves_other_types(name: str, tmp_path):
     expected = session(model).run(None, feeds)
     for item in BUILTIN_PASSES:
         options = ort.SessionOptions()
-        ortplugins.configure(options, resolve(item)(), cache_dir=str(tmp_path))
+        ortplugins.configure(options, find(item)(), cache_dir=str(tmp_path))
         with warnings.catch_warnings():
             warnings.simplefilter("error", OrtpluginsWarning)
             written = ortplugins.optimize(model, passes=[item]).model

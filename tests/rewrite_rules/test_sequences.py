@@ -7,7 +7,7 @@ import onnxruntime as ort
 import pytest
 
 import ortplugins
-from session_options.registry import BUILTIN_PASSES, resolve
+from session_options.registry import BUILTIN_PASSES, find
 
 PASSES = [name for name in BUILTIN_PASSES if name != "weight_only_quantization"]
 MODELS = {
@@ -64,5 +64,5 @@ def opened(model: onnx.ModelProto) -> list[tuple[str, str, list[int | str | None
 @pytest.mark.filterwarnings("error::ortplugins.OrtpluginsWarning")
 def test_what_holds_tensors_is_none(name, passes):
     model = model_of(MODELS[name])
-    made = [resolve(each)() for each in passes]
+    made = [find(each)() for each in passes]
     assert opened(ortplugins.optimize(model, passes=made).model) == opened(model)

@@ -12,7 +12,6 @@ from builders.sessions import EXACT, check, options, start
 
 import ortplugins
 from ortplugins.optimization import build
-from session_options import registry
 
 CASE = DequantizedMatMul(512, 64, 32)
 WATCHED = """
@@ -77,7 +76,6 @@ def test_a_wrong_result_is_withdrawn_without_a_file(monkeypatch):
     def scratch_within(_: object) -> None:
         raise AssertionError("a folder is made")
 
-    monkeypatch.setitem(registry.BUILTIN_PASSES, Wrong.name, Wrong)
     monkeypatch.setattr(build, "scratch_within", scratch_within)
     content = ir.to_proto(CASE.model()).SerializeToString()
     with pytest.warns(ortplugins.OrtpluginsWarning, match="'wrong'"):

@@ -33,7 +33,6 @@ from ortplugins import (
 from ortplugins.cache.store import ArtifactCache
 from ortplugins.optimization import smoke_check
 from rewrite_rules.remarks import PassContext
-from session_options import registry
 from session_options.presets import PRESETS
 
 CASE = DequantizedMatMul(128, 64, 32, "int4", "transposed")
@@ -222,13 +221,6 @@ class Failing(ortplugins.Pass):
         return {"no_such_attribute": "1"} if self.stage == "settings" else {}
 
 
-@pytest.fixture
-def more_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cls in (Peeking, Failing):
-        monkeypatch.setitem(registry.BUILTIN_PASSES, cls.name, cls)
-
-
-@pytest.mark.usefixtures("more_passes")
 def test_sessions_that_passes_open_are_not_caught(model_path):
     _inner.clear()
     with ortplugins.enabled(DqMatMulNBitsFusion(), Peeking()):
@@ -257,7 +249,6 @@ def test_sessions_of_our_own_modules_are_not_caught(model_path, monkeypatch, tmp
 # When something goes wrong.
 
 
-@pytest.mark.usefixtures("more_passes")
 @pytest.mark.parametrize("stage", ["rewrite", "settings"])
 def test_a_pass_that_fails_is_a_warning(model_path, tmp_path, stage, capfd):
     with warnings.catch_warnings(record=True) as caught:

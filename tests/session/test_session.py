@@ -30,7 +30,6 @@ from ortplugins.cache.store import ArtifactCache
 from ortplugins.runtime.copied_options import running_options
 from ortplugins.session import opening
 from rewrite_rules.remarks import PassContext
-from session_options import registry
 from session_options.keys import stored
 
 CASE = DequantizedMatMul(128, 64, 32, "int4", "transposed")
@@ -231,15 +230,9 @@ class Failing(ortplugins.Pass):
             raise KeyError("surprise")
 
 
-@pytest.fixture
-def failing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry.BUILTIN_PASSES, Failing.name, Failing)
-
-
 FAILED = "pass 'failing' failed at node 'the_node': KeyError: 'surprise'"
 
 
-@pytest.mark.usefixtures("failing")
 @pytest.mark.parametrize("others", [(), (EXACT,)])
 def test_a_pass_that_fails_is_left_out_with_one_warning(model_path, others):
     """The others get the model as it was."""
@@ -258,7 +251,6 @@ def test_a_pass_that_fails_is_left_out_with_one_warning(model_path, others):
         check(session, CASE)
 
 
-@pytest.mark.usefixtures("failing")
 def test_strict_raises_chained(model_path):
     with pytest.raises(
         ortplugins.PassError, match="'failing' failed at node 'the_node'"

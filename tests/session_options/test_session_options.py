@@ -15,7 +15,6 @@ import onnx
 import onnxruntime as ort
 import pytest
 from builders.dequantized_models import DequantizedMatMul
-from builders.installed_passes import EXAMPLE, install_passes, installed
 from builders.processes import python
 from builders.sessions import start
 from builders.text_models import proto_of
@@ -24,7 +23,6 @@ from hypothesis import strategies as st
 
 import ortplugins
 import session_options
-from ortplugins.cache.artifact import Wanted
 from ortplugins.runtime.copied_options import running_options
 from session_options import (
     DqMatMulNBitsFusion,
@@ -33,10 +31,10 @@ from session_options import (
     Plan,
     configure,
     option,
+    our_passes,
     read,
-    registered_passes,
 )
-from session_options.entries import NO_ENTRY_POINTS, OPTIONS, _is_group_declared
+from session_options.entries import OPTIONS
 from session_options.keys import format_value, options_of, stored
 from session_options.plan import (
     GENERAL_OPTIONS,
@@ -45,12 +43,7 @@ from session_options.plan import (
     plan_from_settings,
 )
 from session_options.presets import PRESETS
-from session_options.registry import (
-    BUILTIN_PASSES,
-    PassWarning,
-    _installed_entry_points,
-    find,
-)
+from session_options.registry import BUILTIN_PASSES, find
 
 FUSION = DqMatMulNBitsFusion()
 CASE = DequantizedMatMul(64, 32, 32)
@@ -75,8 +68,16 @@ class Everything(Pass):
 
     flag: bool = option(False, "A flag.")
     count: int = option(3, "A count.", choices=(3, 5))
-    share: float = option(0.5, "A share.", onnxruntime_key="session.share")
+    share: float = option(0.5, "A share.")
     mode: str = option("fast", "A mode.")
+
+
+@dataclasses.dataclass(frozen=True)
+class OfOurName(Pass):
+    """Has a name that is taken."""
+
+    name: ClassVar[str] = "conv_fusion"
+    summary: ClassVar[str] = "be another"
 
 
 def test_fields_are_the_options():
@@ -87,11 +88,11 @@ def test_fields_are_the_options():
         ("share", 0.5, "A share."),
         ("mode", "fast", "A mode."),
     ]
-    assert (specs[1].choices, specs[2].onnxruntime_key) == ((3, 5), "session.share")
+    assert specs[1].choices == (3, 5)
     name = DqMatMulNBitsFusion.name
     assert session_options.enable_key(name) == ENABLE
     assert session_options.option_key(name, "accuracy_level") == ACCURACY_LEVEL
-    for cls in registered_passes().values():
+    for cls in our_passes().values():
         assert cls.summary
         assert all(spec.help.endswith(".") for spec in options_of(cls))
 
@@ -198,10 +199,10 @@ HINT = {"hint": "start"}
         ),
         (an_entry("ortplugins.strict", "yes"), 'strict is \'yes\': "0" or "1" is expected'),
         (
-            configured(a_pass("dq_matmul_fusion")),
-            "unknown pass .*mean 'dq_matmulnbits_fusion'",
+            configured(a_pass("mine")),
+            "pass 'types:mine' cannot be used: AttributeError",
         ),
-        (configured(a_pass(FUSION.name)), "is registered with another class"),
+        (configured(OfOurName()), "a pass of ours is called 'conv_fusion'"),
         (configured(FUSION, DqMatMulNBitsFusion(4)), "'dq_matmulnbits_fusion' is given twice"),
         (configured(FUSION, strikt=True), "unknown option 'strikt': did you mean 'strict'"),
         (configured(FUSION, strict="1"), "ortplugins.strict is '1': a bool is expected"),
@@ -223,25 +224,21 @@ def test_passes_run_by_position_then_by_name():
         assert make_plan(given_order).passes == ordered
 
 
-# Takes the source of a module ``acme``, and entry points by name.
-Install = Callable[..., None]
-
-
 @pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Writes the source of a module ``acme`` where it can be imported."""
 
-    def write(source: str, **points: str) -> None:
-        monkeypatch.syspath_prepend(install_passes(tmp_path / "site", source, **points))
+    def write(source: str) -> None:
+        (tmp_path / "site").mkdir()
+        (tmp_path / "site" / "acme.py").write_text(textwrap.dedent(source))
+        monkeypatch.syspath_prepend(tmp_path / "site")
         importlib.invalidate_caches()
-        _installed_entry_points.cache_clear()
-        _is_group_declared.cache_clear()
 
     yield write
     sys.modules.pop("acme", None)
-    _installed_entry_points.cache_clear()
-    _is_group_declared.cache_clear()
 
 
+PLACE = {"ortplugins.passes": "acme:Stamp"}
 STAMP = """
     import dataclasses
     from pathlib import Path
@@ -279,16 +276,9 @@ STAMP = """
 
 
 @pytest.mark.parametrize("start_number", [1, 2], ids=["first start", "from the cache"])
-def test_a_pass_of_another_package_works_in_every_stage(install, model_path, start_number):
-    install(STAMP, stamp="acme:Stamp")
-    read(with_entries({ENABLE: "1"}))
-    assert "acme" not in sys.modules, "not switched on, not imported"
-    assert registered_passes()["stamp"].summary == "write a text into the model"
-    text = Wanted("", {"ortplugins.enable_stamp": "1"}).text
-    assert "acme.Stamp" in text and "1.2" in text
-    options = with_entries(
-        {"ortplugins.enable_stamp": "1", "ortplugins.stamp.text": "hi", ENABLE: "1"}
-    )
+def test_a_pass_of_another_package_works_in_every_stage(acme, model_path, start_number):
+    acme(STAMP)
+    options = with_entries({**PLACE, "ortplugins.stamp.text": "hi", ENABLE: "1"})
     for _ in range(start_number):
         session = start(model_path, options)
     report = session.ortplugins_report
@@ -309,6 +299,7 @@ def test_a_pass_of_another_package_works_in_every_stage(install, model_path, sta
 BROKEN = {
     "import error": ("import no_such_package", "ModuleNotFoundError"),
     "error at import": ("1 / 0", "ZeroDivisionError"),
+    "exit at import": ("raise SystemExit(3)", "SystemExit: 3"),
     "no such class": ("Other = 1", "AttributeError"),
     "no pass": ("class Stamp: pass", "is not a subclass of ortplugins.Pass"),
     "an instance": ("Stamp = 5", "is not a subclass of ortplugins.Pass"),
@@ -316,13 +307,13 @@ BROKEN = {
         "import ortplugins\nclass Stamp(ortplugins.Pass):\n    name = 'stamp'",
         "Stamp is not a frozen dataclass",
     ),
-    "another name": (
-        textwrap.dedent(STAMP).replace('"stamp"\n', '"stomp"\n'),
-        "Stamp.name is 'stomp', but its entry point is 'stamp'",
+    "a name of ours": (
+        textwrap.dedent(STAMP).replace('"stamp"\n', '"conv_fusion"\n'),
+        "a pass of ours is called 'conv_fusion'",
     ),
     "no name": (
         textwrap.dedent(STAMP).replace('    name: ClassVar[str] = "stamp"\n', ""),
-        "Stamp.name is None, but its entry point is 'stamp'",
+        "Stamp.name is None, no str",
     ),
     "an option that is none": (
         textwrap.dedent(STAMP).replace('ortplugins.option("hello", "What to write.")', '"x"'),
@@ -332,55 +323,61 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("source", "words"), BROKEN.values(), ids=BROKEN.keys())
-def test_a_broken_pass_warns_by_name_and_is_skipped(install, model_path, source, words):
-    install(source, stamp="acme:Stamp")
-    options = with_entries({"ortplugins.enable_stamp": "1", ENABLE: "1"})
-    with pytest.warns(PassWarning) as caught:
-        session = start(model_path, options)
-    text = str(caught[0].message)
-    assert text.startswith("ortplugins skips pass 'stamp' of 'acme:Stamp': ")
-    assert words in text
-    names = [item.name for item in session.ortplugins_report.passes]
-    assert names == ["dq_matmulnbits_fusion"]
+def test_a_class_that_is_no_pass_is_an_error_wherever_it_is_named(
+    acme, model_path, source, words
+):
+    acme(source)
+    for named in (
+        lambda: start(model_path, with_entries(PLACE)),
+        lambda: plan_from_settings(["acme:Stamp"], {}),
+        lambda: Plan.from_entries(PLACE),
+    ):
+        with pytest.raises(OptionError, match="pass 'acme:Stamp' cannot be used: ") as caught:
+            named()
+        assert words in str(caught.value)
+
+
+def test_a_pass_is_given_as_an_object_or_by_its_place(acme):
+    acme(STAMP)
+    stamp = importlib.import_module("acme").Stamp
+    options = ort.SessionOptions()
+    ortplugins.configure(options, FUSION, stamp(text="hi"))
+    assert stored(options, "ortplugins.passes") == "acme:Stamp"
+    plan = make_plan([stamp(text="hi"), FUSION])
+    assert read(options) == plan
+    assert plan_from_settings([FUSION, "acme:Stamp"], {"stamp.text": "hi"}) == plan
+    assert Plan.from_entries(plan.to_entries()) == plan
+    with pytest.raises(OptionError, match="did you mean 'text'"):
+        Plan.from_entries({**PLACE, "ortplugins.stamp.txt": "hi"})
+    with pytest.raises(OptionError, match="pass 'stamp' is given twice"):
+        Plan.from_entries({"ortplugins.passes": "acme:Stamp, acme:Stamp"})
+    with pytest.raises(OptionError, match="hint chooses the passes"):
+        Plan.from_entries({**PLACE, "ortplugins.hint": "latency"})
 
 
 STAMPED = """
 import sys, onnxruntime, ortplugins
 so = onnxruntime.SessionOptions()
-so.add_session_config_entry("ortplugins.enable_stamp", "1")
+so.add_session_config_entry("ortplugins.passes", "acme:Stamp")
 session = ortplugins.InferenceSession(sys.argv[1], so, providers=["CPUExecutionProvider"])
 print(session.get_modelmeta().custom_metadata_map["stamp"], session.ortplugins_report.source)
 """
 
 
-def test_a_package_in_development_is_found_and_its_next_version_noticed(model_path, tmp_path):
-    """Its metadata, beside the sources, has no version in its name."""
-    metadata = tmp_path / "sources" / "acme.egg-info"
-    metadata.mkdir(parents=True)
-    (metadata / "entry_points.txt").write_text("[ortplugins.passes]\nstamp = acme:Stamp\n")
-    for version in ("1", "2"):
-        text = f"Metadata-Version: 2.1\nName: acme\nVersion: {version}\n"
-        (metadata / "PKG-INFO").write_text(text)
-        source = textwrap.dedent(STAMP).replace('"hello"', f'"version {version}"')
-        (metadata.parent / "acme.py").write_text(source)
+def test_another_text_of_its_module_and_another_version_are_noticed(model_path, tmp_path):
+    changes = (
+        ("what it does", '"hello"', '"hi"'),
+        ("its version", "    position", '    version: ClassVar[str] = "2"\n    position'),
+    )
+    source = textwrap.dedent(STAMP)
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    for _, before, after in (("", "", ""), *changes):
+        source = source.replace(before, after) if before else source
+        (tmp_path / "acme.py").write_text(source)
+        text = "hi" if '"hi"' in source else "hello"
         for origin in ("built", "cache"):
-            path = os.pathsep.join([str(metadata.parent), *sys.path])
             done = python("-B", "-c", STAMPED, str(model_path), PYTHONPATH=path)
-            assert done.stdout == f"version {version} {origin}\n", done.stderr
-
-
-def test_a_broken_pass_that_is_asked_for_by_name_is_an_error(install):
-    install("1 / 0", stamp="acme:Stamp")
-    with (
-        pytest.warns(PassWarning, match="ZeroDivisionError"),
-        pytest.raises(OptionError, match="'stamp' cannot be used"),
-    ):
-        plan_from_settings(["stamp"], {})
-
-
-def test_other_packages_cannot_replace_a_pass_of_ours(install):
-    install(STAMP, dq_matmulnbits_fusion="acme:Stamp")
-    assert registered_passes() == {name: find(name) for name in BUILTIN_PASSES}
+            assert done.stdout == f"{text} {origin}\n", done.stderr
 
 
 def test_the_entries_that_a_start_asks_for_are_those_of_the_classes():
@@ -389,17 +386,8 @@ def test_the_entries_that_a_start_asks_for_are_those_of_the_classes():
     for name, cls in classes.items():
         assert cls is not None
         specs = options_of(cls)
-        assert not any(spec.onnxruntime_key for spec in specs)
         defaults = {spec.name: format_value(spec.default) for spec in specs}
         assert OPTIONS[name] == defaults, f"session_options/entries.py: {name}"
-
-
-def test_an_environment_variable_leaves_other_packages_out(install, monkeypatch):
-    install(STAMP, stamp="acme:Stamp")
-    monkeypatch.setenv(NO_ENTRY_POINTS, "1")
-    assert read(with_entries({"ortplugins.enable_stamp": "1"})) == Plan()
-    with pytest.raises(OptionError, match="unknown pass 'stamp'"):
-        plan_from_settings(["stamp"], {})
 
 
 def test_importing_and_reading_imports_nothing_heavy():
@@ -415,30 +403,31 @@ def test_importing_and_reading_imports_nothing_heavy():
         heavy = {"numpy", "onnx", "onnx_ir", "onnxscript", "onnxruntime"}
         print(heavy & set(sys.modules))
     """
-    done = python("-c", textwrap.dedent(code), **{NO_ENTRY_POINTS: "0"})
+    done = python("-c", textwrap.dedent(code))
     assert done.stdout == "set()\n", done.stderr
 
 
-# The example package of docs/write-a-pass.md: its own tests, and its entry point.
+# The example package of docs/write-a-pass.md: its own tests, and sessions.
 
 
 ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "acme_passes"
 MODEL = 'g (float[n] x) => (float[n] y) { ["one"] d = Dropout (x)  y = Relu (d) }'
 
 
 SESSION = """
 import onnxruntime, ortplugins
 so = onnxruntime.SessionOptions()
-so.add_session_config_entry("ortplugins.enable_drop_dropout", "1")
+so.add_session_config_entry("ortplugins.passes", "acme_passes:DropDropout")
 session = ortplugins.InferenceSession("model.onnx", so, providers=["CPUExecutionProvider"])
 print(session.ortplugins_report)
 """
 
 
 @pytest.fixture
-def ran(tmp_path: Path) -> Callable[..., str]:
+def ran() -> Callable[..., str]:
     """Runs Python where the package is installed; returns what it printed."""
-    path = os.pathsep.join(installed(tmp_path / "site"))
+    path = str(EXAMPLE)
 
     def run(*arguments: str, cwd: Path) -> str:
         done = python(*arguments, cwd=cwd, PYTHONPATH=path)
@@ -453,11 +442,11 @@ def test_its_own_tests_pass(ran):
     assert "2 passed" in ran("-m", "pytest", *quiet, ".", cwd=EXAMPLE)
 
 
-def test_its_entry_point_serves_sessions_and_the_command_line(ran, tmp_path):
+def test_it_serves_sessions_and_the_command_line(ran, tmp_path):
     onnx.save(proto_of(MODEL), tmp_path / "model.onnx")
     assert "fired 1, refused 0" in ran("-c", SESSION, cwd=tmp_path)
     command = "-m", "ortplugins", "optimize", "model.onnx", "-o", "out.onnx"
-    ran(*command, "--pass", "drop_dropout", cwd=tmp_path)
+    ran(*command, "--pass", "acme_passes:DropDropout", cwd=tmp_path)
     nodes = onnx.load(tmp_path / "out.onnx").graph.node
     assert [node.op_type for node in nodes] == ["Relu"]
 
@@ -467,8 +456,6 @@ def test_the_page_shows_the_example_as_it_is():
     licence, code = (EXAMPLE / "acme_passes.py").read_text(encoding="utf-8").split("\n", 1)
     assert licence.startswith("# SPDX")
     assert code in page
-    entry = (EXAMPLE / "pyproject.toml").read_text(encoding="utf-8").split("\n\n")[2]
-    assert entry in page
 
 
 @pytest.mark.parametrize("hint", PRESETS)
