@@ -22,7 +22,7 @@ help:
 	@echo "make test-versions  run the same files on onnxruntime 1.22 to 1.32 (5 minutes)"
 	@echo "make test-packaging  install wheel and sdist in empty environments (5 minutes)"
 	@echo "make test-pythons  run the wheel on Python 3.11 to 3.14, where installed (10 minutes)"
-	@echo "make test-tutorial  run docs/tutorial.md in a fresh clone, with torch and a server (5 minutes)"
+	@echo "make test-tutorial  run the second half of docs/start.md in a fresh clone, with torch and a server (5 minutes)"
 	@echo "make test-pages  check documentation in chromium: width, accessibility (3 minutes)"
 	@echo "make test-packages  run fastembed, rapidocr and others under 'ortplugins run' (10 minutes)"
 	@echo "make test-exporters  fuse exports of the newest torch and transformers (10 minutes)"

@@ -224,10 +224,6 @@ REASONS: Mapping[str, Mapping[str, str]] = {
             "constants first."
         ),
         "ORP803": "Nothing to do: it is quantised already.",
-        "ORP804": (
-            "AWQ's scales cost one Mul here, as no operator before the activation can "
-            "absorb them."
-        ),
     },
     "Warnings, and notes of a session": {
         "ORP901": (

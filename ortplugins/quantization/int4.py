@@ -6,7 +6,7 @@
 
 A script changes that one line. Positional arguments and their defaults are those of ModelOpt's
 documentation of ``int4``; what nvidia-modelopt 0.47.0 has added since are keywords here.
-Values are 0.47.0's; ``docs/moving-from-modelopt.md`` says what differs. Below
+Values are 0.47.0's; ``docs/moving.md`` says what differs. Below
 :func:`quantize` lies :func:`.quantize`, which has more to offer.
 
 The primitives compute in the type of their arrays, float16, float32 or float64. With amax the
@@ -102,7 +102,7 @@ def quantize(
 ) -> onnx.ModelProto:
     """Quantise the weights of MatMul and Gemm to int4, with ModelOpt's arguments.
 
-    ``docs/moving-from-modelopt.md`` says which argument of :func:`.quantize` stands for which
+    ``docs/moving.md`` says which argument of :func:`.quantize` stands for which
     here, and where results differ. Round to nearest gives ModelOpt's scales and codes;
     ``"rtn"`` keeps the float weights, behind QuantizeLinear and DequantizeLinear. The AWQ
     methods search as :func:`.quantize` does. The model that is given is not changed; the

@@ -34,10 +34,8 @@ DOCS = ROOT / "docs"
 # Pages whose model.onnx is an int4 QDQ model; the others' is in float.
 INT4_PAGES = (
     *("README.md", "cache.md", "dq-matmulnbits-fusion.md", "index.md", "serving.md"),
-    *("troubleshooting.md", "adopt-anywhere.md", "testing.md", "compare.md"),
+    *("troubleshooting.md", "adopt-anywhere.md", "ci.md"),
 )
-# Pages that need an int8.onnx which they do not make themselves.
-INT8_PAGES = ("precision-planning.md",)
 # What the blocks of a page print.
 PRINTED = {
     "README.md": ("built: fired 2, refused 0", "median (range)"),
@@ -99,9 +97,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tokenizer(folder / "tokenizer.json", ["[CLS]", "[SEP]", "[UNK]", *frequent])
     random = np.random.default_rng(0)
     np.savez(folder / "samples.npz", input_ids=random.integers(0, 100, (1, 16)))
-    ortplugins.quantize_static_mixed(
-        folder / "float.onnx", folder / "int8.onnx", [folder / "samples.npz"]
-    )
     return folder
 
 
@@ -138,8 +133,6 @@ def test_every_block_of_the_page_runs(page, models, tmp_path, monkeypatch, capsy
     kind = "int4" if page.name in INT4_PAGES else "float"
     (tmp_path / "model.onnx").write_bytes((models / f"{kind}.onnx").read_bytes())
     (tmp_path / "samples.npz").write_bytes((models / "samples.npz").read_bytes())
-    if page.name in INT8_PAGES:
-        (tmp_path / "int8.onnx").write_bytes((models / "int8.onnx").read_bytes())
     (tmp_path / ENCODER).parent.mkdir(parents=True)
     (tmp_path / ENCODER).write_bytes((models / "encoder.onnx").read_bytes())
     (tmp_path / TOKENIZER).parent.mkdir(parents=True)

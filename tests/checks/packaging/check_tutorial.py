@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The commands of docs/tutorial.md in a fresh clone: ``make test-tutorial``.
+"""From Hugging Face to a server, as docs/start.md has it: ``make test-tutorial``.
 
 It needs a package registry and a few minutes. ``-s`` prints the seconds of each command.
 """
@@ -17,13 +17,14 @@ from builders.doc_blocks import ROOT, blocks_of
 
 from examples.embedder import Embedder
 
-PAGE = ROOT / "docs" / "tutorial.md"
+PAGE = ROOT / "docs" / "start.md"
+HEADING = "## From Hugging Face to a server"
 COMMANDS = 8
 TEXT = "Why is the sky blue?"
 
 
 def test_the_tutorial_as_it_stands(tmp_path: Path, monkeypatch):
-    blocks = list(blocks_of(PAGE.read_text("utf-8"), PAGE.name))
+    blocks = list(blocks_of(PAGE.read_text("utf-8").split(HEADING)[1], PAGE.name))
     bash = "".join(block.text for block in blocks if block.language == "bash")
     *commands, server, request = bash.splitlines()
     assert len(commands) + 2 <= COMMANDS and TEXT in request
