@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -204,29 +204,3 @@ def _add_upper(rows: Floats, gram: Floats) -> None:
     for start in range(0, rows.shape[1], _GRAM_ROWS):
         block = rows[:, start : start + _GRAM_ROWS]
         gram[start : start + _GRAM_ROWS, start:] += block.T @ rows[:, start:]
-
-
-def pooled(statistics: Sequence[ActivationStatistics]) -> ActivationStatistics:
-    """Return the statistics of all tokens together, for a weight that has several inputs.
-
-    As many tokens are kept as the longest sample has, taken from each in proportion to its
-    count and evenly spread over it.
-    """
-    if len(statistics) == 1:
-        return statistics[0]
-    count = sum(item.count for item in statistics)
-    shares = [item.count / count for item in statistics]
-    mean_abs = np.average([item.mean_abs for item in statistics], axis=0, weights=shares)
-    gram: Floats | None = None
-    for share, item in zip(shares, statistics, strict=True):
-        if item.gram is not None:
-            part = item.gram * np.float32(share)
-            gram = part if gram is None else np.add(gram, part, out=gram)
-    capacity, tokens = max(len(item.tokens) for item in statistics), []
-    for share, item in zip(shares, statistics, strict=True):
-        kept = len(item.tokens)
-        count_here = min(kept, max(1, round(capacity * share)))
-        tokens.append(item.tokens[np.arange(count_here) * kept // count_here])
-    return ActivationStatistics(
-        count, mean_abs.astype(np.float32), np.concatenate(tokens)[:capacity], gram
-    )

@@ -14,7 +14,7 @@ import ortplugins
 from ortplugins.errors import CalibrationError
 from ortplugins.model_io.loading import load_model
 from ortplugins.quantization.calibration import Calibration
-from ortplugins.quantization.statistics import StatisticsAccumulator, pooled
+from ortplugins.quantization.statistics import StatisticsAccumulator
 from ortplugins.quantization.walk import Walk
 from ortplugins.samples.sources import read_samples
 
@@ -117,23 +117,6 @@ def test_bad_activations_are_refused_by_name(x, message):
     with pytest.raises(CalibrationError, match=message):
         accumulator.update(x)
         accumulator.finish()
-
-
-def statistics(x, max_tokens=16):
-    accumulator = StatisticsAccumulator("x", x.shape[-1], 2, max_tokens=max_tokens)
-    accumulator.update(x)
-    return accumulator.finish()
-
-
-def test_pooled_statistics_are_those_of_all_tokens_together():
-    x, y = (RNG.standard_normal((n, 6)).astype(np.float32) for n in (30, 90))
-    both = np.concatenate([x, y])
-    found = pooled([statistics(x), statistics(y)])
-    np.testing.assert_allclose(found.gram, both.T @ both / 120, atol=1e-5)
-    assert found.count == 120
-    np.testing.assert_allclose(found.mean_abs, np.abs(both).mean(0), rtol=1e-5)
-    shares = [sum((token == part).all(1).any() for token in found.tokens) for part in (x, y)]
-    assert shares == [4, 12]
 
 
 # Samples

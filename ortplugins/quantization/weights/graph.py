@@ -106,11 +106,9 @@ def write_codes(plan: WeightPlan) -> None:
             continue
         # An activation has its weights' type, whether or not the model says so.
         dtype = group.weights[0].uses[0].tensor.dtype
-        found = {
-            divide(activation, group.reads_of(activation), scales, dtype, names)
-            for activation in group.activations
-        }
-        group.folded = "mul" if "mul" in found else "folded"
+        reads = [(use.node, 1 - use.index) for w in group.weights for use in w.uses]
+        assert group.activation is not None
+        group.folded = divide(group.activation, reads, scales, dtype, names)
     for group in plan.groups:
         for weight in group.weights:
             _read_through_dequantize(weight, names)

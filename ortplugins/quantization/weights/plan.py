@@ -3,7 +3,7 @@
 
 WeightUse   a node, and which of its inputs is the matrix         (uses.py)
 Weight      a matrix in one form: its uses, and its codes once it is quantised
-Group       weights of one method that read one activation
+Group       weights of one method that read one activation, or none that is known
 """
 
 from __future__ import annotations
@@ -80,31 +80,21 @@ class Group:
 
     Attributes:
         weights: These.
-        method: ``"rtn"`` where nothing is known of their activations.
-        activations: What they read; none where nothing is calibrated.
+        method: ``"rtn"`` where nothing is known of their activation.
+        activation: What they read, the first of several; None where nothing is calibrated.
         reason: Why nothing is known, or what else happened.
-        channel_scales: float32 ``[K]``, of rows; activations are divided by them. None for 1.
+        channel_scales: float32 ``[K]``, of rows; what the activation is divided by, or None.
         alpha: Their exponent; NaN without.
         folded: As in :class:`NodeReport`.
     """
 
     weights: list[Weight]
     method: str
-    activations: Sequence[ir.Value] = ()
+    activation: ir.Value | None = None
     reason: str = ""
     channel_scales: Floats | None = None
     alpha: float = math.nan
     folded: str = ""
-
-    @property
-    def elements(self) -> int:
-        """How many numbers all its weights have."""
-        return sum(weight.K * weight.N for weight in self.weights)
-
-    def reads_of(self, activation: ir.Value) -> list[tuple[ir.Node, int]]:
-        """Return where an activation meets the weights of the group."""
-        uses = (use for weight in self.weights for use in weight.uses)
-        return [(use.node, 1 - use.index) for use in uses if use.activation is activation]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -147,8 +137,7 @@ def plan_weights(model: ir.Model, recipe: Recipe) -> WeightPlan:
     covered = coverage(
         model, planned, lambda node: why.get(label(node)) or _not_asked(node, recipe)
     )
-    methods = dict.fromkeys(weight.method for weight in weights)
-    groups = [group for method in methods for group in _grouped(weights, method)]
+    groups = _grouped(weights)
     notes += recipe.without_effect(has_tables=any(weight.is_table for weight in weights))
     return WeightPlan(model, groups, nodes, covered, notes)
 
@@ -219,35 +208,28 @@ def check_not_empty(plan: WeightPlan, recipe: Recipe) -> None:
     raise ModelFileError(f"nothing to quantise: {reason}")
 
 
-def _grouped(weights: Iterable[Weight], method: str) -> list[Group]:
-    """Put weights of one method together that share an activation, and the reverse.
+def _grouped(weights: Iterable[Weight]) -> list[Group]:
+    """Put weights of one method together that read one activation.
 
     A table that is a head, too, has the head's statistics; not where a method scales input
-    channels, since nothing would divide the rows that Gather picks.
+    channels, since nothing would divide the rows that Gather picks, nor a second activation.
     """
-    groups: list[Group] = []
-    alone = []
-    scaled = method == "awq_lite"
+    groups: dict[object, Group] = {}
     for weight in weights:
-        if weight.method != method:
-            continue
+        scaled = weight.method == "awq_lite"
         products = [use for use in weight.uses if use.activation is not None]
         calibrated = weight.uses if scaled or not products else products
-        reasons = [use.no_statistics for use in calibrated if use.no_statistics]
-        if reasons:
+        reason = next((use.no_statistics for use in calibrated if use.no_statistics), None)
+        if scaled and len({use.activation for use in weight.uses}) > 1:
+            reason = reason or "several activations are multiplied by it"
+        if reason:
             rounded = dataclasses.replace(weight, method="rtn")
-            alone.append(Group([rounded], "rtn", reason=reasons[0]))
+            groups[weight] = Group([rounded], "rtn", reason=reason)
             continue
-        activations = [use.activation for use in products if use.activation is not None]
-        joined = [
-            group for group in groups if not set(activations).isdisjoint(group.activations)
-        ]
-        found = [*(w for group in joined for w in group.weights), weight]
-        activations = [*(a for group in joined for a in group.activations), *activations]
-        place = groups.index(joined[0]) if joined else len(groups)
-        groups[place : place + 1] = [Group(found, method, list(dict.fromkeys(activations)))]
-        groups = [group for group in groups if group not in joined]
-    return groups + alone
+        activation = products[0].activation
+        group = Group([], weight.method, activation)
+        groups.setdefault((weight.method, activation), group).weights.append(weight)
+    return list(groups.values())
 
 
 def reported(plan: WeightPlan, recipe: Recipe) -> QuantizeReport:

@@ -36,7 +36,7 @@ from ortplugins.quantization.files import QuantizedFile, QuantizeResult
 from ortplugins.quantization.methods.awq import search_scales
 from ortplugins.quantization.methods.gptq import Gptq
 from ortplugins.quantization.methods.nearest import BlockFormat, Floats
-from ortplugins.quantization.statistics import ActivationStatistics, pooled
+from ortplugins.quantization.statistics import ActivationStatistics
 from ortplugins.quantization.walk import Walk
 from ortplugins.quantization.weights.graph import CodesFile, write_codes
 from ortplugins.quantization.weights.plan import (
@@ -141,7 +141,7 @@ def quantize(
         plan = plan_weights(file.model, chosen)
     with file.scratch() as scratch:
         calibration = None
-        says = any(group.activations for group in plan.groups)
+        says = any(group.activation is not None for group in plan.groups)
         if says and (chosen.needs_samples or calibration_data_reader is not None):
             calibration = file.calibration(
                 calibration_data_reader, calibration_providers, scratch
@@ -152,7 +152,8 @@ def quantize(
         with threadpoolctl.threadpool_limits(1, user_api="blas"):
             if chosen.share_of_8_bits and calibration is not None:
                 _give_8_bits(plan, chosen.share_of_8_bits, calibration, executor)
-            total, done = sum(group.elements for group in plan.groups), 0
+            weights = [weight for group in plan.groups for weight in group.weights]
+            total, done = sum(weight.K * weight.N for weight in weights), 0
             for weight, found in _walked(plan, calibration, executor):
                 codes.add(weight, found)
                 done += weight.K * weight.N
@@ -181,12 +182,12 @@ def _walked(
     ``ranks`` rounds all to nearest, for what they add to the error of the float model.
     """
     walk = None if calibration is None else Walk(plan.model, calibration)
-    # The copy of the model is run for weights that make up for its errors, and no others.
-    pairs = walk is not None and not ranks and any(g.method == "gptq" for g in plan.groups)
-    alone = [group for group in plan.groups if walk is None or not group.activations]
+    alone = [group for group in plan.groups if walk is None or group.activation is None]
     met = [group for group in plan.groups if group not in alone]
-    batches = [(alone, {weight: KnownInputs() for group in alone for weight in group.weights})]
-    reached = [] if walk is None else _met(walk, met, pairs=pairs, ranks=ranks)
+    # The copy of the model is run for weights that make up for its errors, and no others.
+    pairs = not ranks and any(group.method == "gptq" for group in met)
+    batches = [(alone, {w: KnownInputs() for group in alone for w in group.weights})]
+    reached = [] if walk is None else _met(walk, met, ranks)
     for groups, known in itertools.chain(batches, reached):
         group_of = {weight: group for group in groups for weight in group.weights}
         for weight, found in _chosen(known, executor):
@@ -199,30 +200,23 @@ def _walked(
 
 
 def _met(
-    walk: Walk, groups: Sequence[Group], *, pairs: bool, ranks: bool
+    walk: Walk, groups: Sequence[Group], ranks: bool
 ) -> Iterator[tuple[list[Group], dict[Weight, KnownInputs]]]:
-    """Yield a group with what its weights are to know, where the walk has met its inputs."""
-    rows = _chosen_rows(walk.model, groups) if pairs else set()
-    reads = [(activation, group) for group in groups for activation in group.activations]
-    reads.sort(key=lambda read: walk.places.get(read[0].name or "", 0))
-    met: dict[Group, list[ActivationStatistics]] = {group: [] for group in groups}
-    left = collections.Counter(group for _, group in reads)
-    for activation, group in reads:
-        name, k, steps = activation.name or "", group.weights[0].K, group.method != "rtn"
-        alone = len(group.activations) == 1 and activation not in rows
+    """Yield a group with what its weights are to know, where the walk meets its activation."""
+    names = {group: str(group.activation and group.activation.name) for group in groups}
+    feeding = not ranks and any(group.method == "gptq" for group in groups)
+    rows = _chosen_rows(walk.model, groups) if feeding else set()
+    for group in sorted(groups, key=lambda group: walk.places.get(names[group], 0)):
+        name, k, steps = names[group], group.weights[0].K, group.method != "rtn"
         if ranks:
             found = walk.statistics(name, k, axes=1)
-        elif group.method == "gptq" and pairs and alone:
+        elif group.method == "gptq" and group.activation not in rows:
             found = walk.paired(name, k)
         else:
             # Searches find the same in twice as many tokens as there are channels.
             most = math.inf if group.method == "gptq" else 2 * k
             found = walk.statistics(name, k, axes=2 * steps, gram_tokens=most)
-        met[group] += [] if found is None else [found]
-        left[group] -= 1
-        if not left[group]:
-            statistics = met.pop(group)
-            yield [group], _known(group, pooled(statistics) if statistics else None, ranks)
+        yield [group], _known(group, found, ranks)
 
 
 def _known(
@@ -243,15 +237,13 @@ def _known(
     feedback: dict[int, Gptq] = {}
     known = {}
     for weight in group.weights:
-        if weight.method == "rtn":
-            known[weight] = KnownInputs(nearest, group.channel_scales)
-        elif weight.method == "gptq":
+        gptq = None
+        if weight.method == "gptq":
             assert statistics.gram is not None
             size = weight.form.size_along(weight.K)
             gptq = feedback.setdefault(size, Gptq(statistics.gram))
-            known[weight] = KnownInputs(statistics, gptq=gptq)
-        else:
-            known[weight] = KnownInputs(statistics, group.channel_scales)
+        used = nearest if weight.method == "rtn" else statistics
+        known[weight] = KnownInputs(used, group.channel_scales, gptq)
     return known
 
 
@@ -375,7 +367,7 @@ def _note_unreached(plan: WeightPlan) -> None:
     Raises:
         CalibrationError: If no token reaches any that was to be calibrated.
     """
-    calibrated = [group for group in plan.groups if group.activations]
+    calibrated = [group for group in plan.groups if group.activation is not None]
     if calibrated and not any(_is_measured(group) for group in calibrated):
         raise CalibrationError(
             "no token of the samples reaches any weight: are they empty, or padding?"
