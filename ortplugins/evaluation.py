@@ -27,7 +27,6 @@ from ortplugins.measurement.models import GivenModel, ModelSource, fetch, scratc
 from ortplugins.model_io.loading import load_model
 from ortplugins.model_io.model_folder import model_in, tokenizer_beside
 from ortplugins.model_io.saving import Progress
-from ortplugins.quantization.coverage import Coverage, coverage
 from ortplugins.runtime.stock_session import open_model, type_of
 from ortplugins.samples.text import TextTokenizer, TokenFeeds, read_text
 
@@ -53,14 +52,12 @@ class ModelFigures:
         perplexity: Of the text, for a causal language model.
         retrieval_accuracy: For an encoder: how often a first sentence finds the rest of its
             paragraph among those of all others, 0 to 1.
-        coverage: Which share of the weights is quantised, and which operators hold the rest.
     """
 
     name: str
     bytes: int
     perplexity: float = math.nan
     retrieval_accuracy: float = math.nan
-    coverage: Coverage = dataclasses.field(default_factory=Coverage)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +177,6 @@ class _TextModel:
         self.name = model.name
         self.bytes = sum(map(os.path.getsize, {path, *loaded.data_files.values()}))
         self.feeds = TokenFeeds(loaded.model.graph.inputs)
-        self.coverage = coverage(loaded.model)
         self._session = model.session or open_model(path, "all", providers, model.settings)
         self.output, self.gives_logits = self._find_output()
 
@@ -200,7 +196,7 @@ class _TextModel:
 
     def figures(self, **found: float) -> ModelFigures:
         """Return what was found of the model."""
-        return ModelFigures(self.name, self.bytes, coverage=self.coverage, **found)
+        return ModelFigures(self.name, self.bytes, **found)
 
     def check_causal(self, ids: Sequence[int]) -> None:
         """Refuse a masked language model, which sees the tokens that it should predict."""

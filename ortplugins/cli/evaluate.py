@@ -12,13 +12,10 @@ from cyclopts.validators import Number
 from rich.filesize import decimal
 
 from ortplugins.cli import options as opt
-from ortplugins.cli.terminal import console, print_table, progress_bar
+from ortplugins.cli.terminal import print_table, progress_bar
 
 if TYPE_CHECKING:
     from ortplugins.evaluation import Evaluation
-    from ortplugins.quantization.coverage import Coverage
-
-_LEAST_SHARE = 0.001  # of the weights, for a line of its own
 
 Several: TypeAlias = Annotated[int, Parameter(validator=Number(gte=2))]
 
@@ -84,26 +81,10 @@ def print_evaluation(found: Evaluation) -> None:
         row("cosine", ".4f", found.cosine),
         row("ranking agreement", ".4f", found.ranking_agreement),
         ("size", *(decimal(item.bytes) for item in both)),
-        row("quantised weights", ".1%", *(item.coverage.share for item in both)),
     ]
     shown = [r for r in rows if any(r[1:])]
     print_table(
         ("", *(item.name for item in both)),
         [(*r, *[""] * (1 + len(both) - len(r))) for r in shown],
     )
-    print_coverage(found.model.coverage)
     print(f"{found.count:,} {'pairs' if math.isnan(found.model.perplexity) else 'tokens'}")
-
-
-def print_coverage(coverage: Coverage) -> None:
-    """Print what is float in a model that is quantised in part."""
-    if not coverage.quantized_elements:
-        return
-    for item in coverage.rest:
-        share = item.elements / coverage.elements
-        if share >= _LEAST_SHARE:
-            why = f": {item.reason}" if item.reason else ""
-            console().print(
-                f"float: {item.op_type}, {item.weights} weights, {share:.1%}{why}",
-                soft_wrap=True,
-            )

@@ -14,7 +14,7 @@ from cyclopts import Parameter
 from rich.filesize import decimal
 
 from ortplugins.cli import options as opt
-from ortplugins.cli.evaluate import print_coverage, print_evaluation
+from ortplugins.cli.evaluate import print_evaluation
 from ortplugins.cli.terminal import console, print_table, progress_bar
 from ortplugins.errors import CalibrationError, ModelFileError, UsageError
 from ortplugins.quantization.weights.recipe import Recipe, read_recipe, read_yaml
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 # Of a text, what is evaluated on and not calibrated on, at least.
 _HELD_BACK = 1 / 3
+_LEAST_SHARE = 0.001  # of all weights, for a line of its own
 
 
 @Parameter(name="*")
@@ -245,7 +246,13 @@ def _print(report: QuantizeReport, all_nodes: bool) -> None:
     else:
         for node in report.refused:
             out.print(f"refused {node.node}: {node.reason}", style="yellow", soft_wrap=True)
-    print_coverage(report.coverage)
+    for item in report.floats:
+        if (share := item.elements / report.elements) >= _LEAST_SHARE:
+            why = f": {item.reason}" if item.reason else ""
+            out.print(
+                f"float: {item.op_type}, {item.weights} weights, {share:.1%}{why}",
+                soft_wrap=True,
+            )
     for note in report.notes:
         out.print(f"note: {note}", soft_wrap=True)
     out.print(str(report), style="bold", soft_wrap=True)

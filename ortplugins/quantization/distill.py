@@ -32,7 +32,6 @@ from torch.utils.checkpoint import checkpoint
 from ortplugins.errors import CalibrationError, ModelFileError
 from ortplugins.model_io.loading import ModelLike, load_model
 from ortplugins.model_io.saving import Progress
-from ortplugins.quantization.coverage import coverage
 from ortplugins.quantization.files import QuantizedFile, QuantizeResult
 from ortplugins.quantization.torch_graph import Tensor, TorchGraph, dequantized, tensor_of
 from ortplugins.quantization.weights.report import QuantizeReport
@@ -129,7 +128,7 @@ def learn_scales(
             f"learnt in {found.steps} steps: on samples held out, outputs were "
             f"{found.before:.3g} from the float model's and are {found.after:.3g}"
         )
-        return file.saved(QuantizeReport("distilled", (), coverage(file.model), (note,)))
+        return file.saved(QuantizeReport("distilled", notes=(note,)))
 
 
 def _learn(

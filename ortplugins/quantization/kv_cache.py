@@ -29,7 +29,6 @@ from ortplugins.quantization.calibration import (
     open_for_samples,
     run_sample,
 )
-from ortplugins.quantization.coverage import coverage
 from ortplugins.quantization.files import QuantizedFile, QuantizeResult
 from ortplugins.quantization.methods.nearest import Floats
 from ortplugins.quantization.weights.report import QuantizeReport
@@ -119,8 +118,7 @@ def quantize_kv_cache(
     with file.scratch() as scratch:
         calibration = file.calibration(calibration_data_reader, calibration_providers, scratch)
         note = _quantize(file.model, caches, calibration)
-        report = QuantizeReport("kv_cache", (), coverage(file.model), (note,))
-        return file.saved(report)
+        return file.saved(QuantizeReport("kv_cache", notes=(note,)))
 
 
 def _quantize(model: ir.Model, caches: Sequence[Cache], calibration: Calibration) -> str:

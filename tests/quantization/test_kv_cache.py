@@ -113,8 +113,6 @@ def test_weights_and_cache_are_quantised_one_after_the_other(shared, quantise):
     samples = [sample(session_on(shared), seed) for seed in range(3)]
     weights = quantise(shared, calibration_data_reader=samples)
     both = quantize_kv_cache(weights.model, calibration_data_reader=samples)
-    covered = (each.report.coverage.quantized_elements for each in (both, weights))
-    assert len({*covered}) == 1
     found, _ = generated(both.model)
     expected, _ = generated(weights.model)
     assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()

@@ -17,10 +17,10 @@ import onnx_ir as ir
 
 from ortplugins.errors import ModelFileError
 from ortplugins.model_io.loading import lift_constants
-from ortplugins.quantization.coverage import Coverage, coverage
 from ortplugins.quantization.methods.nearest import BlockFormat, Floats
+from ortplugins.quantization.weights.floats import float_weights
 from ortplugins.quantization.weights.recipe import Recipe
-from ortplugins.quantization.weights.report import NodeReport, QuantizeReport
+from ortplugins.quantization.weights.report import FloatWeights, NodeReport, QuantizeReport
 from ortplugins.quantization.weights.uses import (
     OP_TYPES,
     WeightUse,
@@ -106,7 +106,7 @@ class WeightPlan:
     # Every node with a constant matrix, in the model's order: a use of one of the weights, or
     # the report of a node that keeps its own.
     nodes: list[WeightUse | NodeReport]
-    coverage: Coverage  # less the bytes of codes
+    floats: tuple[FloatWeights, ...]
     notes: list[str]
 
 
@@ -134,12 +134,12 @@ def plan_weights(model: ir.Model, recipe: Recipe) -> WeightPlan:
     planned: dict[ir.Value, list[ir.Node]] = {}
     for weight in weights:
         planned.setdefault(weight.uses[0].weight, []).extend(use.node for use in weight.uses)
-    covered = coverage(
+    floats = float_weights(
         model, planned, lambda node: why.get(label(node)) or _not_asked(node, recipe)
     )
     groups = _grouped(weights)
     notes += recipe.without_effect(has_tables=any(weight.is_table for weight in weights))
-    return WeightPlan(model, groups, nodes, covered, notes)
+    return WeightPlan(model, groups, nodes, floats, notes)
 
 
 def _chosen(
@@ -197,14 +197,12 @@ def check_not_empty(plan: WeightPlan, recipe: Recipe) -> None:
     if plan.groups:
         return
     refused = [node for node in plan.nodes if isinstance(node, NodeReport)]
-    left = [node for node in refused if not node.reason.startswith("already quantised")]
-    if not left and (refused or plan.coverage.quantized_elements):
-        reason = f"the model is already quantised: {plan.coverage}"
-    elif refused:
+    if refused:
         reason = "; ".join(f"{node.node}: {node.reason}" for node in refused[:3])
         reason += f"; and {len(refused) - 3} more" if len(refused) > 3 else ""
     else:
-        reason = f"no {', '.join(recipe.op_types)} reads a constant float matrix"
+        asked = ", ".join(recipe.op_types)
+        reason = f"no {asked} reads a constant float matrix; is the model quantised already?"
     raise ModelFileError(f"nothing to quantise: {reason}")
 
 
@@ -271,13 +269,7 @@ def reported(plan: WeightPlan, recipe: Recipe) -> QuantizeReport:
                 reason=group.reason if recipe.needs_samples or weight.tensors else "",
             )
         rows.append(dataclasses.replace(node, bytes_before=before, bytes_after=after))
-    stored = sum(row.bytes_after for row in rows if row.quantized)
-    covered = dataclasses.replace(
-        plan.coverage,
-        bytes=plan.coverage.bytes + stored,
-        quantized_bytes=plan.coverage.quantized_bytes + stored,
-    )
-    return QuantizeReport(recipe.method, tuple(rows), covered, tuple(plan.notes))
+    return QuantizeReport(recipe.method, tuple(rows), plan.floats, tuple(plan.notes))
 
 
 def report_of(use: WeightUse, **more: Any) -> NodeReport:

@@ -8,8 +8,6 @@ import json
 import math
 from typing import Any
 
-from ortplugins.quantization.coverage import Coverage
-
 
 @dataclasses.dataclass(frozen=True)
 class NodeReport:
@@ -58,6 +56,24 @@ class NodeReport:
 
 
 @dataclasses.dataclass(frozen=True)
+class FloatWeights:
+    """Float weights that one operator reads, for one reason.
+
+    Attributes:
+        op_type: The operator; ``"vectors"`` for norms, biases and the like of any, ``"graph
+            output"`` for what the model returns.
+        weights: How many tensors.
+        elements: Numbers in them.
+        reason: Why they are float; empty where it is not known.
+    """
+
+    op_type: str
+    weights: int
+    elements: int
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class QuantizeReport:
     """What happened to a model.
 
@@ -65,14 +81,13 @@ class QuantizeReport:
         method: What was asked for.
         nodes: One entry per node of the operators that were asked for with a constant matrix,
             in the model's order; then what else reads the float numbers of a quantised one.
-            For all others see ``coverage``.
-        coverage: Which share of all weights is quantised, and what holds the rest.
+        floats: All weights that stay in float, the largest first.
         notes: Things to know that belong to no node.
     """
 
     method: str
     nodes: tuple[NodeReport, ...] = ()
-    coverage: Coverage = dataclasses.field(default_factory=Coverage)
+    floats: tuple[FloatWeights, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -104,6 +119,20 @@ class QuantizeReport:
         stored = sum(node.bytes_after for node in rows)
         return 8 * stored / elements if elements else math.nan
 
+    @property
+    def elements(self) -> int:
+        """Numbers in all weights."""
+        return self._codes + sum(item.elements for item in self.floats)
+
+    @property
+    def share(self) -> float:
+        """Share of the elements that are codes, 0 to 1; NaN without weights."""
+        return self._codes / self.elements if self.elements else math.nan
+
+    @property
+    def _codes(self) -> int:
+        return sum({row.weight: row.K * row.N for row in self.quantized}.values())
+
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON's types; NaN as None."""
         content = {
@@ -113,7 +142,8 @@ class QuantizeReport:
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
             "bits_per_weight": self.bits_per_weight,
-            "coverage": dataclasses.asdict(self.coverage) | {"share": self.coverage.share},
+            "share": self.share,
+            "floats": [dataclasses.asdict(item) for item in self.floats],
             "nodes": [dataclasses.asdict(node) for node in self.nodes],
             "notes": self.notes,
         }
@@ -127,6 +157,8 @@ class QuantizeReport:
         return json.dumps(self.to_dict(), ensure_ascii=False)
 
     def __str__(self) -> str:
+        if not self.nodes:
+            return f"{self.method}: {'; '.join(self.notes)}"
         before, after = self.bytes_before / 1e6, self.bytes_after / 1e6
         refused = f", {len(self.refused)} refused" if self.refused else ""
         text = (
@@ -135,4 +167,5 @@ class QuantizeReport:
         )
         if self.quantized:
             text += f", {self.bits_per_weight:.2f} bits per weight"
-        return f"{text}; {self.coverage}"
+        # 99.96 % is not all of them.
+        return f"{text}; {math.floor(1000 * self.share) / 10:.1f} % of all weights quantised"
