@@ -52,15 +52,9 @@ def _expression(pattern: Pattern) -> re.Pattern[str] | None:
 
 
 def _nearest(pattern: Pattern, names: Collection[str]) -> str:
-    """Return what patterns could have meant: names, and parts of paths, that resemble them."""
-    words = re.findall(r"\w{2,}", text_of(pattern).removeprefix(_REGEX))
-    parts = dict.fromkeys(part for name in names for part in (name, *re.split("[./]", name)))
-    near = [
-        found
-        for word in sorted(words, key=len, reverse=True)
-        for found in difflib.get_close_matches(word, parts, n=_SHOWN)
-    ]
-    shown = ", ".join(map(repr, (near or list(names))[:_SHOWN]))
+    """Return what a pattern could have meant: the names that most resemble it."""
+    near = difflib.get_close_matches(text_of(pattern), names, _SHOWN, 0.3)
+    shown = ", ".join(map(repr, near or list(names)[:_SHOWN]))
     return f"; there is {shown}" if shown else ""
 
 

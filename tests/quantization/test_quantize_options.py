@@ -237,19 +237,9 @@ def test_one_weight_in_two_forms(layout, scale_type, other):
     [
         ({"method": "awq"}, "method is 'awq'.*awq_lite"),
         ({"bits": 3}, "bits is 3"),
-        ({"bits": "4"}, "bits is '4'"),
-        ({"bits": 4.0}, "bits is 4.0"),
-        ({"block_size": 32.0}, "block_size is 32.0"),
-        ({"block_size": None}, "block_size is None"),
         ({"op_types": ["Conv"]}, r"op_types is \['Conv'\]"),
         ({"op_types": "MatMul"}, "op_types"),
         ({"scale_type": "half"}, "scale_type is 'half'"),
-        ({"rules": {3: "float"}}, "rule 3: a pattern is a text"),
-        (
-            {"rules": {"m": {"keep_float": "no"}}},
-            "rule 'm': keep_float is 'no': True or False",
-        ),
-        ({"accuracy_level": True, **NBITS}, "accuracy_level is True: 0 to 4"),
         (
             {"rules": {"up": "float", "/lm_haed": "float"}},
             "'up' matches.*'/lm_haed' matches no node.*there is '/?lm_head'",
@@ -258,7 +248,7 @@ def test_one_weight_in_two_forms(layout, scale_type, other):
         ({"rules": {"re:lm_heads?_x": "float"}}, "matches no node.*; there is '/?lm_head'"),
         ({"rules": {"re:(": "float"}}, r"'re:\(' is not a regular expression"),
         ({"rules": {"*": {"bits": 5}}}, r"rule '\*': bits is 5"),
-        ({"rules": {"*": {"group": 5}}}, r"rule '\*' has no 'group'"),
+        ({"rules": {"*": {"group": 5}}}, r"rule '\*' no setting is 'group'"),
         ({"quant_format": "QOperators"}, "quant_format is 'QOperators'"),
         ({"accuracy_level": 4}, "accuracy_level.*MatMulNBits"),
         ({"accuracy_level": 5, **NBITS}, "accuracy_level is 5"),
@@ -292,26 +282,6 @@ def test_accuracy_level_is_an_attribute(level):
     assert {a.name: a.i for a in node.attribute}.get("accuracy_level", 0) == level
 
 
-@pytest.mark.parametrize(
-    ("options", "reported"),
-    [
-        ({**NBITS, "bits": 8}, "2 nodes at every run: 8-bit.*level 4"),
-        ({**NBITS, "bits": 8, "accuracy_level": 4}, ""),
-        ({**NBITS, "share_of_8_bits": 0.6}, "1 nodes at every run"),
-        (NBITS, ""),
-        ({"bits": 8}, ""),  # onnxruntime's own fusion has level 4
-        ({"op_types": ["Gather"]}, r"whole table at every run \(1 Gather\)"),
-        ({"op_types": ["Gather"], **NBITS}, ""),
-    ],
-    ids=str,
-)
-def test_codes_that_onnxruntime_dequantises_at_every_run_are_reported(options, reported):
-    data = [{"i": np.arange(D)}]
-    notes = quantize(behind_a_table(), calibration_data_reader=data, **options).report.notes
-    assert bool(notes) == bool(reported)
-    assert re.search(reported, "; ".join(notes))
-
-
 # What was quantised before.
 
 
@@ -332,7 +302,7 @@ def test_a_second_round_leaves_what_is_done(layout):
     at_once = dequantised(read(quantize(model, **options).model))
     assert all(np.array_equal(both[name], at_once[name]) for name in "abc")
     for again in FORMATS:
-        with pytest.raises(ModelFileError, match="already quantised|quantised already"):
+        with pytest.raises(ModelFileError, match=r"already quantised|quantised already"):
             quantize(second.model, quant_format=again)
 
 

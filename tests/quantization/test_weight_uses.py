@@ -250,14 +250,6 @@ ROUTERS = {
         y = If <then_branch = t () => (float[P, 12] a) { a = MatMul(x, W) },
             else_branch = e () => (float[P, 12] b) { b = Neg(x) }> (c)
         """, True),
-    "a share of each": ("""
-        s = Softmax(l) f = Slice(s, nought, one, one)
-        [expert] h = MatMul(x, W) y = Mul(h, f)
-        """, True),
-    "a split of shares": ("""
-        s = Softmax(l) a, b = Split <axis = 1, num_outputs = 2> (s) c = Squeeze(b)
-        h = Mul(a, c) [expert] y = MatMul(x, W)
-        """, True),
     "com.microsoft MoE": ("y = com.microsoft.MoE <k = 1> (x, l, S, , S)", True),
     # None of these chooses what is computed.
     "labels": ("s = Softmax(l) v, i = TopK(s, two) y = Identity(v)", False),

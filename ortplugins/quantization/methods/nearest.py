@@ -45,6 +45,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -52,7 +53,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ortplugins.errors import QuantizationError
-from ortplugins.quantization.schema import check_settings, is_int, setting
 
 # Of the range of a block; the first of those with the same error wins.
 _RATIOS = (1.0, 0.95, 0.9, 0.85, 1.05)
@@ -96,16 +96,26 @@ class BlockFormat:
         QuantizationError: If a value is none of these.
     """
 
-    bits: int = setting(4, "4 or 8", lambda bits: is_int(bits) and bits in (4, 8))
-    block_size: int = setting(
-        32, "1 or more, or -1 for K,", lambda size: is_int(size) and (size > 0 or size == -1)
-    )
+    bits: int = 4
+    block_size: int = 32
     is_symmetric: bool = True
-    grid: str = setting("extreme", choices=GRIDS)
-    scale_type: str = setting("float32", choices=_MIN_SCALE)
+    grid: str = "extreme"
+    scale_type: str = "float32"
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        size = self.block_size
+        self._expect("bits", self.bits in (4, 8), "4 or 8")
+        self._expect("block_size", size > 0 or size == -1, "1 or more, or -1 for K,")
+        for name in ("bits", "block_size"):  # of Python: numpy's overflow
+            object.__setattr__(self, name, operator.index(getattr(self, name)))
+        self._expect("grid", self.grid in GRIDS, f"one of {GRIDS}")
+        self._expect("scale_type", self.scale_type in _MIN_SCALE, f"one of {[*_MIN_SCALE]}")
+
+    def _expect(self, field: str, fits: bool, expected: str) -> None:
+        """Refuse a value that does not fit."""
+        if not fits:
+            value = getattr(self, field)
+            raise QuantizationError(f"{field} is {value!r}: {expected} is expected")
 
     def size_along(self, k: int) -> int:
         """Return the block size for a weight of ``k`` rows, ``k`` where it is -1."""

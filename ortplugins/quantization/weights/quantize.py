@@ -51,7 +51,6 @@ from ortplugins.quantization.weights.recipe import Recipe, read_recipe
 from ortplugins.quantization.weights.report import QuantizeReport
 from ortplugins.quantization.weights.uses import WeightUse
 from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
-from rewrite_rules.dq_matmulnbits_fusion.kernels import fitting_block_size, slow_kernel
 from rewrite_rules.graph.nodes import captures, dequantizer, label
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
 
@@ -163,7 +162,6 @@ def quantize(
             _note_unreached(plan)
         write_codes(plan)
         report = reported(plan, chosen)
-        notes += _unpacked(report, chosen)
         report = dataclasses.replace(report, notes=(*report.notes, *notes))
         if chosen.for_kernels or chosen.fuse_tables:
             _to_kernels(file.model, chosen, report)
@@ -428,27 +426,6 @@ def _raise_opset(model: ir.Model, recipe: Recipe) -> list[str]:
         notes = raise_opset(model, _OPSET, "DequantizeLinear in blocks", advice)
     model.ir_version = max(model.ir_version or 0, _IR_VERSION)
     return notes
-
-
-def _unpacked(report: QuantizeReport, recipe: Recipe) -> list[str]:
-    """Warn of codes that plain onnxruntime dequantises at every run, and what avoids it."""
-    tables = [row.weight for row in report.quantized if row.op_type == "Gather"]
-    if tables and not recipe.fuses(table=True):
-        text = f"plain onnxruntime dequantises the whole table at every run ({len(tables)} "
-        return [f"{text}Gather): fuse_tables, and the fusion of ortplugins, read single rows"]
-    reasons: collections.Counter[str | None] = collections.Counter()
-    for row in report.quantized:
-        along_k = row.K if row.block_size == -1 else row.block_size
-        size = fitting_block_size(row.bits, along_k, row.K)
-        is_product = row.op_type != "Gather"
-        fused = is_product and recipe.fuses(table=row.weight in tables)
-        if size is not None and fused:
-            reasons[slow_kernel(row.bits, size, recipe.accuracy_level or 0)] += 1
-    return [
-        f"onnxruntime dequantises the weights of {count} nodes at every run: {reason}"
-        for reason, count in reasons.items()
-        if reason is not None
-    ]
 
 
 def _to_kernels(model: ir.Model, recipe: Recipe, report: QuantizeReport) -> None:

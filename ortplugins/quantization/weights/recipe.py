@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,6 @@ import onnx_ir as ir
 
 from ortplugins.errors import QuantizationError, UsageError
 from ortplugins.quantization.methods.nearest import BlockFormat
-from ortplugins.quantization.schema import (
-    check_keys,
-    check_settings,
-    is_int,
-    is_number,
-    setting,
-)
 from ortplugins.quantization.selection import Pattern, check_names, matches, text_of
 from ortplugins.quantization.weights.uses import OP_TYPES, ROLES, WeightUse
 from rewrite_rules.closest_name import did_you_mean
@@ -45,6 +37,8 @@ _KERNEL_BLOCK_SIZES = (16, 32, 64, 128, 256, -1)
 # Of a rule: fields of a weight's form, and the others.
 _FORM = ("bits", "block_size", "is_symmetric")
 _OTHERS = ("method", "keep_float", "optional")
+# What a recipe and the form of a weight have in common.
+_SHARED = tuple(field.name for field in dataclasses.fields(BlockFormat))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,25 +80,24 @@ class Recipe(BlockFormat):
         QuantizationError: If a value is out of range.
     """
 
-    method: str = setting("rtn", choices=METHODS)
-    op_types: Sequence[str] = setting(
-        ("MatMul", "Gemm"),
-        f"a list of {OP_TYPES}",
-        lambda given: not isinstance(given, str) and set(given) <= set(OP_TYPES),
-    )
+    method: str = "rtn"
+    op_types: Sequence[str] = ("MatMul", "Gemm")
     rules: Sequence[tuple[Pattern, Any]] | Mapping[Any, Any] = ()
-    share_of_8_bits: float = setting(
-        0.0, "0 to 1", lambda share: is_number(share) and 0 <= share <= 1
-    )
-    quant_format: str = setting("QDQ", choices=QUANT_FORMATS)
+    share_of_8_bits: float = 0.0
+    quant_format: str = "QDQ"
     fuse_tables: bool = False
-    accuracy_level: int | None = setting(
-        None, "0 to 4", lambda level: level is None or (is_int(level) and 0 <= level <= 4)
-    )
+    accuracy_level: int | None = None
 
     def __post_init__(self) -> None:
-        check_settings(self)
-        object.__setattr__(self, "rules", tuple(self._checked_rules()))
+        super().__post_init__()
+        types, given = f"a list of {OP_TYPES}", self.op_types
+        self._expect("op_types", not isinstance(given, str) and {*given} <= {*OP_TYPES}, types)
+        self._expect("method", self.method in METHODS, f"one of {METHODS}")
+        self._expect("share_of_8_bits", 0 <= self.share_of_8_bits <= 1, "0 to 1")
+        formats = f"one of {QUANT_FORMATS}"
+        self._expect("quant_format", self.quant_format in QUANT_FORMATS, formats)
+        self._expect("accuracy_level", self.accuracy_level in (None, *range(5)), "0 to 4")
+        object.__setattr__(self, "rules", tuple(map(_checked_rule, _pairs(self.rules))))
         if not (self.for_kernels or self.fuse_tables) and self.accuracy_level is not None:
             raise QuantizationError(
                 "accuracy_level is an attribute of MatMulNBits: give it where "
@@ -151,7 +144,7 @@ class Recipe(BlockFormat):
 
         ``table`` says whether a Gather reads the weight.
         """
-        form = {field.name: getattr(self, field.name) for field in _fields_of_a_form()}
+        form = {name: getattr(self, name) for name in _SHARED}
         if use.tensor.dtype is ir.DataType.FLOAT16:
             form["scale_type"] = "float16"
         elif self.fuses(table=table):
@@ -202,36 +195,22 @@ class Recipe(BlockFormat):
     def _rules(self) -> tuple[tuple[Pattern, Mapping[str, Any]], ...]:
         return _pairs(self.rules)
 
-    def _checked_rules(self) -> list[tuple[Pattern, Mapping[str, Any]]]:
-        """Return patterns and their settings, all of which fit."""
-        checked: list[tuple[Pattern, Mapping[str, Any]]] = []
-        for pattern, settings in _pairs(self.rules):
-            if not isinstance(pattern, str | re.Pattern):
-                raise QuantizationError(f"rule {pattern!r}: a pattern is a text")
-            what = f"rule {text_of(pattern)!r}"
-            if settings == "float":
-                settings = {"keep_float": True}
-            if not isinstance(settings, Mapping):
-                raise QuantizationError(
-                    f"{what} is {settings!r}: float, or settings as {{bits: 8}}, are expected"
-                )
-            found = check_keys(what, settings, (*_FORM, *_OTHERS))
-            for name in ("keep_float", "optional"):
-                if not isinstance(found.get(name, True), bool):
-                    raise QuantizationError(
-                        f"{what}: {name} is {found[name]!r}: True or False is expected"
-                    )
-            kept = {name: found[name] for name in (*_FORM, "method") if name in found}
-            try:
-                Recipe(**kept)
-            except QuantizationError as error:
-                raise QuantizationError(f"{what}: {error}") from error
-            checked.append((pattern, found))
-        return checked
 
-
-def _fields_of_a_form() -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(BlockFormat)
+def _checked_rule(rule: tuple[Pattern, Any]) -> tuple[Pattern, Mapping[str, Any]]:
+    """Return a pattern and its settings, all of which fit."""
+    pattern, settings = rule
+    what = f"rule {text_of(pattern)!r}"
+    try:
+        found: dict[str, Any] = {"keep_float": True}
+        if settings != "float":
+            found = dict(settings)
+        for name in found:
+            if name not in (*_FORM, *_OTHERS):
+                raise TypeError(f"no setting is {name!r}{did_you_mean(name, _FORM + _OTHERS)}")
+        Recipe(**{name: found[name] for name in (*_FORM, "method") if name in found})
+    except (TypeError, ValueError) as error:
+        raise QuantizationError(f"{what}: {error}") from error
+    return pattern, found
 
 
 def _pairs(given: Any) -> tuple[tuple[Pattern, Any], ...]:
@@ -280,35 +259,23 @@ def read_recipe(recipe: Recipe | str | os.PathLike[str] | None) -> Recipe:
         return PRESETS[str(recipe)]
     path = Path(recipe)
     try:
-        fields = check_keys(
-            "a recipe", read_yaml(_text_of(path)), [f.name for f in dataclasses.fields(Recipe)]
-        )
-        if not isinstance(fields.get("rules", {}), dict | None):
-            raise QuantizationError("rules: a mapping, pattern to settings, is expected")
-        return Recipe(**fields)
-    except QuantizationError as error:
+        fields = read_yaml(_text_of(path))
+        if not isinstance(fields, dict):
+            raise TypeError(f"a mapping is expected, not a {type(fields).__name__}")
+        return Recipe().with_settings(fields)
+    except (TypeError, ValueError) as error:
         raise QuantizationError(f"{path}: {error}") from error
 
 
 def read_yaml(text: str) -> Any:
-    """Read YAML; a key that comes twice, of which YAML would take the last, is refused."""
+    """Read YAML."""
     try:
         import yaml
     except ModuleNotFoundError:
         raise UsageError("recipes in files need: pip install 'ortplugins[cli]'") from None
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            mapping: dict[Any, Any] = super().construct_mapping(node, deep)
-            if len(mapping) < len(node.value):
-                keys = [self.construct_object(key) for key, _ in node.value]
-                twice = next(key for key in keys if keys.count(key) > 1)
-                raise QuantizationError(f"{twice!r} comes twice")
-            return mapping
-
     try:
-        return yaml.load(text, Loader)
-    except (yaml.YAMLError, RecursionError) as error:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
         raise QuantizationError(f"is not YAML: {' '.join(str(error).split())}") from error
 
 

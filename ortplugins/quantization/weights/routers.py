@@ -2,7 +2,6 @@
 """Which products choose experts: small weights, whose errors send tokens to other experts.
 
     MatMul -> (Softmax, a bias, ...) -> TopK or ArgMax -> ... -> another product
-    MatMul -> Softmax -> Split, Gather or Slice -> Mul by what an expert gives
     MatMul -> com.microsoft MoE or QMoE, not as the tokens
 
 A TopK that leads to outputs alone, or to rows of a table, picks tokens and is none.
@@ -19,14 +18,11 @@ from rewrite_rules.graph.parameters import constant
 _GRAPH = ir.AttributeType.GRAPH
 _EXPERTS = frozenset({"MoE", "QMoE"})
 _CHOICES = frozenset({"TopK", "ArgMax", "Hardmax"})
-_SOFTMAX = frozenset({"Softmax", "LogSoftmax"})
 # Operators that pass scores on, the other operand, if any, a constant.
-_SCORES = _SOFTMAX | {
-    "Add", "Cast", "Clip", "Div", "Flatten", "Identity", "Mul", "Reshape", "Sigmoid",
-    "Squeeze", "Sub", "Tanh", "Transpose", "Unsqueeze",
-}  # fmt: skip
-_PARTS = frozenset({"Gather", "Slice", "Split"})
-_SHAPES = frozenset({"Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
+_SCORES = frozenset({
+    "Add", "Cast", "Clip", "Div", "Flatten", "Identity", "LogSoftmax", "Mul", "Reshape",
+    "Sigmoid", "Softmax", "Squeeze", "Sub", "Tanh", "Transpose", "Unsqueeze",
+})  # fmt: skip
 _PRODUCTS = frozenset({
     "Conv", "Einsum", "FusedMatMul", "Gemm", "MatMul", "MatMulInteger", "MatMulNBits",
     *_EXPERTS,
@@ -34,30 +30,23 @@ _PRODUCTS = frozenset({
 
 
 def is_router(product: ir.Value) -> bool:
-    """Whether a product, the scores of experts, decides which of them compute, or how much."""
-    waiting, seen = [(product, False, False)], {product}
+    """Whether a product, the scores of experts, decides which of them compute."""
+    waiting, seen = [product], {product}
     while waiting:
-        scores, softmax, part = waiting.pop()
-        for node, index in scores.uses():
+        for node, index in waiting.pop().uses():
             if node.op_type in _EXPERTS:
                 return index > 0
-            if node.op_type in _CHOICES and index == 0:
-                if _leads_to_product(node.outputs):
-                    return True
-            elif softmax and node.op_type in _PARTS and index == 0:
-                waiting += [(v, True, True) for v in node.outputs if v not in seen]
-                seen.update(node.outputs)
-            elif part and node.op_type == "Mul" and constant(node.inputs[1 - index]) is None:
+            if node.op_type in _CHOICES and index == 0 and _leads_to_product(node.outputs):
                 return True
-            elif _passes(node, index, part) and node.outputs[0] not in seen:
-                value = node.outputs[0]
-                seen.add(value)
-                waiting.append((value, softmax or node.op_type in _SOFTMAX, part))
+            if _passes(node, index) and node.outputs[0] not in seen:
+                seen.add(node.outputs[0])
+                waiting.append(node.outputs[0])
     return False
 
 
-def _passes(node: ir.Node, index: int, part: bool) -> bool:
-    if node.op_type not in (_SHAPES if part else _SCORES) or index > 1:
+def _passes(node: ir.Node, index: int) -> bool:
+    """Whether a node passes scores on, its other operands constants or shapes."""
+    if node.op_type not in _SCORES or index > 1:
         return False
     others = [value for place, value in enumerate(node.inputs) if place != index]
     return all(value is None or constant(value) is not None for value in others) or (
