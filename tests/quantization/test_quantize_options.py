@@ -248,7 +248,7 @@ def test_one_weight_in_two_forms(layout, scale_type, other):
         ({"rules": {"re:lm_heads?_x": "float"}}, "matches no node.*; there is '/?lm_head'"),
         ({"rules": {"re:(": "float"}}, r"'re:\(' is not a regular expression"),
         ({"rules": {"*": {"bits": 5}}}, r"rule '\*': bits is 5"),
-        ({"rules": {"*": {"group": 5}}}, r"rule '\*' no setting is 'group'"),
+        ({"rules": {"*": {"group": 5}}}, r"rule '\*': no setting is 'group'"),
         ({"quant_format": "QOperators"}, "quant_format is 'QOperators'"),
         ({"accuracy_level": 4}, "accuracy_level.*MatMulNBits"),
         ({"accuracy_level": 5, **NBITS}, "accuracy_level is 5"),
