@@ -426,7 +426,8 @@ class Site(node_facts.Site):
         found = sequences_of(*axes)
         # Of two at once, nothing is known where both are at padded positions.
         if len(found) > 1 or not all(flag and getattr(one, flag) for one in found):
-            raise Refusal("ORP503", "mixes positions, and no mask leaves padding out")
+            why = self._what_changes_low() or "no mask leaves padding out"
+            raise Refusal("ORP503", f"mixes positions, and {why}")
         left_out = all(flag and getattr(one, flag) for one in sequences_of(*beside))
         if any(BATCH in axis for axis in axes) and not left_out:
             if not self.exact:
@@ -437,3 +438,19 @@ class Site(node_facts.Site):
             self.flow.hides |= flag == "low"
             self.exact = False
         return bool(found)
+
+    def _what_changes_low(self) -> str:
+        """Say which node before this one makes other numbers of what hides padding."""
+        pending = [self.input(0)]
+        for value in pending:
+            node = value.producer()
+            if node is None or per_token(node) is None or self._is_low(value):
+                continue
+            read = [one for one in node.inputs if one is not None and one not in pending]
+            if any(map(self._is_low, read)):
+                return f"{node.op_type} {label(node)!r} changes the numbers that hide padding"
+            pending += read
+        return ""
+
+    def _is_low(self, value: ir.Value) -> bool:
+        return any(one.low for one in sequences_of(*(self.flow.tokens(value).axes or ())))
