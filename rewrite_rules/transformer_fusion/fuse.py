@@ -46,7 +46,7 @@ from rewrite_rules.transformer_fusion.norms_and_activations import (
     TanhGelu,
 )
 from rewrite_rules.transformer_fusion.projections import merge_projections
-from rewrite_rules.transformer_fusion.rotary import Rotary, SplitRotary, may_be_rotation
+from rewrite_rules.transformer_fusion.rotary import Rotary
 from rewrite_rules.transformer_fusion.shared_cache import SharedCache, cache_inputs
 
 # Shape(x, start, end) stands in what grouped queries write.
@@ -184,12 +184,12 @@ def _fuse_attention(
     shared = SharedCache(model) if is_shared else None
     nodes = _by_operator(model)
     weighted = multiplied_weights(nodes["Softmax"])
-    ends = {*nodes["Transpose"], *filter(may_be_rotation, nodes["Add"] + nodes["Concat"])}
+    ends = {*nodes["Transpose"], *nodes["Add"]}
     standard = _has_standard_attention(context) and opset >= _ATTENTION_OPSET
     for graph in graphs:
         rules, own = list[RewriteRule](), {node for node in graph if node in ends}
-        for each in (Rotary, SplitRotary) if options.rotary else ():
-            rules += each.rule(shapes, remarks).commute()
+        if options.rotary:
+            rules += Rotary.rule(shapes, remarks).commute()
         if attention:
             shared_by_all = (shapes, nonempty, remarks, standard, caches, shared)
             rules += (FuseAttention.rule(*shared_by_all, first) for first in (False, True))

@@ -144,34 +144,17 @@ decoder (int64[B, S] input_ids, int64[B, T] attention_mask,
 }}"""
 UNTURNED = """q_turned = Identity(q)
     k_turned = Identity(k)"""
-# Halves that are turned one by one, as gpt-oss does it.
-HALVES = """cos_rows = Gather(cos_table, positions)
-    sin_rows = Gather(sin_table, positions)
-    cos = Unsqueeze(cos_rows, first_axes)
-    sin = Unsqueeze(sin_rows, first_axes)
-""" + "".join(
-    f"""{x}_1, {x}_2 = Split<axis = -1, num_outputs = 2>({x})
-    {x}_1_cos = Mul({x}_1, cos)
-    {x}_2_sin = Mul({x}_2, sin)
-    {x}_2_cos = Mul(cos, {x}_2)
-    {x}_1_sin = Mul(sin, {x}_1)
-    {x}_low = Sub({x}_1_cos, {x}_2_sin)
-    {x}_high = Add({x}_2_cos, {x}_1_sin)
-    {x}_turned = Concat<axis = -1>({x}_low, {x}_high)
-    """
-    for x in "qk"
-)
-# Halves exchanged, and the sign of the first in the sines.
-SIGNED = """cos_half = Gather(cos_table, positions)
+# As transformers turn halves.
+TURNED = """cos_half = Gather(cos_table, positions)
     sin_half = Gather(sin_table, positions)
-    minus = Neg(sin_half)
     cos_rows = Concat<axis = -1>(cos_half, cos_half)
-    sin_rows = Concat<axis = -1>(minus, sin_half)
+    sin_rows = Concat<axis = -1>(sin_half, sin_half)
     cos = Unsqueeze(cos_rows, first_axes)
     sin = Unsqueeze(sin_rows, first_axes)
 """ + "".join(
     f"""{x}_1, {x}_2 = Split<axis = -1, num_outputs = 2>({x})
-    {x}_swapped = Concat<axis = -1>({x}_2, {x}_1)
+    {x}_minus = Neg({x}_2)
+    {x}_swapped = Concat<axis = -1>({x}_minus, {x}_1)
     {x}_cos = Mul({x}, cos)
     {x}_sin = Mul({x}_swapped, sin)
     {x}_turned = Add({x}_cos, {x}_sin)
@@ -288,7 +271,7 @@ def small_decoder(
     return model
 
 
-ROTARIES = {"UNTURNED": UNTURNED, "HALVES": HALVES, "SIGNED": SIGNED}
+ROTARIES = {"UNTURNED": UNTURNED, "TURNED": TURNED}
 CASES = text_cases(Path(__file__).with_suffix(".txt"))
 
 

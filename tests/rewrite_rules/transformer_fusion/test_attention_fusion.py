@@ -14,8 +14,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 from builders.decoders import (
-    HALVES,
-    SIGNED,
+    TURNED,
     UNCACHED,
     UNTURNED,
     changed,
@@ -219,7 +218,7 @@ MERGED = (
 @given(
     mask=st.sampled_from(MASKS),
     lowest=st.sampled_from([float(np.finfo(np.float32).min), -1e38, -np.inf]),
-    rotary=st.sampled_from([UNTURNED, HALVES, SIGNED]),
+    rotary=st.sampled_from([UNTURNED, TURNED]),
     seen=st.sampled_from(sorted(SEEN)),
     merged=st.sampled_from(MERGED),
     fixed=st.sampled_from([None, Run(1, 3, 4), Run(2, 1, 0)]),
@@ -664,7 +663,7 @@ def test_a_session_runs_a_decoder_with_cross_attention():
 
 def test_bfloat16_is_left_and_its_weights_are_read():
     """Only what computes in bfloat16 stays, by name; weights may be cast to float32."""
-    model = small_decoder(("float[", "bfloat16["), rotary=SIGNED)
+    model = small_decoder(("float[", "bfloat16["), rotary=TURNED)
     result = ortplugins.optimize(model, passes=[ortplugins.TransformerFusion()])
     (report,) = result.report.passes
     assert any("computes in BFLOAT16" in remark.reason for remark in report.remarks)
@@ -672,7 +671,7 @@ def test_bfloat16_is_left_and_its_weights_are_read():
     assert "Softmax" in left
     assert not left & {"If", "RotaryEmbedding"}
     onnx.checker.check_model(result.model, full_check=True)
-    stored = small_decoder(rotary=SIGNED)
+    stored = small_decoder(rotary=TURNED)
     for tensor in list(stored.graph.initializer):
         if tensor.name.endswith("_weight"):
             narrow = onnx.numpy_helper.to_array(tensor).astype(ml_dtypes.bfloat16)
