@@ -3,9 +3,6 @@
 
     Reshape(Expand(Unsqueeze(K[B, G, T, D], 2), [B, G, r, T, D]), [B, G * r, T, D])
     Reshape(Tile(Unsqueeze(K, 2), [1, 1, r, 1, 1]), ...)
-    Reshape(Concat(Unsqueeze(K, 2), ... r times, axis=2), ...)
-    Gather(K, [0, 0, ..., 1, 1, ...], axis=1)
-    Expand(K[B, 1, T, D], [B, r, T, D])
 
 and behind it, on the way to the MatMul: Transpose, Mul and Div by a scalar, and Reshapes that
 merge heads with the batch and split them. All of these commute with the repetition.
@@ -31,7 +28,6 @@ from rewrite_rules.shapes.dimensions import known, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.head_layout import count_heads
 
-_HEADS = 1
 _RANK = 4
 _MAX_CHAIN = 12
 # What the MatMul reads of [B, H, T, D], and of [B, T, H, D].
@@ -81,8 +77,9 @@ def read_repeated_heads(
         node = value.producer()
         if node is None or node.domain:
             break
-        reader = _READERS.get(node.op_type, _cache if once else None)
-        found = None if reader is None else reader(node, facts)
+        found = _merged(node, facts) if node.op_type == "Reshape" else None
+        if once and node.op_type == "Concat":
+            found = _cache(node, facts)
         if found is not None:
             found = _laid_out(found, value, chain, facts)
             if found.split:
@@ -162,7 +159,7 @@ def _own_heads(
             continue
         with contextlib.suppress(Refusal):
             found = _laid_out(RepeatedHeads(source, 1, 1), source, chain[:count], facts)
-            groups = count_heads(source, facts, 2 if found.split else _HEADS)
+            groups = count_heads(source, facts, 1 + found.split)
             if groups is not None:
                 return dataclasses.replace(found, groups=groups)
     return None
@@ -170,7 +167,7 @@ def _own_heads(
 
 def _cache(node: ir.Node, facts: ProvedShapes) -> RepeatedHeads | None:
     """Read Concat(past, new) of ``[B, G, T, D]`` on T."""
-    if node.op_type != "Concat" or len(node.inputs) != 2:
+    if len(node.inputs) != 2:
         return None
     # What is fed has as many heads as declared; new ones that have others fit no MatMul.
     groups = number((facts.match(node.inputs[0], "_ G _ _") or {}).get("G"))
@@ -181,8 +178,8 @@ def _cache(node: ir.Node, facts: ProvedShapes) -> RepeatedHeads | None:
 
 def _merged(node: ir.Node, facts: ProvedShapes) -> RepeatedHeads | None:
     """Reshape([B, G, r, T, D] -> [B, G * r, T, D]) of repeated heads."""
-    maker = made_by(node.inputs[0], "Concat", "Expand", "Tile")
-    if maker is None or (maker.op_type == "Concat" and len({*maker.inputs}) > 1):
+    maker = made_by(node.inputs[0], "Expand", "Tile")
+    if maker is None:
         return None
     source = before_unsqueeze(maker.inputs[0], facts)
     once = facts.match(source, "B G T D")
@@ -224,35 +221,6 @@ def before_unsqueeze(value: ir.Value | None, facts: ProvedShapes) -> ir.Value | 
     return source if once and facts.match(value, "B G 1 T D", **once) else None
 
 
-def _gathered(node: ir.Node, facts: ProvedShapes) -> RepeatedHeads | None:
-    """Gather(K, [0, 0, ..., 1, 1, ...], axis=1): repeat_interleave."""
-    source, tensor = node.inputs[0], constant(node.inputs[1])
-    once = facts.match(source, "_ G _ _") or {}
-    groups = number(once.get("G"))
-    if source is None or tensor is None or groups is None:
-        return None
-    if int_attribute(node, "axis", 0) % _RANK != _HEADS:
-        return None
-    array = tensor.numpy()
-    repeats, rest = divmod(array.size, groups)
-    if array.ndim != 1 or rest or repeats < 2:
-        return None
-    if array.tolist() != [head for head in range(groups) for _ in range(repeats)]:
-        return None
-    return RepeatedHeads(source, groups, repeats)
-
-
-def _expanded_single_head(node: ir.Node, facts: ProvedShapes) -> RepeatedHeads | None:
-    """Expand(K[B, 1, T, D], [B, r, T, D])."""
-    source, once = node.inputs[0], facts.match(node.inputs[0], "B 1 T D")
-    repeats = number((facts.match(node.outputs[0], "_ r _ _") or {}).get("r"))
-    if source is None or once is None or repeats is None or repeats < 2:
-        return None
-    if facts.match(node.outputs[0], "B _ T D", **once) is None:
-        raise Refusal("ORP602", f"Expand {label(node)!r} may stretch more than the heads")
-    return RepeatedHeads(source, 1, repeats)
-
-
 def scaled_input(node: ir.Node) -> int | None:
     """Return the index of the input that a Mul or Div scales by a number; else None."""
     for index in _SCALINGS.get(node.op_type, ()):
@@ -260,6 +228,3 @@ def scaled_input(node: ir.Node) -> int | None:
         if tensor is not None and tensor.size == 1 and len(tensor.shape.numpy()) <= 1:
             return index
     return None
-
-
-_READERS = {"Gather": _gathered, "Expand": _expanded_single_head, "Reshape": _merged}

@@ -101,7 +101,8 @@ decoder (int64[B, S] input_ids, int64[B, T] attention_mask,
          float[B, {g}, P, {d}] past_key, float[B, {g}, P, {d}] past_value{inputs})
     => ({outputs}float[B, S, {w}] y, float[B, {g}, U, {d}] key, float[B, {g}, U, {d}] value)
 <int64[4] q_sizes = {{0, 0, {h}, {d}}}, int64[4] k_sizes = {{0, 0, {g}, {d}}},
- int64[3] flat = {{0, 0, {w}}}, int64[{h}] shared = {{0, 0, 1, 1}}, int64[1] last = {{-1}},
+ int64[3] flat = {{0, 0, {w}}}, int64[1] last = {{-1}}, int64[1] after_heads = {{2}},
+ int64[5] repeats = {{1, 1, 2, 1, 1}}, int64[1] heads = {{{h}}}, int64[1] head_size = {{{d}}},
  int64[1] one_axis = {{1}}, int64[2] two_axes = {{1, 2}}, int64[2] first_axes = {{0, 1}},
  int64 zero = {{0}}, int64 one = {{1}}> {{
     hidden = Gather(table, input_ids)
@@ -124,8 +125,7 @@ decoder (int64[B, S] input_ids, int64[B, T] attention_mask,
     {rotary}
     key = Concat<axis = 2>(past_key, k_turned)
     value = Concat<axis = 2>(past_value, v)
-    k_all = Gather<axis = 1>(key, shared)
-    v_all = Gather<axis = 1>(value, shared)
+    {repeated}
     k_right = Transpose<perm = [0, 1, 3, 2]>(k_all)
     product = MatMul(q_turned, k_right)
     scaled = Mul(product, scale)
@@ -142,6 +142,16 @@ decoder (int64[B, S] input_ids, int64[B, T] attention_mask,
     y_rows = Reshape(merged, flat)
     y = MatMul(y_rows, o_weight)
 }}"""
+# Each key and value head for several query heads.
+_REPEATED = "\n    ".join(
+    f"""{x}_texts = Shape<start = 0, end = 1>({whole})
+    {x}_held = Shape<start = 2, end = 3>({whole})
+    {x}_all_sizes = Concat<axis = 0>({x}_texts, heads, {x}_held, head_size)
+    {x}_one = Unsqueeze({whole}, after_heads)
+    {x}_many = Expand({x}_one, repeats)
+    {x}_all = Reshape({x}_many, {x}_all_sizes)"""
+    for x, whole in (("k", "key"), ("v", "value"))
+)
 UNTURNED = """q_turned = Identity(q)
     k_turned = Identity(k)"""
 # As transformers turn halves.
@@ -232,7 +242,8 @@ def small_decoder(
     """
     width = H * size
     ends = {"inputs": inputs and f", {inputs}", "outputs": outputs and f"{outputs}, "}
-    text = _TEXT.format(h=H, g=G, d=size, w=width, rotary=rotary, **ends)
+    parts = {"rotary": rotary, "repeated": _REPEATED}
+    text = _TEXT.format(h=H, g=G, d=size, w=width, **parts, **ends)
     for change in changes:
         if isinstance(change, str):
             text = _replaced(text, change)

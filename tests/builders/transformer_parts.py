@@ -58,11 +58,6 @@ REPEATS = {
     + """
     k_many = Tile(k_one, tiles)
     k_all = Reshape(k_many, k_merged)""",
-    "concat": _TARGET.format(sizes="k")
-    + """
-    k_many = Concat<axis = 2>(k_one, k_one, k_one)
-    k_all = Reshape(k_many, k_merged)""",
-    "gather": "k_all = Gather<axis = 1>(k, interleaved)",
 }
 
 
@@ -98,8 +93,7 @@ def attention(
 <int64[1] groups = {{{G}}}, int64[1] repeats = {{{R}}}, int64[1] heads = {{{H}}},
  int64[1] head_size = {{{D}}}, int64[1] two = {{2}}, int64[1] minus = {{-1}},
  int64[4] k_asked = {{0, {H}, -1, {D}}}, int64[4] v_asked = {{0, {H}, -1, {D}}},
- int64[5] tiles = {{1, 1, {R}, 1, 1}}, float scale = {{0.5}},
- int64[{H}] interleaved = {{{", ".join(str(h // R) for h in range(H))}}}> {{
+ int64[5] tiles = {{1, 1, {R}, 1, 1}}, float scale = {{0.5}}> {{
     {keys}
     {values}
     scores = MatMul(q, k_right)
