@@ -15,7 +15,6 @@ from rewrite_rules.graph.initializers import FreshNames
 # Opsets before which axes are an attribute; most reductions take them as an input since 18.
 _AXES_ARE_INPUTS = {"ReduceSum": 13, "Unsqueeze": 13}
 _ASK = frozenset({"And", "Equal", "Greater", "Less", "Not", "Or", "Xor"})
-_INT64_MAX = np.iinfo(np.int64).max
 
 
 class NewNodes(TapeBuilder):
@@ -96,9 +95,3 @@ class NewNodes(TapeBuilder):
 
     def row(self, value: Any) -> Any:
         return self.Reshape(value, self.integers([-1]))
-
-    def last(self, value: Any, axis: int) -> Any:
-        return self.Slice(value, *(self.integers([n]) for n in (-1, _INT64_MAX, axis)))
-
-    def up_to_last(self, flags: Any) -> Any:
-        return self.true(self.CumSum(flags, self.integers(0), reverse=1))

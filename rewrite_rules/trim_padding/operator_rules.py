@@ -62,7 +62,6 @@ def _joined(flags: list[Sequence], row: PerToken) -> Sequence:
     return Sequence(
         zero,
         row.low([f.low for f in flags]),
-        same=all(f.uniform for f in flags),
         set_by_mask=not zero and any(f.set_by_mask for f in flags),
         wild=wild,
     )
@@ -93,7 +92,7 @@ def _broadcast(
 ) -> Axes:
     rank = max(map(len, operands))
     padded = [((),) * (rank - len(axes)) + axes for axes in operands]
-    beside = beside or [Sequence(same=True)] * len(operands)
+    beside = beside or [Sequence()] * len(operands)
     return tuple(_merged(parts, beside, row) for parts in zip(*padded, strict=True))
 
 
@@ -152,7 +151,6 @@ def _where(site: Site) -> Axes:
         read = [site.tokens(0, How.HIDES), read[2], read[1]]
         beside = [beside[0], beside[2], beside[1]]
     sides = [((),) * (len(axes) - len(operand)) + operand for operand in read]
-    is_one = len(sequences_of(*axes)) == 1
     result = list(axes)
     for i, axis in enumerate(axes):
         if len(axis) == 1 and sequences_of(axis):
@@ -161,21 +159,15 @@ def _where(site: Site) -> Axes:
                 for side, own in zip(sides, beside, strict=True)
             )
             (joined,) = sequences_of(axis)
-            result[i] = (_chosen(condition, one, other, joined, is_one),)
+            result[i] = (_chosen(condition, one, other, joined),)
     return tuple(result)
 
 
-def _chosen(
-    condition: Sequence, one: Sequence, other: Sequence, joined: Sequence, is_one: bool
-) -> Sequence:
+def _chosen(condition: Sequence, one: Sequence, other: Sequence, joined: Sequence) -> Sequence:
     if not condition.zero:
         return joined
-    # Where the mask is the only sequence, positions behind all rows are all padded.
-    same = joined.same or (is_one and other.uniform)
     low = other.low and not one.low and condition.low
-    was_set = one.set_by_mask or other.set_by_mask or low or same
-    set_by_mask = was_set and not other.zero
-    return Sequence(other.zero, low, same, set_by_mask, other.wild)
+    return Sequence(other.zero, low, not other.zero, other.wild)
 
 
 # Along axes, under a mask where those hold the sequence
@@ -396,9 +388,7 @@ def _cumulative_sum(site: Site) -> Axes:
     elif not site.flow.is_made_of_inputs(site.input(0), most_axes=2):
         site.flow.unpackable = "padded positions count for others"
     beside = changed(axes, Sequence.reduced)
-    # Where zeros are added, the sum stays.
-    stays = all(factor.zero for factor in sequences_of(axis))
-    summed = changed([axis], lambda f: Sequence(same=stays, set_by_mask=f.set_by_mask))
+    summed = changed([axis], lambda f: Sequence(set_by_mask=f.set_by_mask))
     return tuple(summed[0] if own is axis else beside[i] for i, own in enumerate(axes))
 
 

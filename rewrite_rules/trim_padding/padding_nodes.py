@@ -35,7 +35,7 @@ from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import Dim
 from rewrite_rules.trim_padding.new_nodes import NewNodes
 from rewrite_rules.trim_padding.questions import How, Questions, places_of
-from rewrite_rules.trim_padding.token_axes import UNFIT, Sequence, sequences_of
+from rewrite_rules.trim_padding.token_axes import UNFIT, sequences_of
 from rewrite_rules.trim_padding.token_flow import Picks, Side, TokenFlow
 
 T = TypeVar("T")
@@ -64,20 +64,12 @@ class PaddingNodes:
         self._wholes: dict[ir.Value, Any] = {}
         self._cut: ir.Value | None = None
 
-    def count(
-        self,
-        sizes: Mapping[ir.Value, tuple[int | None, ...]],
-        multiple: int,
-        repeated: bool,
-        keeps_one: bool,
-    ) -> None:
+    def count(self, sizes: Mapping[ir.Value, tuple[int | None, ...]], multiple: int) -> None:
         """Count the padding behind the longest row.
 
         Args:
             sizes: Where inputs have the batch, if they do, and where the sequence, each time.
             multiple: The length that is kept is a multiple of it.
-            repeated: What stands at one position of the padding is what stands at all others.
-            keeps_one: One position of the padding is kept.
         """
         op, integers, back = self._before, self._before.integers, self._before.integers([-1])
         mask = self._mask
@@ -92,7 +84,7 @@ class PaddingNodes:
         self._sizes = op.Shape(self._mask)
         self._length = op.Gather(self._sizes, integers([1]), axis=0)
         positions = op.Range(integers(0), op.Squeeze(self._length), integers(1))
-        self._questions = Questions(op, real, positions, any_row)
+        self._questions = Questions(op, real, positions)
         # Models pool it, and what a mask leaves of a padded position is not asked.
         first = op.Slice(self._numbers, integers([0]), integers([1]), integers([1]))
         asked = (
@@ -100,7 +92,7 @@ class PaddingNodes:
             for holds in (
                 *self._sizes_agree(sizes),
                 *self._are_ordinary(sizes),
-                *self._asked(repeated),
+                *self._asked(),
             )
         )
         holds = [op.ReduceMin(first, keepdims=0), *dict.fromkeys(asked), *self._picks()]
@@ -112,7 +104,7 @@ class PaddingNodes:
         lowest = op.constant(np.array(np.iinfo(np.int32).min, np.int32))
         behind = op.Pad(backwards, integers([0, 1]), lowest)
         cut = op.ArgMax(behind, axis=0, keepdims=1)
-        if keeps_one:
+        if self._flow.keeps_one:
             cut = op.extreme("Max", op.Sub(cut, integers([1])), integers([0]))
         if multiple > 1:
             # Cut less, until what is kept is a multiple, or nothing is cut.
@@ -155,22 +147,14 @@ class PaddingNodes:
         made.type = value.type
         return made
 
-    def pad_output(self, value: ir.Value, axes: Mapping[int, Sequence]) -> None:
-        """Pad an output to the length that was given.
-
-        What the model has behind the longest row is repeated where that is one value; else
-        the padding is 0.
-        """
+    def pad_output(self, value: ir.Value, axes: Iterable[int]) -> None:
+        """Pad an output to the length that was given; the padding is 0."""
         name, value.name = value.name, self._names.take(f"{value.name}_cut")
-        repeated = [i for i, behind in axes.items() if behind.same and not behind.zero]
-        zero = [i for i in axes if i not in repeated]
-        padded = value
-        for mode, along in (("edge", repeated), ("constant", zero)):
-            if along:
-                pads = self._pads_of(self._after, value, along, 1)
-                padded = self._after.Pad(padded, pads, mode=mode)
-                padded.type = value.type
-        padded.name = name
+        op, rank = self._after, len(self._flow.tokens(value).axes or ())
+        ends = np.zeros(2 * rank, np.int64)
+        ends[[rank + axis for axis in axes]] = 1
+        padded = op.Pad(value, op.Mul(self._cut, op.integers(ends)), mode="constant")
+        padded.type, padded.name = value.type, name
         self._replace_output(value, padded)
 
     def whole_output(self, value: ir.Value) -> None:
@@ -198,14 +182,6 @@ class PaddingNodes:
     def _above_0(self, sizes: Any) -> Any:
         op, integers = self._before, self._before.integers
         return op.Where(op.Equal(sizes, integers(0)), integers(1), sizes)
-
-    def _pads_of(self, op: NewNodes, value: ir.Value, axes: list[int], sign: int) -> ir.Value:
-        """The pads that change the ends of some axes by what is cut."""
-        rank = len(self._flow.tokens(value).axes or ())
-        ends = np.zeros(2 * rank, np.int64)
-        ends[[rank + axis for axis in axes]] = sign
-        pads: ir.Value = op.Mul(self._cut, op.integers(ends))
-        return pads
 
     # What is asked
 
@@ -236,7 +212,7 @@ class PaddingNodes:
                 numbers = value if is_float else op.Cast(value, to=ir.DataType.FLOAT)
                 yield op.Less(op.ReduceL1(numbers, keepdims=0), bound)
 
-    def _asked(self, repeated: bool) -> Iterator[ir.Value]:
+    def _asked(self) -> Iterator[ir.Value]:
         """Ask what side values show, and what is added to scores beside the mask."""
         op, asked, asks_finite = self._before, self._questions, self._flow.asks_finite
         for _, _, value, (axes, how) in _inputs(self._flow.read):
@@ -249,8 +225,6 @@ class PaddingNodes:
                     yield asked.zero(whole, axes, place)
                 elif asks_finite and not factor.wild and whole.dtype.is_floating_point():
                     yield op.Less(op.Abs(whole), op.number(whole, math.inf))
-                if repeated and factor.same and not factor.zero:
-                    yield asked.same(whole, axes, place)
         for _, _, value, (axes, how) in _inputs(self._flow.opened):
             yield asked.opens(self._seen(value, how), axes)
         for _, _, value, (axes, how) in _inputs(self._flow.zeroed):

@@ -55,12 +55,6 @@ class Arrays:
     def row(self, value: Any) -> Any:
         return value.all(axis=0)
 
-    def last(self, value: Any, axis: int) -> Any:
-        return value.take([-1], axis)
-
-    def up_to_last(self, flags: Any) -> Any:
-        return flags[::-1].cumsum()[::-1] > 0
-
 
 def places_of(axes: Axes) -> list[int]:
     """Return which axes are the sequence."""
@@ -73,14 +67,13 @@ class Questions:
     A value has ``axes``, of which that at ``place`` is the sequence.
     """
 
-    def __init__(self, op: Any, real: Any, positions: Any, any_row: Any) -> None:
-        """Take the real positions, ``[batch, length]``; all; those of any row."""
-        self._op, self._real = op, real
-        self._positions, self._any_row = positions, any_row
+    def __init__(self, op: Any, real: Any, positions: Any) -> None:
+        """Take the real positions, ``[batch, length]``, and all."""
+        self._op, self._real, self._positions = op, real, positions
 
     @classmethod
     def of_array(cls, mask: Any) -> Questions:
-        return cls(Arrays(), mask, np.arange(mask.shape[1]), mask.any(axis=0))
+        return cls(Arrays(), mask, np.arange(mask.shape[1]))
 
     def seen(self, value: Any, how: How) -> Any:
         """Return a value as a node reads it."""
@@ -105,12 +98,6 @@ class Questions:
         """Whether padding is 0, where other axes are at real positions."""
         elsewhere, _ = self._places(axes, place)
         return self._op.Or(self._op.Not(self._op.true(value)), elsewhere)
-
-    def same(self, value: Any, axes: Axes, place: int) -> Any:
-        """Whether what stands behind the longest row is one value along an axis."""
-        op, others = self._op, [i for i in range(len(axes)) if i != place]
-        before = op.spread(op.up_to_last(self._any_row), others)
-        return op.Or(op.Equal(value, op.last(value, place)), before)
 
     def opens(self, value: Any, axes: Axes) -> Any:
         """Whether each position sees itself, real or not, and none shows what is hidden."""

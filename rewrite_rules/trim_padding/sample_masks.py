@@ -58,7 +58,7 @@ class SampleMasks:
         return [asked.seen(array, how) for asked, array in self._each(arrays)]
 
     def flagged(self, arrays: Sequence[Array], axes: Axes) -> Axes:
-        """Mark the sequence along which padded positions are zero, low or one value."""
+        """Mark the sequence along which padded positions are zero, low or set by the mask."""
         if (BATCH,) not in axes and any(len(mask) > 1 for mask in self.masks):
             return token_axes.marked(axes, wild=not are_finite(arrays))
         if any(
@@ -83,11 +83,12 @@ class SampleMasks:
             return all(question(each, array, axes, place).all() for each, array in asked)
 
         zero, low = all_say(Questions.zero), all_say(Questions.low)
-        same = all_say(Questions.same)
-        wild = low or not are_finite(arrays)
-        changes = any((array != array.take([-1], place)).any() for array in arrays)
+        # Two positions are behind the longest row.
+        ends = [[array.take([i], place) for i in (-2, -1)] for array in arrays]
+        same = all((one == other).all() for one, other in ends)
+        changes = any((a != end).any() for a, (_, end) in zip(arrays, ends, strict=True))
         set_by_mask = low or (same and changes and not zero)
-        return token_axes.Sequence(zero, low, same, set_by_mask, wild)
+        return token_axes.Sequence(zero, low, set_by_mask, low or not are_finite(arrays))
 
 
 def are_finite(arrays: Iterable[Array]) -> bool:

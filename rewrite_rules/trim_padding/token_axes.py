@@ -26,33 +26,22 @@ class Sequence:
         zero: Exactly 0, where all other sequence factors are at real positions.
         low: So far below what is real that a softmax makes 0 of it, there as well; each real
             position is above that beside itself. Of booleans, False there, and True beside.
-        same: Behind the longest row, one value: what stands at the first such position.
         set_by_mask: The model itself put something else than 0 there, by the mask.
         wild: It may be infinite there, or none: times 0, that is not 0.
     """
 
     zero: bool = False
     low: bool = False
-    same: bool = False
     set_by_mask: bool = False
     wild: bool = False
 
-    @property
-    def uniform(self) -> bool:
-        return self.zero or self.same
-
     def reworked(self) -> Sequence:
-        """Return what stands there once each position is computed again, from all of itself.
-
-        What was one value behind the longest row still is.
-        """
-        set_by_mask = self.set_by_mask and self.uniform
-        return Sequence(same=self.uniform, set_by_mask=set_by_mask, wild=self.wild)
+        """Return what stands there once each position is computed again."""
+        return self.reduced()
 
     def reduced(self, keeps_zero: bool = False) -> Sequence:
         """Return what stands there once other axes are reduced."""
-        zero = keeps_zero and self.zero
-        return Sequence(zero, same=self.uniform, set_by_mask=self.set_by_mask, wild=self.wild)
+        return dataclasses.replace(self, zero=keeps_zero and self.zero, low=False)
 
 
 BATCH = "batch"

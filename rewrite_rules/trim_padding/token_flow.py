@@ -386,7 +386,7 @@ class Site(node_facts.Site):
 
     def beside(self, index: int) -> Sequence:
         """Return what an operand has along axes of the sequence that it lacks."""
-        found, value = self.flow.value(self.input(index)), Sequence(same=True)
+        found, value = self.flow.value(self.input(index)), Sequence()
         if not isinstance(found, Side) or found.varies:
             return value
         array = found.arrays[0]

@@ -58,16 +58,13 @@ def trim_padding(
         axes = _sequence_axes(model, flow)
         inputs = [value for value in model.graph.inputs if value in axes]
         outputs = [value for value in model.graph.outputs if value in axes]
-        behind = [one for value in outputs for one in axes[value].values()]
-        repeated = any(one.same and not one.zero for one in behind)
-        keeps_one = repeated or flow.keeps_one
         sizes = {
             value: (_axis_of_rows(flow.tokens(value)), *axes[value])
             for value in inputs
             if value is not flow.mask
         }
         nodes = PaddingNodes(model, names, flow)
-        nodes.count(sizes, multiple, repeated, keeps_one)
+        nodes.count(sizes, multiple)
     except Refusal as refusal:
         if _is_fused(model):
             refusal = Refusal("ORP508", f"{refusal}; {_FUSED}")
@@ -86,7 +83,7 @@ def trim_padding(
     if outputs:
         gained += f" and given back to {_names(outputs)}"
     for value in outputs:
-        if any(not one.uniform for one in axes[value].values()):
+        if any(not one.zero for one in axes[value].values()):
             context.remarks.note(
                 str(value.name), "positions behind the longest row are 0 from now on"
             )
@@ -229,11 +226,10 @@ def _sequence_axes(model: ir.Model, flow: TokenFlow) -> dict[ir.Value, dict[int,
         if value.is_graph_input() and value in model.graph.outputs:
             raise Refusal("ORP506", f"{value.name!r} is an input and an output")
         for behind in () if value.is_graph_input() else found.values():
-            if not behind.uniform and behind.set_by_mask:
+            if not behind.zero and behind.set_by_mask:
                 raise Refusal(
                     "ORP506",
-                    f"{value.name!r} is set behind the longest row by the model itself, to "
-                    "different values",
+                    f"{value.name!r} is set behind the longest row by the model itself",
                 )
         result[value] = found
     return result

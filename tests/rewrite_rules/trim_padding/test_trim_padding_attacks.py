@@ -222,23 +222,3 @@ def test_a_node_that_nothing_reads_says_nothing(pack: bool):
     result = only_proved(model, pack=pack)
     feed = fed(model, ("111", "11111"), 0)
     np.testing.assert_array_equal(run(result, feed)[0], run(model, feed)[0])
-
-
-@pytest.mark.parametrize(
-    ("name", "multiple", "rows"),
-    [
-        ("minus infinity", 1, ("111", "11111")),
-        ("minus infinity", 8, ("111", "11111")),
-        ("counts beyond 301", 1, ("1" * 300, "1111")),
-    ],
-)
-def test_scores_that_the_model_masks_keep_their_best(name, multiple, rows):
-    model = attack(name)
-    passes = [ortplugins.TrimPadding(multiple=multiple)]
-    result = ortplugins.optimize(model, passes=passes).model
-    feed = batch(*rows, length=max(map(len, rows)) + 14)
-    (found, _), (expected, _) = (
-        session(m, optimised=False).run(None, feed) for m in (result, model)
-    )
-    np.testing.assert_array_equal(found == -np.inf, expected == -np.inf)
-    np.testing.assert_array_equal(found.argmax(axis=1), expected.argmax(axis=1))
