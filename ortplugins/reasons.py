@@ -25,22 +25,17 @@ REASONS: Mapping[str, Mapping[str, str]] = {
             "No kernel takes such blocks: quantise in blocks of 16, 32, 64, 128 or 256, of "
             "the matrix as it is multiplied."
         ),
-        "ORP104": "An odd number of codes in a group or row: pad K or N, or take 4 bits.",
+        "ORP104": "An odd number of codes in a row: pad K, or take 8 bits.",
         "ORP105": (
             "Casts after DequantizeLinear lose bits, or go to a type without a kernel: "
             "export the model in float32 or float16, without them."
         ),
         "ORP106": (
-            "Stacks of matrices fuse in MatMul from opset 13 on (onnx.version_converter), "
-            "with up to 64 groups and a fixed batch."
+            "Stacks of matrices have no kernel: split the product, or take the float constant."
         ),
-        "ORP107": (
-            "Write it as MatMul with the weight on the right, or give the model's inputs "
-            "shapes that prove the rank of the other operand."
-        ),
+        "ORP107": ("Write it as MatMul with the weight on the right, and nothing transposed."),
         "ORP108": (
-            "Tables of 8 and 2 bits have a kernel for rows of a matrix: gather rows, in "
-            "blocks of 16, 32 ..., or quantise to 4 bits."
+            "Tables have a kernel for rows of a matrix: gather rows, in blocks of 16, 32 ..."
         ),
         "ORP109": (
             "It would have become a float constant: raise float_limit_mb, take "
@@ -72,13 +67,13 @@ REASONS: Mapping[str, Mapping[str, str]] = {
     },
     "The file is damaged, or its exporter is wrong": {
         "ORP201": (
-            "The type of codes or scales has no kernel: 2, 4 or 8 bits with float32 or "
+            "The type of codes or scales has no kernel: 4 or 8 bits with float32 or "
             "float16 scales fuse; cast bfloat16 scales to float32."
         ),
         "ORP202": (
             "Scales, zero points or axes do not fit the weight: quantise or export again."
         ),
-        "ORP203": "Scales are lost (0, NaN, infinity): quantise again, with float32 scales.",
+        "ORP203": "Scales are lost (NaN, infinity): quantise again, with float32 scales.",
         "ORP204": "A field holds what ONNX does not allow: export again.",
     },
     "Activations that keep their type (mixed_precision_boundaries)": {

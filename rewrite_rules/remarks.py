@@ -141,8 +141,6 @@ class PassContext:
             start none.
         native_accuracy_level: The ``accuracy_level`` of MatMulNBits nodes that onnxruntime's
             own optimizer would make; None where it does not run.
-        native_block_size: Their block size where a weight has one scale, or one for each
-            column; 0 for onnxruntime's default, -1 for the size that pads K least.
     """
 
     remarks: Remarks
@@ -153,7 +151,6 @@ class PassContext:
     cpu_arena: bool = True
     child_python: tuple[str, Mapping[str, str]] | None = None
     native_accuracy_level: int | None = 4
-    native_block_size: int = 0
 
     @property
     def cpu_only(self) -> bool:

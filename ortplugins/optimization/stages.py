@@ -113,7 +113,6 @@ class PassRuns:
             self._request.cpu_arena,
             None if python is None else (python, child_environment(item.name)),
             native_accuracy_level=self._request.optimizers.native_accuracy_level,
-            native_block_size=self._request.optimizers.native_block_size,
         )
 
     def needs_of_session(self) -> dict[str, str]:

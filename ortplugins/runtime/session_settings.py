@@ -37,15 +37,6 @@ class OptimizerSettings(NamedTuple):
         # onnxruntime refuses any other.
         return int(level) if level in ("0", "1", "2", "3", "4") else None
 
-    @property
-    def native_block_size(self) -> int:
-        """Block size of fused weights with one scale, or one for each column.
-
-        0 is onnxruntime's default, -1 the size that pads K least.
-        """
-        text = dict(self.entries).get("session.qdq_matmulnbits_block_size", "0")
-        return int(text) if text in ("-1", "16", "32", "64", "128", "256") else 0
-
 
 # For a file that no session asked for.
 ALL_OPTIMIZERS = OptimizerSettings("ORT_ENABLE_ALL")

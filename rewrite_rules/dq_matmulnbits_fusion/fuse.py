@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator
 
 import onnx_ir as ir
 
+from rewrite_rules.dq_matmulnbits_fusion.accuracy import computes_in_integers
 from rewrite_rules.dq_matmulnbits_fusion.fusion_run import (
     FloatConstant,
     FusionOptions,
@@ -23,11 +24,7 @@ from rewrite_rules.dq_matmulnbits_fusion.matmul_rules import (
     Convolution,
     GemmByWeight,
     MatMulByWeight,
-    ProductRule,
-    WeightForEachGroup,
-    WeightOnTheLeft,
 )
-from rewrite_rules.dq_matmulnbits_fusion.native_fusion import computes_in_integers
 from rewrite_rules.graph.nodes import (
     all_nodes,
     inline_functions,
@@ -69,11 +66,8 @@ def fuse(
     rules = [*AddBias.rule(run).commute(), GatherToGatherBlockQuantized.rule(run, "Gather")]
     rules.append(FloatConstant.rule(run, "Gather", 0))
     for op_type in ("MatMul", "FusedMatMul", "Gemm"):
-        right: list[type[ProductRule]] = [MatMulByWeight, WeightForEachGroup]
-        right = [GemmByWeight] if op_type == "Gemm" else right
-        for index, laws in ((1, right), (0, [WeightOnTheLeft])):
-            rules += [law.rule(run, op_type) for law in laws]
-            rules.append(FloatConstant.rule(run, op_type, index))
+        law = GemmByWeight if op_type == "Gemm" else MatMulByWeight
+        rules += [law.rule(run, op_type), FloatConstant.rule(run, op_type, 1)]
     rules += [Convolution.rule(run, op_type, 1) for op_type in ("Conv", "ConvTranspose")]
     left = {node for function in model.functions.values() for node in walk(function.graph)}
 
@@ -84,13 +78,12 @@ def fuse(
 
     DispatchingRuleSet(rules, may_fuse).apply_to_model(model)
     _remark_unfused(model, run)
-    run.compare_with_stock()
 
 
 def _remark_unfused(model: ir.Model, run: FusionRun) -> None:
     """Give every use of a dequantised constant that no rule spoke of its remark.
 
-    Codes of 2, 4 or 8 bits are refused: they are weights, unpacked at every inference. Others
+    Codes of 4 or 8 bits are refused: they are weights, unpacked at every inference. Others
     (32-bit biases, 16-bit tables) are noted.
     """
     remarks = run.context.remarks

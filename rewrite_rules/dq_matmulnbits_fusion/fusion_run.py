@@ -46,8 +46,8 @@ class FusionOptions:
 
     Attributes:
         accuracy_level: MatMulNBits' attribute: 0 or 1 computes in float32, 4 rounds the
-            activations to int8. None takes onnxruntime's own level where its optimizer would
-            fuse the node, 0 elsewhere.
+            activations to int8. None takes onnxruntime's own level where its optimizer is sure
+            to fuse the node, 0 elsewhere.
         slow_kernels: What becomes of a weight whose kernel unpacks it at every call, or that
             no kernel takes: ``"float"`` a float constant, ``"fuse"`` MatMulNBits all the same,
             ``"keep"`` the graph as it is.
@@ -63,7 +63,6 @@ class FusionRun:
     """One run over one model: its new constants and what became of each candidate.
 
     ``only``: the DequantizeLinear nodes whose constants are candidates; None for all.
-    ``levels``: of each MatMulNBits, its accuracy level and that of onnxruntime's own, if any.
     """
 
     def __init__(
@@ -83,8 +82,6 @@ class FusionRun:
         self.made: set[ir.Node] = set()
         # Why no kernel takes an input of a node.
         self.without_kernel: dict[tuple[ir.Node, int], Refusal] = {}
-        self.levels: list[tuple[int, int | None]] = []
-        self._fired = 0
         self._reported: set[tuple[ir.Node, ir.Node]] = set()
 
     def check_providers(self) -> None:
@@ -116,34 +113,11 @@ class FusionRun:
         return may_be_float and small and self.floats.fits(operand)
 
     def fired(self, consumer: ir.Node, dequantize: ir.Node, outcome: str) -> None:
-        self._fired += 1
         self.context.remarks.fired(label(consumer), self._tell(consumer, dequantize, outcome))
 
     def refused(self, consumer: ir.Node, dequantize: ir.Node, reason: Refusal) -> None:
         text = self._tell(consumer, dequantize, reason)
         self.context.remarks.refused(label(consumer), Refusal(reason.code, text))
-
-    def folded(self, consumer: ir.Node, dequantize: ir.Node | None, what: str) -> None:
-        """Record that a small constant became part of another; None where it was float."""
-        text = what if dequantize is None else self._tell(consumer, dequantize, what)
-        self.context.remarks.note(label(consumer), text)
-
-    def compare_with_stock(self) -> None:
-        """Note what onnxruntime's own fusion would have made of the same nodes."""
-        stock = self.context.native_accuracy_level
-        others = [own for own, native in self.levels if native is not None and native != own]
-        if others:
-            self.context.remarks.note(
-                "model",
-                f"onnxruntime would fuse {len(others)} of the nodes itself, at accuracy_level "
-                f"{stock} and not {others[0]}: speed and numbers differ from a plain session",
-            )
-        elif 0 < self._fired == sum(native is not None for _, native in self.levels):
-            self.context.remarks.note(
-                "model",
-                "plain onnxruntime fuses the same nodes at every start: a plain session "
-                "starts slower and runs as fast",
-            )
 
     def was_reported(self, consumer: ir.Node, dequantize: ir.Node) -> bool:
         return (consumer, dequantize) in self._reported
@@ -196,8 +170,8 @@ class OperandRule(RewriteRuleClassBase):
                     self._emit = self._plan(node, chain, operand)
                 except (NoKernel, Unrepresentable) as reason:
                     self._emit = self._without_kernel(node, operand, reason)
-            except OtherForm as other:
-                return result.fail(str(other), node)
+            except _Deferred as deferred:
+                return result.fail(str(deferred), node)
             except Refusal as refusal:
                 run.refused(node, chain[0], refusal)
                 return result.fail(str(refusal), node)
@@ -219,11 +193,11 @@ class OperandRule(RewriteRuleClassBase):
     ) -> Emit:
         """Leave what no kernel takes to :class:`FloatConstant`, the last rule of f."""
         self._run.without_kernel[node, self.index] = reason
-        raise OtherForm(str(reason))
+        raise _Deferred(str(reason))
 
 
-class OtherForm(Exception):
-    """Another rule is for what matched."""
+class _Deferred(Exception):
+    """The last rule of an operator is for what matched, or another one has refused it."""
 
 
 class FloatConstant(OperandRule):
@@ -236,7 +210,7 @@ class FloatConstant(OperandRule):
     def _plan(self, node: ir.Node, chain: list[ir.Node], operand: DequantizedOperand) -> Emit:
         reason = self._run.without_kernel.get((node, self.index))
         if reason is None:
-            raise OtherForm("another rule has refused it")
+            raise _Deferred("another rule has refused it")
         raise reason
 
     def _without_kernel(
@@ -261,7 +235,7 @@ def check_type(operand: DequantizedOperand) -> None:
     """Refuse types that no fused operator computes in, and what is rounded on its way."""
     if operand.bits > 8:
         raise Refusal(
-            "ORP201", f"weight {operand.codes.name!r} is int32: codes of 2, 4 or 8 bits fuse"
+            "ORP201", f"weight {operand.codes.name!r} is int32: codes of 4 or 8 bits fuse"
         )
     for dtype in operand.casts:
         if dtype not in _FLOATS:

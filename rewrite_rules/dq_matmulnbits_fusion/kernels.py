@@ -19,7 +19,6 @@ written out.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,10 +35,8 @@ from rewrite_rules.weights.bit_packing import SIGN_BITS, Bytes, pack_rows, repac
 from rewrite_rules.weights.dequantized_operand import BlockQuantizedWeight, DequantizedOperand
 
 # What the kernels take (anything else fails when the session is created), with what a weight
-# costs in each, relative to the others: measured on the CPU, 2048 x 2048, one row. 2-bit
-# codes have a fast kernel in three of them only.
+# costs in each, relative to the others: measured on the CPU, 2048 x 2048, one row.
 _COST = {16: 1.6, 32: 1.15, 64: 1.1, 128: 1.02, 256: 1.0}
-_COST_2_BIT = {16: 160.0, 32: 2.9, 64: 1.6, 128: 1.0, 256: 160.0}
 _UINT8 = ir.DataType.UINT8
 _CUDA = "CUDAExecutionProvider"
 
@@ -57,7 +54,6 @@ def takes_bias(context: PassContext) -> bool:
 def check_version(
     operand: DequantizedOperand,
     accuracy_level: int,
-    dtype: ir.DataType,
     graph: ir.Graph | ir.Function | None,
     context: PassContext,
 ) -> None:
@@ -71,13 +67,6 @@ def check_version(
     zero_points = operand.zero_points or (None if operand.signed else operand.codes)
     _refuse_missing(
         version,
-        ((1, 31), bits == 2 and _CUDA in context.providers, "2-bit weights on CUDA"),
-        ((1, 24), cpu and bits == 2, "2-bit weights"),
-        (
-            (1, 29),
-            cpu and bits == 2 and dtype is ir.DataType.FLOAT16,
-            "2-bit weights under float16 activations",
-        ),
         (
             (1, 24),
             cpu and bits == 8 and accuracy_level != 4,
@@ -101,10 +90,10 @@ def check_version(
         )
 
 
-def table_unsupported(version: Version | None, *, bits: int, odd_blocks: bool) -> None:
-    """Refuse uint8 tables without a right kernel; ``odd_blocks``: zero points of odd rows."""
-    what = f"Gather from uint8 tables of {bits}-bit codes"
-    _refuse_missing(version, ((1, 24), True, what), ((1, 27), bits == 2, what))
+def check_table(version: Version | None, *, bits: int, odd_blocks: bool) -> None:
+    """Refuse tables without a right kernel; ``odd_blocks``: zero points of odd rows."""
+    what = f"Gather from tables of {bits}-bit codes"
+    _refuse_missing(version, ((1, 24), True, what))
     if version is not None and version < (1, 27) and bits == 4 and odd_blocks:
         raise NoKernel(
             "ORP113",
@@ -127,32 +116,16 @@ def _text(version: Version) -> str:
     return f"{version[0]}.{version[1]}"
 
 
-# The inputs
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class KernelInputs:
-    """What MatMulNBits or GatherBlockQuantized reads; no zero points stand for the default."""
-
-    codes: ir.Value
-    scales: ir.Value
-    zero_points: ir.Value | None
-    attributes: dict[str, int]
-
-    @property
-    def inputs(self) -> list[ir.Value]:
-        """Those that there are, as MatMulNBits takes them."""
-        found = (self.codes, self.scales, self.zero_points)
-        return [value for value in found if value is not None]
-
-
-def kernel_block_size(weight: BlockQuantizedWeight) -> int:
+def kernel_block_size(weight: BlockQuantizedWeight, accuracy_level: int) -> int:
     """Choose the block size that costs least among those that keep every number.
 
     A stored block may be cut into equal kernel blocks that repeat its scale; a column with one
     scale may be cut anywhere.
     """
-    size = fitting_block_size(weight.bits, weight.block_size, weight.K)
+    stored = weight.operand.dequantize.attributes.get_int("block_size", 0)
+    if accuracy_level == 4 and stored in _COST:
+        return stored  # activations are rounded in blocks: in those of onnxruntime
+    size = fitting_block_size(weight.block_size, weight.K)
     if size is None:
         sizes = ", ".join(map(str, _COST))
         what = (
@@ -164,56 +137,31 @@ def kernel_block_size(weight: BlockQuantizedWeight) -> int:
     return size
 
 
-def fitting_block_size(bits: int, block_size: int, k: int) -> int | None:
+def fitting_block_size(block_size: int, k: int) -> int | None:
     """Return the cheapest block size that keeps every number; None if none does."""
-    cost = _COST_2_BIT if bits == 2 else _COST
-    fitting = [b for b in cost if block_size >= k or block_size % b == 0]
-    return min(fitting, key=lambda b: -(-k // b) * b * cost[b], default=None)
+    fitting = [b for b in _COST if block_size >= k or block_size % b == 0]
+    return min(fitting, key=lambda b: -(-k // b) * b * _COST[b], default=None)
 
 
-def slow_kernel(bits: int, block_size: int, accuracy_level: int) -> str | None:
+def slow_kernel(bits: int, accuracy_level: int) -> str | None:
     """Say why the CPU kernel would unpack the weight at every call; None if it doesn't.
 
-    Measured on onnxruntime 1.31: 8-bit and 2-bit weights are computed on directly only with
-    int8 activations, 2-bit ones only in blocks of 32, 64 or 128.
+    Measured on onnxruntime 1.31: 8-bit weights are computed on directly only with int8
+    activations.
     """
-    if bits != 4 and accuracy_level != 4:
-        return (
-            f"{bits}-bit weights have a fast CPU kernel at accuracy_level 4 only, not at "
-            f"{accuracy_level}"
-        )
-    if bits == 2 and _COST_2_BIT[block_size] > 100:
-        return f"2-bit weights in blocks of {block_size} have no fast CPU kernel"
-    return None
-
-
-def write_matmulnbits(
-    initializers: DerivedInitializers,
-    weight: BlockQuantizedWeight,
-    block_size: int,
-    dtype: ir.DataType,
-) -> KernelInputs:
-    """Register MatMulNBits' inputs for a weight, or find those that an earlier match made.
-
-    Codes whose bytes fit already (unsigned, ``[N, K]``, whole blocks) are re-labelled where
-    they lie; others are repacked while they are saved.
-    """
-    attributes = {"K": weight.K, "N": weight.N, "bits": weight.bits}
-    return KernelInputs(
-        codes=write_codes(initializers, weight, block_size),
-        scales=write_scales(initializers, weight, block_size, dtype),
-        zero_points=write_zero_points(initializers, weight, block_size),
-        attributes=attributes | {"block_size": block_size},
+    if bits == 4 or accuracy_level == 4:
+        return None
+    return (
+        f"{bits}-bit weights have a fast CPU kernel at accuracy_level 4 only, not at "
+        f"{accuracy_level}"
     )
 
 
 def repacked(weight: BlockQuantizedWeight, block_size: int) -> Iterator[Bytes]:
     """Yield unsigned codes, uint8 ``[columns, blocks * block_size * bits / 8]``, padded."""
-    bits, first = weight.bits, weight.first * weight.bits // 8
-    length = -(-weight.K * weight.N * bits // 8)
     return repack(
-        packed_bytes(weight.operand.code_tensor)[first : first + length],
-        bits=bits,
+        packed_bytes(weight.operand.code_tensor),
+        bits=weight.bits,
         signed=weight.operand.signed,
         k=weight.K,
         n=weight.N,
@@ -225,15 +173,18 @@ def repacked(weight: BlockQuantizedWeight, block_size: int) -> Iterator[Bytes]:
 def write_codes(
     initializers: DerivedInitializers, weight: BlockQuantizedWeight, block_size: int
 ) -> ir.Value:
-    """Register ``B``, uint8 ``[N, blocks, block_size * bits / 8]``."""
+    """Register ``B``, uint8 ``[N, blocks, block_size * bits / 8]``.
+
+    Codes whose bytes fit already (unsigned, ``[N, K]``, whole blocks) are re-labelled where
+    they lie; others are repacked while they are saved.
+    """
     operand, source = weight.operand, weight.operand.code_tensor
     shape = (weight.N, weight.blocks(block_size), block_size * operand.bits // 8)
     fits = weight.k_axis == 1 and not operand.signed and weight.K % block_size == 0
-    fits = fits and source.size == weight.K * weight.N  # no group of a larger one
     make = _maker(
         lambda: repacked(weight, block_size), _UINT8, shape, source if fits else None
     )
-    key = (weight.K, weight.N, weight.first)
+    key = (weight.K, weight.N)
     return initializers.get(operand.codes, f"{_suffix(weight)}{block_size}", make, key)
 
 
@@ -318,7 +269,6 @@ def _in_order(weight: BlockQuantizedWeight, block_size: int) -> bool:
     blocks = weight.blocks(block_size)
     return (
         weight.cuts(block_size) == 1
-        and weight.first_scale == 0
         and weight.n.block == 1
         and (blocks == 1 or weight.k.scales == 1)
         and (weight.N == 1 or weight.n.scales == blocks)

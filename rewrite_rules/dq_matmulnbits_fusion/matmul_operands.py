@@ -10,24 +10,19 @@ A constant bias that is the same for every row is one that MatMulNBits takes.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Hashable
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from rewrite_rules.graph.initializers import DerivedInitializers
-from rewrite_rules.graph.nodes import dequantizer
 from rewrite_rules.graph.parameters import (
+    constant,
     float_attribute,
     int_attribute,
     require_constant,
-    source_of,
 )
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
-from rewrite_rules.weights.dequantized_operand import read_operand
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,11 +42,6 @@ class Product:
     transpose_x: bool
     alpha: float
     beta: float
-
-    @property
-    def on_left(self) -> bool:
-        """Whether the last two axes of the product have to be swapped afterwards."""
-        return self.index == 0
 
     @property
     def x(self) -> ir.Value | None:
@@ -90,68 +80,36 @@ def read_product(node: ir.Node, index: int) -> Product:
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class ColumnBias:
-    """A constant that adds one number to each column.
-
-    ``numbers`` is float64 ``[N]``; rank and dtype are those in the model. A float constant has
-    no ``dequantize``. ``parameters`` is what else than ``anchor`` the numbers come from.
-    """
-
-    anchor: ir.Value
-    numbers: npt.NDArray[np.float64]
-    rank: int
-    dtype: ir.DataType
-    dequantize: ir.Node | None
-    parameters: Hashable
-
-
-def read_column_bias(value: ir.Value, columns: int) -> ColumnBias | None:
-    """Read a float or dequantised bias [N], [1, N], [1] ... or a scalar; else None."""
-    node = dequantizer(source_of(value))
-    try:
-        if node is not None:
-            operand = read_operand([node])
-            shape, dtype, anchor = operand.shape, operand.dtype, operand.codes
-            key: Hashable = (operand.axes, operand.scales, operand.zero_points)
-        else:
-            key = ()
-            anchor, tensor = require_constant(value, "bias")
-            shape, dtype = tuple(tensor.shape.numpy()), tensor.dtype
-    except Refusal:
+def column_bias(value: ir.Value, columns: int) -> ir.TensorProtocol | None:
+    """Return a constant of [N], [1, N], [1] ... or a scalar, float32 or float16; else None."""
+    tensor = constant(value)
+    if tensor is None or tensor.dtype not in _FLOATS:
         return None
+    shape = tuple(tensor.shape.numpy())
     # One number for each column, or one for all.
-    if math.prod(shape) not in (1, columns) or (shape and shape[-1] != math.prod(shape)):
+    if tensor.size not in (1, columns) or (shape and shape[-1] != tensor.size):
         return None
-    if dtype not in _FLOATS:
-        return None
-    numbers = tensor.numpy() if node is None else np.concatenate(list(operand.rows()))
-    per_column = np.broadcast_to(numbers.astype(np.float64).reshape(-1), (columns,))
-    return ColumnBias(anchor, per_column, len(shape), dtype, node, key)
+    return tensor
 
 
 def write_column_bias(
     initializers: DerivedInitializers,
-    bias: ColumnBias,
+    value: ir.Value,
+    columns: int,
     dtype: ir.DataType,
     factor: float = 1.0,
 ) -> ir.Value:
-    """Register the bias ``[N]``, or return the constant itself where it is that."""
-    tensor = bias.anchor.const_value
-    shape = bias.numbers.shape
-    if (
-        bias.dequantize is None
-        and factor == 1.0
-        and tensor is not None
-        and tensor.dtype == dtype
-        and tuple(tensor.shape.numpy()) == shape
-    ):
-        return bias.anchor
+    """Register a column bias times a factor, ``[N]``, or return the constant if it is that."""
+    source, tensor = require_constant(value, "bias")
+    if factor == 1.0 and tensor.dtype == dtype and tuple(tensor.shape.numpy()) == (columns,):
+        return source
     # Rounded as the bias is, then as its product with beta is.
     with np.errstate(over="ignore"):
-        numbers = bias.numbers.astype(dtype.numpy()).astype(np.float64) * factor
-        array = numbers.astype(dtype.numpy())
-    key = (shape, factor, dtype, bias.parameters)
+        numbers = tensor.numpy().astype(dtype.numpy()).astype(np.float64).reshape(-1) * factor
+        array = np.array(np.broadcast_to(numbers.astype(dtype.numpy()), (columns,)))
     return initializers.get(
-        bias.anchor, ".bias", lambda name: ir.Tensor(array, dtype=dtype, name=name), key
+        source,
+        ".bias",
+        lambda name: ir.Tensor(array, dtype=dtype, name=name),
+        (columns, factor, dtype),
     )

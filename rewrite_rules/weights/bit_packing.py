@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Integer codes of 2, 4 and 8 bits: packed, unpacked, and put into MatMulNBits' order.
+"""Integer codes of 4 and 8 bits: packed, unpacked, and put into MatMulNBits' order.
 
 ONNX packs codes densely over the flattened tensor, the first element in the low bits.
 MatMulNBits wants, for each output column, the codes along K, in blocks padded to
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
 # The top bit of every code in a byte, by bits per code.
-SIGN_BITS = {2: 0xAA, 4: 0x88, 8: 0x80}
+SIGN_BITS = {4: 0x88, 8: 0x80}
 
 
 def unpack(packed: Bytes, bits: int, indices: npt.NDArray[np.int64]) -> Bytes:

@@ -46,8 +46,8 @@ from rewrite_rules.weights.strided_axes import (
 
 # What weights are stored as, and biases besides.
 _CODE_TYPES = frozenset({
-    ir.DataType.INT2, ir.DataType.INT4, ir.DataType.INT8, ir.DataType.INT32,
-    ir.DataType.UINT2, ir.DataType.UINT4, ir.DataType.UINT8,
+    ir.DataType.INT4, ir.DataType.INT8, ir.DataType.INT32, ir.DataType.UINT4,
+    ir.DataType.UINT8,
 })  # fmt: skip
 _RENAMING = frozenset({"Identity", "Cast", "Transpose", "Reshape", "Squeeze", "Unsqueeze"})
 _CHUNK_ELEMENTS = 1 << 20
@@ -65,13 +65,12 @@ class DequantizedOperand:
     """A dequantised constant as its consumer sees it.
 
     Attributes:
-        codes: Of 2, 4 or 8 bits, or int32.
+        codes: Of 4 or 8 bits, or int32.
         scales: float32 or float16; the output of the Cast that makes them so, if it rounds.
         zero_points: Shape of ``scales``, type of ``codes``; None stands for 0.
         axes: Where the numbers of each axis of the operand lie.
         casts: Types that its numbers pass through, DequantizeLinear's own first.
         layout: The stored layout in a few words.
-        renamed: Whether its axes differ from DequantizeLinear's.
     """
 
     dequantize: ir.Node
@@ -84,7 +83,6 @@ class DequantizedOperand:
     axes: tuple[Axis, ...]
     casts: tuple[ir.DataType, ...]
     layout: str
-    renamed: bool = False
 
     @property
     def bits(self) -> int:
@@ -108,34 +106,30 @@ class DequantizedOperand:
     def shape(self) -> tuple[int, ...]:
         return tuple(math.prod(run.size for run in axis) for axis in self.axes)
 
-    def matrix(self, k_axis: int, group: int = 0) -> BlockQuantizedWeight:
-        """Describe the operand as ``W[K, N]``; its codes have to lie in order.
+    def matrix(self, k_axis: int) -> BlockQuantizedWeight:
+        """Describe the operand as ``W[K, N]``; refuse others than matrices stored in order.
 
-        ``k_axis`` is the reduced one of the last two axes; ``group`` the index before them.
+        ``k_axis`` is the one of its axes that is reduced.
         """
-        *batch, rows, columns = (coalesced(axis) for axis in self.axes)
+        if len(self.axes) != 2:
+            raise Unrepresentable(
+                "ORP106",
+                f"weight {self.codes.name!r} has shape {list(self.shape)}: rank 2 fuses",
+            )
+        rows, columns = map(coalesced, self.axes)
         k, n = (rows, columns) if k_axis == 0 else (columns, rows)
-        groups = batch[0] if batch else Run(1, 0)
-        if k is None or n is None or groups is None:
+        if k is None or n is None:
             raise Unrepresentable(
                 "ORP103", f"the numbers of weight {self.codes.name!r} lie at uneven steps"
             )
         if (n.size == 1 or n.codes == 1) and (k.size == 1 or k.codes == n.size):
-            order = 0
-        elif (k.size == 1 or k.codes == 1) and (n.size == 1 or n.codes == k.size):
-            order = 1
-        else:
-            raise Unrepresentable(
-                "ORP103",
-                f"weight {self.codes.name!r} is stored neither as [K, N] nor as [N, K]",
-            )
-        first = group * groups.codes
-        if first * self.bits % 8:
-            raise Unrepresentable(
-                "ORP104", f"a group of weight {self.codes.name!r} starts within a byte"
-            )
-        first_scale = group // groups.block * groups.scales
-        return BlockQuantizedWeight(self, k, n, order, first, first_scale)
+            return BlockQuantizedWeight(self, k, n, 0)
+        if (k.size == 1 or k.codes == 1) and (n.size == 1 or n.codes == k.size):
+            return BlockQuantizedWeight(self, k, n, 1)
+        raise Unrepresentable(
+            "ORP103",
+            f"weight {self.codes.name!r} is stored neither as [K, N] nor as [N, K]",
+        )
 
     def stored_scales(self) -> npt.NDArray[Any]:
         """The scales, flat, as they are stored."""
@@ -189,18 +183,15 @@ class BlockQuantizedWeight:
     One scale for a whole column, or for the whole weight, is a block as long as K.
 
     Attributes:
-        operand: The dequantised operand that it is, or is a part of: codes, scales, types.
+        operand: The dequantised operand that it is: codes, scales, types.
         k, n: Where neighbours along K and along N lie.
         k_axis: 0 when the codes lie as ``[K, N]``, row-major; 1 when as ``[N, K]``.
-        first, first_scale: Elements of the codes and of the scales before the weight's own.
     """
 
     operand: DequantizedOperand
     k: Run
     n: Run
     k_axis: int
-    first: int
-    first_scale: int
 
     @property
     def bits(self) -> int:
@@ -221,8 +212,8 @@ class BlockQuantizedWeight:
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """What tells its scales from those of other parts of the operand."""
-        return self.first_scale, self.k.scales, self.n.scales, self.n.block
+        """Where its scales lie."""
+        return self.k.scales, self.n.scales, self.n.block
 
     @property
     def lossless_dtype(self) -> ir.DataType:
@@ -248,7 +239,7 @@ class BlockQuantizedWeight:
     ) -> Iterator[npt.NDArray[Any]]:
         """Yield scales or zero points ``[columns, blocks]`` of successive columns."""
         block = np.arange(self.blocks(block_size)) // self.cuts(block_size) * self.k.scales
-        column = np.arange(self.N) // self.n.block * self.n.scales + self.first_scale
+        column = np.arange(self.N) // self.n.block * self.n.scales
         step = max(1, _CHUNK_ELEMENTS // 4 // block.size)
         for start in range(0, self.N, step):
             yield stored[column[start : start + step, None] + block]
@@ -322,8 +313,7 @@ def _read_dequantize(dq: ir.Node) -> DequantizedOperand:
     if code_tensor.dtype not in _CODE_TYPES:
         raise Refusal(
             "ORP201",
-            f"weight {codes.name!r} is {_type_name(code_tensor)}: codes of 2, 4 or 8 "
-            "bits fuse",
+            f"weight {codes.name!r} is {_type_name(code_tensor)}: codes of 4 or 8 bits fuse",
         )
     shape = tuple(code_tensor.shape.numpy())
     if 0 in shape:
@@ -447,7 +437,7 @@ def _renamed(operand: DequantizedOperand, node: ir.Node) -> DequantizedOperand:
                 "ORP202", f"{label} has perm {perm}: the weight has rank {len(order)}"
             )
         axes = tuple(operand.axes[i] for i in perm)
-        return dataclasses.replace(operand, axes=axes, renamed=True)
+        return dataclasses.replace(operand, axes=axes)
     try:
         shape = _new_shape(operand.shape, node)
     except Refusal as reason:
@@ -463,7 +453,7 @@ def _renamed(operand: DequantizedOperand, node: ir.Node) -> DequantizedOperand:
         raise Unrepresentable(
             "ORP103", f"{label} cuts {list(operand.shape)} in the middle of blocks or axes"
         )
-    return dataclasses.replace(operand, axes=reshaped, renamed=True)
+    return dataclasses.replace(operand, axes=reshaped)
 
 
 def _new_shape(old: tuple[int, ...], node: ir.Node) -> list[int] | None:
@@ -491,32 +481,15 @@ def _new_shape(old: tuple[int, ...], node: ir.Node) -> list[int] | None:
 
 
 def _check_scales(operand: DequantizedOperand) -> None:
-    """Refuse scales that are not numbers, or are 0 under codes other than the zero point."""
+    """Refuse scales that are not numbers."""
     scales = operand.stored_scales()
-    any_zero = False
     for start in range(0, scales.size, _CHUNK_ELEMENTS):
-        chunk = scales[start : start + _CHUNK_ELEMENTS]
-        finite = np.isfinite(chunk)
+        finite = np.isfinite(chunk := scales[start : start + _CHUNK_ELEMENTS])
         if not finite.all():
             at = int(np.argmin(finite))
             raise Refusal(
                 "ORP203",
                 f"scale {operand.scales.name!r} holds {chunk[at]} (element {start + at})",
-            )
-        any_zero = any_zero or not chunk.all()
-    if not any_zero:
-        return
-    # The numbers themselves, with every scale but 0 taken away: any that is left stood for
-    # something.
-    tensor = ir.Tensor((scales == 0).astype(np.float32))
-    marked = dataclasses.replace(operand, scale_tensor=tensor, casts=(ir.DataType.FLOAT,))
-    for chunk in marked.rows():
-        if chunk.any():
-            at = int(np.argmin(scales != 0))
-            raise Refusal(
-                "ORP203",
-                f"scale {operand.scales.name!r} is 0 (element {at}) where the codes of weight "
-                f"{operand.codes.name!r} differ from the zero point: their numbers are lost",
             )
 
 

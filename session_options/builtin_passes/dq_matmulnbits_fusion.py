@@ -36,13 +36,13 @@ class DqMatMulNBitsFusion(Pass):
         "How MatMulNBits computes: 0 or 1 in float32 (exact), 2 in float16, 3 in bfloat16, 4 "
         "with int8 activations (up to 3 times faster, relative error up to 2e-2 for each "
         "MatMul). 'auto': onnxruntime's level (session.qdq_matmulnbits_accuracy_level, 4 when "
-        "unset) where onnxruntime would fuse the node; elsewhere 0.",
+        "unset) where onnxruntime is sure to fuse the node; elsewhere 0.",
         choices=ACCURACY_LEVELS,
     )
     slow_kernels: str = option(
         "float",
         "Weights whose CPU kernel would unpack them at every call (8-bit below accuracy_level "
-        "4, most 2-bit, small tables below 8 bits), or that have no kernel: 'float' makes "
+        "4, small tables below 8 bits), or that have no kernel: 'float' makes "
         "them float constants, 'fuse' fuses those that have a kernel, 'keep' leaves them.",
         choices=("float", "fuse", "keep"),
     )

@@ -24,8 +24,6 @@ STORAGE = {
     "uint4": (4, False, ml_dtypes.uint4),
     "int8": (8, True, np.int8),
     "uint8": (8, False, np.uint8),
-    "int2": (2, True, ml_dtypes.int2),
-    "uint2": (2, False, ml_dtypes.uint2),
 }
 
 
@@ -161,7 +159,6 @@ class DequantizedMatMul:
             self.tensors(),
             {"x": (kind, ["rows", self.k]), **inputs},
             outputs,
-            opset=25 if self.storage.endswith("2") else 21,
             output_type=kind,
         )
         return ir.from_proto(proto)

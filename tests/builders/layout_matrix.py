@@ -120,15 +120,13 @@ class LayoutCase:
         ]
         write = lambda found: weights[found[1]].node(*found.groups())  # noqa: E731
         nodes, functions = (re.sub(MACRO, write, text) for text in (self.text, self.functions))
-        two_bit = any(spec.storage.endswith("int2") for spec in weights.values())
-        opset = 25 if two_bit else self.opset
         proto = text_model(
             nodes,
             [tensor for tensor in tensors if tensor.name in nodes + functions],
             inputs,
             self.outputs,
-            functions=functions.replace("OPSET", str(opset)),
-            opset=opset,
+            functions=functions.replace("OPSET", str(self.opset)),
+            opset=self.opset,
             place=self.place,
             output_type=helper.np_dtype_to_tensor_dtype(np.dtype(self.dtype)),
         )
@@ -194,7 +192,7 @@ def _row_1() -> Iterator[LayoutCase]:
         name = f"{form}-{storage}-block{block}-k{k}-n{n}-zp_{zero_points}"
         checks = {"zero_points": w.needs_zero_points, "stored_weights": 1}
         yield Case(name, _written(form, MATMUL), w, (3, k), **checks)
-    for (axis, form), storage in product(enumerate(FORMS), ("int4", "uint4", "uint8", "int2")):
+    for (axis, form), storage in product(enumerate(FORMS), ("int4", "uint4", "uint8")):
         text, w = _written(form, MATMUL), _stored(form, K, 9, storage)
         for lead in LEADS:
             yield Case(f"{form}-rank{len(lead) + 1}-{storage}", text, w, (*lead, K))
@@ -220,14 +218,13 @@ def _row_2() -> Iterator[LayoutCase]:
         {"transB": 1, "alpha": 0.5},
         {"transB": 1, "alpha": 0.3},
         {"transB": 0, "alpha": -1.7},
-        {"transB": 1, "transA": 1},
         {"transB": 0, "transA": 1},
-        {"transB": 1, "transA": 1, "alpha": 2.0},
     ):
         name = "-".join(f"{key}_{value}" for key, value in attributes.items())
         w = _stored(FORMS[int(attributes["transB"])], 64, 6)
-        x, static = ((64, 3), (0,)) if "transA" in attributes else ((3, 64), (-1,))
-        yield Case(f"fusedmatmul-{name}", _fused_matmul(**attributes), w, x, static=static)
+        more = left_alone("transposes its other operand") if "transA" in attributes else {}
+        x = (64, 3) if more else (3, 64)
+        yield Case(f"fusedmatmul-{name}", _fused_matmul(**attributes), w, x, **more)
     w = Q((6, 64), "int4", 1, zero_points="none")
     yield Case("fusedmatmul-transb-rank3", _fused_matmul(transB=1), w, (2, 3, 64))
 
@@ -295,19 +292,10 @@ def _bias(kind: str, n: int = N) -> tuple[str, dict[str, object]]:
         return "", {"inputs": {"b": (n,)}}
     if kind in shapes:
         return "", {"constants": {"b": shapes[kind]}}
-    # Codes of a dequantised one in int32 or int8.
-    storage, scaled, *zero_point = kind.split("_")
-    shape = (n,) if scaled == "channel" else ()
-    scales = np.linspace(0.005, 0.02, n) if shape else 0.0125
-    constants = {
-        "bias": np.linspace(-100, 90, n).astype(storage),
-        "bias_scale": np.asarray(scales, np.float32),
-    }
-    if zero_point:
-        # onnxruntime takes no other zero point than 0 for int32.
-        constants["bias_zero_point"] = np.full(shape, 0 if storage == "int32" else 17, storage)
-    axis = "<axis = 0>" if scaled == "channel" else ""
-    return f"b = DequantizeLinear {axis} ({', '.join(constants)})", {"constants": constants}
+    # A dequantised one, which is added.
+    scale = np.float32(0.0125)
+    constants = {"bias": np.linspace(-100, 90, n).astype(kind), "bias_scale": scale}
+    return "b = DequantizeLinear (bias, bias_scale)", {"constants": constants}
 
 
 def _gemm(
@@ -317,8 +305,10 @@ def _gemm(
     operands = "x, W" if bias == "absent" else "x, W, b"
     text = f"{before}  W = $w  y = Gemm {attribute_text(**attributes)} ({operands})"
     w = w or _stored(FORMS[int(attributes.get("transB", 0))], K, N)
-    x, static = ((K, 3), (0,)) if attributes.get("transA") else ((3, K), (-1,))
-    return Case(name, text, w, x, FUSED_GEMM, static=static, **more)
+    if attributes.get("transA"):
+        return Case(name, text, w, (K, 3), **left_alone("transposes its other"), **more)
+    expect = {**FUSED_GEMM, "DequantizeLinear": int(bias == "int32")}
+    return Case(name, text, w, (3, K), expect, **more)
 
 
 def _row_4() -> Iterator[LayoutCase]:
@@ -333,15 +323,11 @@ def _row_4() -> Iterator[LayoutCase]:
         yield _gemm(f"beta_{beta}-bias_{bias}", bias, beta=beta, transB=number % 2)
     for beta, bias in product((1.0, 0.5, 0.0), ("m_n", "m_1", "runtime")):
         yield _gemm(f"beta_{beta}-bias_{bias}", bias, beta=beta, transB=1)
-    for trans_b, bias in product((0, 1), ("absent", "n", "1")):
-        yield _gemm(f"transa-transb{trans_b}-bias_{bias}", bias, transA=1, transB=trans_b)
-    yield _gemm("alpha_2-beta_0.5", "1", Q((K, N), "int2"), alpha=2.0, beta=0.5)
-    kinds = ("tensor", "tensor_zp", "channel")
-    for storage, kind, trans_b in product(("int32", "int8"), kinds, (0, 1)):
-        bias = f"{storage}_{kind}"
-        w = Q((N, K) if trans_b else (K, N), "int8", 1 - trans_b, scaled="channel")
-        yield _gemm(f"bias_{bias}-transb{trans_b}", bias, w, transB=trans_b)
-    yield _gemm("bias_int32_tensor-beta_0.5", "int32_tensor", beta=0.5, transB=1)
+    yield _gemm("transa", "n", transA=1, transB=1)
+    for beta, trans_b in product((1.0, 0.5), (0, 1)):
+        yield _gemm(
+            f"bias_int32-beta_{beta}-transb{trans_b}", "int32", beta=beta, transB=trans_b
+        )
     for scaled, trans_b in product(("tensor", "tensor1", "channel"), (0, 1)):
         w = Q((N, K) if trans_b else (K, N), "uint8", 1 - trans_b, scaled=scaled)
         yield _gemm(f"{scaled}-transb{trans_b}", "n", w, transB=trans_b)
@@ -354,7 +340,7 @@ def _row_4() -> Iterator[LayoutCase]:
 
 def _row_5() -> Iterator[LayoutCase]:
     kept = {"1", "scalar", "runtime"}  # shapes that MatMulNBits' bias [N] does not take as is
-    kinds = ("n", "1_n", "1", "scalar", "runtime", "int32_tensor", "int8_tensor_zp")
+    kinds = ("n", "1_n", "1", "scalar", "runtime")
     orders = {"product_first": "p, b", "bias_first": "b, p"}
     for bias, (order, operands), form in product(kinds, orders.items(), FORMS):
         before, more = _bias(bias)
@@ -467,7 +453,7 @@ def _row_7() -> Iterator[LayoutCase]:
             zero_points=w.needs_zero_points,
             block_sizes=(128, 256) if k % 128 == 0 else (),
         )
-    for storage, form in product(("int4", "uint8", "int2"), FORMS):
+    for storage, form in product(("int4", "uint8"), FORMS):
         w = dataclasses.replace(_stored(form, 64, 6, storage, 0), scaled="channel")
         name = f"channels_along_k-{form}-{storage}"
         yield Case(name, _written(form, MATMUL), w, (3, 64), **left_alone("matmul"))
@@ -482,7 +468,7 @@ def _row_7() -> Iterator[LayoutCase]:
 
 
 def _row_8() -> Iterator[LayoutCase]:
-    for storage, form in product(("int4", "uint4", "uint8", "int2"), FORMS):
+    for storage, form in product(("int4", "uint4", "uint8"), FORMS):
         w = _stored(form, 70, 6, storage)
         cases = {
             "one_dequantize_two_matmuls": "r = Relu (x)  b = MatMul (r, W)",
@@ -549,30 +535,25 @@ def _gather(
 
 
 def _row_9() -> Iterator[LayoutCase]:
-    """Embeddings, [rows, columns].
-
-    GatherBlockQuantized takes 4-bit types on any axis. It takes 8 and 2 bits only as uint8:
-    rows gathered, blocks along the last axis, whole bytes in each row.
-    """
-    four, shape, case = ("int4", "uint4"), (40, 72), _gather
+    """Embeddings, [rows, columns]: rows gathered, blocks along them, in whole bytes."""
+    shape, case = (40, 72), _gather
     for storage, zero_points in product(STORAGES, ZERO_POINTS):
         w = Q(shape, storage, 1, zero_points=zero_points)
         yield case(f"axis0-last-{storage}-zp_{zero_points}", w)
-    axes = ((0, 0), (0, 1), (0, -1), (1, 1), (1, -1))
-    for storage, (blocked, axis) in product(STORAGES, axes):
+    for storage, (blocked, axis) in product(("uint4", "int8"), ((0, 0), (0, 1), (1, -1))):
         name = f"axis{axis}-blocked{blocked}-{storage}".replace("-1", "_minus_1")
-        yield case(name, Q(shape, storage, blocked, 16), axis, fused=storage in four)
+        yield case(name, Q(shape, storage, blocked, 16), axis, fused=False)
     for storage, scaled in product(STORAGES, ("tensor", "tensor1", "rows", "columns")):
         kind = "channel" if scaled in ("rows", "columns") else scaled
         w = Q((40, 64), storage, 0 if scaled == "rows" else None, scaled=kind)
         yield case(f"{scaled}-{storage}", w, fused=scaled != "columns")
-    for block, storage in product((64, 128, 256), ("uint4", "int8", "uint2")):
+    for block, storage in product((64, 128, 256), ("uint4", "int8")):
         yield case(f"block{block}-{storage}", Q((9, 300), storage, -1, block))
     for storage in ("int4", "uint8"):
         yield case(f"block8-{storage}", Q((9, 32), storage, 1, 8), fused=False)
         for block in (512, 1024):
             yield case(f"block{block}-{storage}", Q((9, 600), storage, 1, block))
-    for storage in ("int4", "uint4", "uint8", "int2"):
+    for storage in ("int4", "uint4", "uint8"):
         w = Q(shape, storage, 1, scale_dtype=np.float16)
         yield case(f"float16-{storage}", w, dtype=np.float16, tolerance=HALF)
         yield case(f"float16_cast-{storage}", w, cast=True, tolerance=HALF)
@@ -594,12 +575,9 @@ def _row_9() -> Iterator[LayoutCase]:
     for name, storage in product(indices, ("uint4", "int8")):
         yield case(f"indices_{name}-{storage}", Q(shape, storage, 1), indices=indices[name])
     for storage in STORAGES:
-        w, fused = Q((5, 33), storage, 1), STORAGE[storage][0] != 2
+        w, fused = Q((5, 33), storage, 1), STORAGE[storage][0] == 8
         yield case(f"odd_columns-{storage}", w, indices=np.int64([0, 4, 2]), fused=fused)
-    for storage, axis in product(("uint4", "uint8"), (0, 1)):
-        name = f"three_dimensional-axis{axis}-{storage}"
-        fused = storage == "uint4"
-        yield case(name, Q((4, 6, 64), storage, 2), axis, np.int64([3, 0]), fused=fused)
+    yield case("three_dimensional", Q((4, 6, 64), axis=2), 0, np.int64([3, 0]), fused=False)
     text = "W = $w  y = Gather (W, ids)  z = Gather (W, others)"
     inputs = {"ids": np.int64([3, 0, 39]), "others": np.int64([1, 2, 0])}
     expect = {**GATHERED, "GatherBlockQuantized": 2}
@@ -666,7 +644,7 @@ def _row_10() -> Iterator[LayoutCase]:
         text = _written(form, MATMUL)
         yield Case(f"constant_nodes-{storage}-{form}", text, w, place="nodes")
     parts = {"codes": "w", "scale": "w_scale", "zero_point": "w_zero_point"}
-    for storage, where in product(("int4", "uint4", "uint8", "int2"), (*parts, "output")):
+    for storage, where in product(("int4", "uint4", "uint8"), (*parts, "output")):
         w = Q((70, 6), storage)
         node = w.node("w")
         text = "D = $w  W = Identity (D)  y = MatMul (x, W)"
@@ -697,7 +675,7 @@ def _row_10() -> Iterator[LayoutCase]:
     expect = {**FUSED, "MatMulNBits": 3}
     yield Case("if_shares_with_graph", text, Q((32, 6), block=16), (3, 32), expect, **more)
     call, arguments = f"y = {FUNCTIONS}.Linear", "w, w_scale, w_zero_point"
-    for storage, form in product(("int4", "uint4", "int8", "uint2"), FORMS):
+    for storage, form in product(("int4", "uint4", "int8"), FORMS):
         w, text = _stored(form, 70, 6, storage), _written(form, MATMUL)
         linear = f"{FUNCTION} Linear (x, {arguments}) => (y) {{ {text} }}"
         name = f"function_of_weights-{storage}-{form}"
@@ -722,85 +700,22 @@ def _row_10() -> Iterator[LayoutCase]:
     yield Case("function_in_function", text, Q((70, 6), "uint8"), functions=functions)
 
 
-# The weight's place in the product.
-
-LEFT = "W = $w  y = MatMul (W, x)"
+# Products that have no kernel.
 
 
 def _row_11() -> Iterator[LayoutCase]:
-    """``W[M, K] @ x``."""
-
-    def case(
-        name: str, w: Quantized, x: tuple[int, ...], text: str = LEFT, **more
-    ) -> LayoutCase:
-        return Case(f"left-{name}", text, w, x, static=(max(-2, -len(x)),), **more)
-
-    for storage, zero_points in product(STORAGES, ("none", "random")):
-        w = Q((6, 70), storage, 1, 32, zero_points)
-        yield case(f"{storage}-zp_{zero_points}", w, (70, 3))
-    for storage in ("int4", "uint8"):
-        w = Q((6, 64), storage, 1)
-        yield case(f"rank3-{storage}", w, (2, 64, 3))
-        yield case(f"rank4-{storage}", w, (2, 1, 64, 3))
-        yield case(f"rank1-{storage}", w, (64,))
-        yield case(
-            f"through_transpose-{storage}", Q((64, 6), storage), (64, 3), _transposed(LEFT)
-        )
-        across = Q((32, 32), storage, 0, 16, "none")
-        yield case(f"blocks_across_rows-{storage}", across, (32, 3), **left_alone("matmul"))
-        yield case(f"channel-{storage}", Q((6, 64), storage, 0, scaled="channel"), (64, 3))
-        yield case(f"tensor-{storage}", Q((6, 64), storage, None, scaled="tensor"), (64, 3))
-    for trans_a, trans_b in product((0, 1), (0, 1)):
-        operands, bias = ("W, x, b", {"b": (3,)}) if trans_b else ("W, x", {})
-        text = f"W = $w  y = Gemm <transA = {trans_a}, transB = {trans_b}> ({operands})"
-        w = _stored(FORMS[1 - trans_a], 64, 6)
-        x = (3, 64) if trans_b else (64, 3)
-        name = f"left-gemm-transa{trans_a}-transb{trans_b}"
-        yield Case(name, text, w, x, FUSED_GEMM, static=(0, 1), constants=bias)
+    left = Q((6, 64), axis=1)
+    text = "W = $w  y = MatMul (W, x)"
+    yield Case("left", text, left, (64, 3), **left_alone("feeds input 0 of MatMul"))
+    w = Q((3, 48, 6), "uint4", 1, 16)
+    yield Case("batched", MATMUL, w, (3, 2, 48), static=range(3), **left_alone("rank 2 fuses"))
     yield Case("vector_and_matrix", MATMUL, Q((64, 6), zero_points="none"), (64,))
-
-
-def _row_12() -> Iterator[LayoutCase]:
-    """``W[G, K, N]``."""
-    groups = 3
-    batched = {**FUSED, "MatMulNBits": groups}
-    through = _transposed(MATMUL).replace("[1, 0]", "[0, 2, 1]")
-
-    def case(
-        name: str, w: Quantized, x: tuple[int, ...], text: str = MATMUL, **more
-    ) -> LayoutCase:
-        return Case(name, text, w, x, static=range(len(x)), **more)
-
-    x = (groups, 2, 48)
-    for storage, zero_points in product(STORAGES, ("none", "random")):
-        name = f"{storage}-zp_{zero_points}"
-        w = Q((groups, 48, 6), storage, 1, 16, zero_points)
-        yield case(f"batched-{name}", w, x, expect=batched)
-        w = Q((groups, 6, 48), storage, 2, 16, zero_points)
-        yield case(f"batched-transposed-{name}", w, x, through, expect=batched)
-    w, one = (Q((size, 48, 6), axis=1, block=16) for size in (groups, 1))
-    for rank, lead in enumerate(((2,), (1, 2), (2, groups, 2)), 2):
-        yield case(f"broadcast_rank{rank}", w, (*lead, 48), **left_alone("matmul"))
-    yield case("one_group", one, (1, 2, 48))
-    yield case("one_group-rank2", one, (2, 48))
-    yield case("one_group-many_activations", one, (4, 2, 48))
-    scaled = {
-        "tensor": (None, "tensor"),
-        "channel": (2, "channel"),
-        "one_scale_each": (0, "channel"),
-    }
-    for name, (axis, kind) in scaled.items():
-        w = Q((groups, 48, 6), "int8", axis, scaled=kind)
-        yield case(f"batched-{name}", w, x, expect=batched)
-    for name, n, axis in (("across_columns", 32, 2), ("of_groups", 6, 0)):
-        w, left = Q((groups, 32, n), "uint4", axis, 16, "none"), left_alone("matmul")
-        yield case(f"batched-blocks_{name}", w, (groups, 2, 32), **left)
 
 
 # Corners.
 
 
-def _row_13() -> Iterator[LayoutCase]:
+def _row_12() -> Iterator[LayoutCase]:
     legal = (16, 32, 64, 128, 256)
     for block, storage, number in product((512, 1024), STORAGES, range(3)):
         k, form = (100, block, block + 300)[number], FORMS[(block // 512 + number) % 2]
@@ -809,17 +724,17 @@ def _row_13() -> Iterator[LayoutCase]:
         yield Case(name, _written(form, MATMUL), w, (3, k), block_sizes=legal)
     for block, k in ((8, 32), (24, 48), (48, 96)):
         left = left_alone(f"block_size {block}")
-        for storage in ("int4", "uint8", "uint2"):
+        for storage in ("int4", "uint8"):
             w = Q((k, 6), storage, 0, block)
             yield Case(f"block{block}-{storage}", MATMUL, w, (3, k), **left)
         w = Q((6, k), "int4", 1, block)
         yield Case(f"block{block}-transposed", _transposed(MATMUL), w, (3, k), **left)
-    for storage in ("int4", "uint8", "int2"):
+    for storage in ("int4", "uint8"):
         bfloat16 = ml_dtypes.bfloat16
         w = Q((64, 6), storage, zero_points="none", scale_dtype=bfloat16)
         more = {**left_alone("bfloat16"), "dtype": bfloat16, "runs": False}
         yield Case(f"bfloat16-{storage}", MATMUL, w, (3, 64), **more)
-    for storage, activation in product(("int4", "uint4", "int8", "int2"), ACTIVATIONS):
+    for storage, activation in product(("int4", "uint4", "int8"), ACTIVATIONS):
         case = _chain(storage, activation, stored_weights=4)
         yield dataclasses.replace(case, name=f"chain_of_{activation.lower()}-{storage}")
     for layer, name in (("Gemm", "gemm_relu"), ("Add", "matmul_add_relu")):
@@ -849,15 +764,15 @@ def _chain(storage: str, activation: str, layer: str = "MatMul", **more: int) ->
     if layer != "MatMul":
         constants |= {f"c{name}": (32,) for name in "abcd"}
     weights = dict.fromkeys("abcd", Q((32, 32), storage, 0, 16))
-    expect = {**FUSED, "MatMulNBits": 4}
-    return Case("", text, weights, (3, 32), expect, constants=constants, **more)
+    more |= {"constants": constants, "tolerance": 3 * EXACT}
+    return Case("", text, weights, (3, 32), {**FUSED, "MatMulNBits": 4}, **more)
 
 
 @functools.cache
 def layout_cases() -> tuple[LayoutCase, ...]:
     rows = (
         _row_1, _row_2, _row_3, _row_4, _row_5, _row_6, _row_7, _row_8, _row_9, _row_10,
-        _row_11, _row_12, _row_13,
+        _row_11, _row_12,
     )  # fmt: skip
     return tuple(
         dataclasses.replace(case, name=f"{number:02d}-{case.name}")

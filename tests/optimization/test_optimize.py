@@ -100,7 +100,7 @@ def tied(case: DequantizedMatMul) -> ir.Model:
 
 
 @pytest.mark.parametrize("zero_points", ["none", "random"])
-@pytest.mark.parametrize("storage", ["int4", "uint4", "int8", "uint8", "int2"])
+@pytest.mark.parametrize("storage", ["int4", "uint4", "int8", "uint8"])
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_tied_embedding_and_head_are_stored_once(elsewhere, storage, zero_points, tmp_path):
     case = DequantizedMatMul(256, 64, 32, storage, "transposed", zero_points)
@@ -322,7 +322,7 @@ def test_tiles_of_a_large_weight_join_without_a_seam(tmp_path, monkeypatch):
     monkeypatch.setattr("rewrite_rules.weights.bit_packing._TILE_BYTES", 1 << 10)
     monkeypatch.setattr("rewrite_rules.weights.bit_packing._BLOCK_ROWS", 1 << 6)
     monkeypatch.setattr("rewrite_rules.weights.dequantized_operand._CHUNK_ELEMENTS", 1 << 9)
-    for storage in ("int4", "uint8", "int2"):
+    for storage in ("int4", "uint8"):
         for layout in ("axis0", "transposed"):
             for n in (300, 301):
                 case = DequantizedMatMul(130, n, 32, storage, layout, "random")

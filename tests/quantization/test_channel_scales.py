@@ -131,11 +131,6 @@ FOLDS = {
     "FusedMatMul reads it": (
         Model(f"a = LayerNormalization(x, g) [m] y = {MS}FusedMatMul(a, W)"), "g",
     ),
-    "the weight is on the left": (
-        Model(f"a = LayerNormalization(x, g) [m] y = {MS}FusedMatMul <transB = 1> (L, a)",
-              outputs="float[B, 10, T] y"),
-        "g",
-    ),
     "two weights": (
         made(f"a = LayerNormalization(x, g, b) [n] z = {MS}FusedMatMul <transB = 1> (a, V)",
              **seen("z")),

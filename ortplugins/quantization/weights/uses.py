@@ -225,7 +225,7 @@ def _use(
             )
         no_statistics = "rows of a table are picked, not multiplied"
         return WeightUse(node, 0, root, tensor, not swapped, True, None, no_statistics)
-    product = read_product(node, index)
+    product = _product(node, index, root)
     if product.x is None:
         return None  # no valid node
     k_last = product.k_axis == 1
@@ -237,8 +237,19 @@ def _use(
         stored_k_last=k_last != swapped,
         wanted_k_last=k_last,
         activation=product.x,
-        no_statistics=_no_statistics(product, product.x, main),
+        no_statistics=_no_statistics(product.x, main),
     )
+
+
+def _product(node: ir.Node, index: int, root: ir.Value) -> Product:
+    product = read_product(node, index)
+    if index == 0 or product.transpose_x:
+        raise Refusal(
+            "ORP802",
+            f"weight {root.name!r} is on the left, or its other operand transposed: "
+            "MatMulNBits takes neither",
+        )
+    return product
 
 
 def _is_matrix(
@@ -285,10 +296,8 @@ def _are_factors(value: ir.Value) -> bool:
     )
 
 
-def _no_statistics(product: Product, activation: ir.Value, main: ir.Graph) -> str | None:
+def _no_statistics(activation: ir.Value, main: ir.Graph) -> str | None:
     """Say why statistics of an activation can't be had; None if they can."""
-    if product.transpose_x:
-        return "K is not the last axis of its activation"
     if activation.graph is not main:
         return "its activation lies in a subgraph of If, Loop or Scan"
     if constant(activation) is not None:

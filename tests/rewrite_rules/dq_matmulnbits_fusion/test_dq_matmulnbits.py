@@ -48,7 +48,7 @@ def test_the_node_has_the_names_types_and_attributes_of_the_product():
 
 
 @pytest.mark.parametrize("zero_points", ["none", "random"])
-@pytest.mark.parametrize("storage", ["int8", "uint8", "int2", "uint2"])
+@pytest.mark.parametrize("storage", ["int8", "uint8"])
 @pytest.mark.parametrize("layout", ["axis0", "transposed"])
 def test_slow_kernels_become_float_bit_for_bit(layout, storage, zero_points):
     case = DequantizedMatMul(70, 9, 32, storage, layout, zero_points)
@@ -212,10 +212,6 @@ LAW_CONSTANTS = {
     "w": uint4(64, 16),
     "s": scales(2, 16),
     "s8": scales(8, 16),
-    "t": uint4(16, 64),
-    "ts": scales(16, 2),
-    "g": uint4(2, 64, 16),
-    "gs": scales(2, 2, 16),
     "table": uint4(17000, 64),
     "tables": scales(17000, 2),
     "rows": np.int64([3, 0, 5]),
@@ -266,17 +262,8 @@ def test_the_page_has_a_case_of_each_rule():
 
 # Of a value that a node makes, what the file says of its shape is checked by nobody.
 STALE = {
-    "a batch of groups": (
-        "y = MatMul (h, d)", [4, 3, 64], (4, 64, 32), [4, 3, 64], [1, 3, 64],
-    ),
-    "the rank on the right": ("y = MatMul (d, h)", [64, 3], (32, 64), [64, 3], [1, 64, 3]),
-    "the rank of a vector": ("y = MatMul (d, h)", [64], (32, 64), [64], [64, 2]),
     "the rank under a bias": (
         "m = MatMul (h, d)  y = Add (m, rows)", [1, 3, 64], (64, 32), [1, 3, 64], [64],
-    ),
-    "the rank in a transposition": (
-        "y = com.microsoft.FusedMatMul <transA = 1> (h, d)",
-        [64, 3], (64, 32), [64, 3], [2, 64, 3],
     ),
 }  # fmt: skip
 

@@ -15,10 +15,6 @@ from builders.layout_matrix import MATMUL, LayoutCase
 
 import ortplugins
 from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
-from rewrite_rules.dq_matmulnbits_fusion.kernels import (
-    NoKernel,
-    table_unsupported,
-)
 from rewrite_rules.onnxruntime_version import parse_version
 from rewrite_rules.remarks import PassContext, Remarks
 
@@ -94,14 +90,12 @@ ZERO_POINTS_OUTSIDE = (
     f"{OUTSIDE}: 1.29 is right, and so is accuracy_level 0"
 )
 EIGHT_BITS_OUTSIDE = f"{NO_KERNEL} 8-bit weights {OUTSIDE}: 1.24 has"
-TABLE = f"{NO_KERNEL} Gather from uint8 tables of"
-TWO_BITS = f"{NO_KERNEL} 2-bit weights: 1.24 has"
+TABLE = f"{NO_KERNEL} Gather from tables of"
 EIGHT_BITS = f"{NO_KERNEL} 8-bit weights at accuracy_level 0: 1.24 has"
 ODD_BLOCKS = (
-    "onnxruntime 1.24 computes wrong numbers at Gather from uint8 tables of 4-bit codes with "
+    "onnxruntime 1.24 computes wrong numbers at Gather from tables of 4-bit codes with "
     "zero points for an odd number of blocks: 1.27 is right"
 )
-FLOAT16_TWO_BITS = f"{NO_KERNEL} 2-bit weights under float16 activations: 1.29 has"
 FOUR_BIT_TABLE = f"{TABLE} 4-bit codes: 1.24 has"
 
 
@@ -111,8 +105,6 @@ def until_1_27(words: str) -> dict[str, str]:
 
 # Model, accuracy level, and what the versions say that refuse it.
 REFUSALS = {
-    "int2": (matmul("int2"), 0, {"1.22": TWO_BITS}),
-    "uint2": (matmul("uint2"), 4, {"1.22": TWO_BITS}),
     "int8": (matmul("int8"), 0, {"1.22": EIGHT_BITS}),
     "int8-level4": (matmul("int8"), 4, {}),
     "int8-outside": (matmul_in_body("int8", "none"), 4, {"1.22": EIGHT_BITS_OUTSIDE}),
@@ -124,10 +116,6 @@ REFUSALS = {
     "int4-outside-level0": (matmul_in_body("int4", "random"), 0, {}),
     "int4-inside": (matmul_in_body("int4", "random", "body"), 4, {}),
     "int4": (matmul("int4", np.float16, "random"), 0, {}),
-    "float16-int2": (
-        matmul("int2", np.float16),
-        *(0, {**until_1_27(FLOAT16_TWO_BITS), "1.22": TWO_BITS}),
-    ),
     "table8": (gather("int8"), 0, {"1.22": f"{TABLE} 8-bit codes: 1.24 has"}),
     "table4": (gather("int4"), 0, {"1.22": FOUR_BIT_TABLE}),
     "table4-odd_blocks": (
@@ -135,11 +123,6 @@ REFUSALS = {
         *(0, {"1.22": FOUR_BIT_TABLE, "1.24": ODD_BLOCKS}),
     ),
     "table4-no_zero_points": (gather("int4", "none", block=64), 0, {"1.22": FOUR_BIT_TABLE}),
-    "table2": (
-        gather("uint2"),
-        0,
-        {"1.22": f"{TABLE} 2-bit codes: 1.24 has", "1.24": f"{TABLE} 2-bit codes: 1.27 has"},
-    ),
 }
 
 
@@ -157,30 +140,10 @@ def test_refusal(tmp_path, case, level, words, version):
         assert counts.endswith("refused 0")
 
 
-def test_table_that_cannot_share_says_why(tmp_path):
-    # One table for Gather and MatMul; a scale for each row, which is an odd number.
-    text = """W = $w  embedded = Gather (W, ids)
-        V = Transpose <perm = [1, 0]> (W)  y = MatMul (embedded, V)"""
-    table = Quantized((40, 64), "int4", 1, 64)
-    tied = LayoutCase("tied", text, table, None, inputs={"ids": np.int64([0, 39, 3])})
-    for version in VERSIONS:
-        counts, *fired = inspect(tmp_path, tied, version, "--verbose")
-        assert counts == "fired 2, refused 0"
-        (gathered,) = (line for line in fired if "GatherBlockQuantized" in line)
-        said = f"(its codes not shared with the MatMul beside it: onnxruntime {version} "
-        assert (said in gathered) == (version in ("1.22", "1.24"))
-
-
 @pytest.mark.parametrize("version", ["newest", "1.10", "1.21.1"])
 def test_versions_that_no_result_is_for(version):
     with pytest.raises(ortplugins.OptionError, match=f"{version}.*(1.31|1.22)"):
         ortplugins.optimize(matmul("int8").build(), onnxruntime_version=version)
-
-
-def test_version_in_between_counts_as_the_older_neighbour():
-    with pytest.raises(NoKernel, match=r"onnxruntime 1\.26 has no kernel .*: 1\.27 has"):
-        table_unsupported((1, 26), bits=2, odd_blocks=False)
-    table_unsupported((1, 28), bits=2, odd_blocks=False)
 
 
 @pytest.mark.parametrize(
@@ -190,8 +153,6 @@ def test_version_in_between_counts_as_the_older_neighbour():
         ((1, 27), "uint4", ["MatMulNBits", "Add"]),
         ((1, 28), "uint4", ["MatMulNBits"]),
         (None, "uint4", ["MatMulNBits"]),
-        ((1, 30), "uint2", ["MatMul", "Add"]),
-        ((1, 31), "uint2", ["MatMulNBits"]),
     ],
 )
 def test_what_cuda_kernels_take(version, storage, expected):

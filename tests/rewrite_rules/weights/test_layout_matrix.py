@@ -13,7 +13,13 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from builders.dequantized_models import DequantizedMatMul, fuse_weights, relative_error, run
+from builders.dequantized_models import (
+    DequantizedMatMul,
+    Quantized,
+    fuse_weights,
+    relative_error,
+    run,
+)
 from builders.layout_matrix import LayoutCase, layout_cases, pairwise
 from builders.quantized_files import nodes_of
 from builders.same_numbers import holds_halves, session
@@ -101,11 +107,11 @@ def test_layout(case: LayoutCase):
 
 def test_matrix_is_whole():
     names = [case.name for case in layout_cases()]
-    assert len(names) == len(set(names)) == 1130
-    assert {case.row for case in layout_cases()} == set(range(1, 14))
+    assert len(names) == len(set(names)) == 759
+    assert {case.row for case in layout_cases()} == set(range(1, 13))
 
 
-# Accuracy level ``auto``: onnxruntime's own where it fuses a node itself, 0 elsewhere.
+# Accuracy level ``auto``: onnxruntime's own where it is sure to fuse a node, 0 elsewhere.
 
 
 RUNNING = [case for case in CASES if case.runs or case.expect]
@@ -124,7 +130,7 @@ def level_of(node: onnx.NodeProto) -> int:
 
 @pytest.mark.parametrize("case", RUNNING, ids=lambda case: case.name)
 def test_as_onnxruntime_decides(case, tmp_path):
-    """The same nodes at level 4, and errors no larger than onnxruntime's."""
+    """Level 4 where onnxruntime has it only, and errors no larger than onnxruntime's."""
     try:
         stock = session(case.build(), optimised=True, final=tmp_path / "stock.onnx")
     except Exception:  # onnxruntime breaks on some layouts: there is nothing to compare
@@ -138,14 +144,8 @@ def test_as_onnxruntime_decides(case, tmp_path):
     level_4 = [node for node in fused_nodes(tmp_path / "ours.onnx") if level_of(node) == 4]
     native = fused_nodes(tmp_path / "stock.onnx")
     assert len(level_4) <= len(native)
-    # Of 2-bit weights, onnxruntime's numbers are wrong or its kernels slow for some: these
-    # become float constants.
-    assert bits_of(level_4) == bits_of(native)
-
-
-def bits_of(nodes: list[onnx.NodeProto]) -> list[int]:
-    found = (a.i for node in nodes for a in node.attribute if a.name == "bits")
-    return sorted(bits for bits in found if bits != 2)
+    if re.match(r"01-axis0-\w+-block|12-chain_of_tanh", case.name):  # what quantisers write
+        assert len(level_4) == len(native) == case.expect["MatMulNBits"]
 
 
 def session_level(
@@ -194,63 +194,27 @@ def test_the_argument_disabled_optimizers(tmp_path):
     assert session_level(tmp_path, {}, {}, disabled_optimizers=[NATIVE_FUSION]) == 0
 
 
-NATIVE = "plain onnxruntime fuses the same nodes at every start"
-OTHERS = "onnxruntime would fuse 1 of the nodes itself, at accuracy_level 4 and not 0"
+AS_FUSED, NOT = "4 (auto: as onnxruntime fuses it)", "0 (auto: onnxruntime may not fuse it, "
+LEVELS = [
+    ("y = MatMul (x, W)", "auto", AS_FUSED),
+    ("y = MatMul (x, W)", "0", "accuracy_level 0"),
+    ("y = Gemm (x, W)", "auto", f"{NOT}it is a Gemm)"),
+    ("m = MatMul (x, W)  y = Tanh (m)", "auto", AS_FUSED),
+    ("m = MatMul (x, W)  y = Relu (m)", "auto", f"{NOT}Relu follows)"),
+    ("m = MatMul (x, W)  a = Add (m, b)  y = Relu (a)", "auto", f"{NOT}Relu follows)"),
+    ("m = MatMul (x, W)  y = Add (m, b)", "auto", AS_FUSED),
+    ("m = MatMul (x, W)  y = Add (z, m)", "auto", f"{NOT}its Add is not a bias [N])"),
+    ("y = MatMul (x, W)  n = MatMul (x, W)", "auto", f"{NOT}the weight is shared)"),
+]
 
 
-@pytest.mark.parametrize(
-    ("layout", "level", "reason", "noted"),
-    [
-        ("axis0", "auto", "accuracy_level 4 (auto: as onnxruntime fuses it)", NATIVE),
-        ("axis0", "4", "accuracy_level 4", NATIVE),
-        ("axis0", "0", "accuracy_level 0", OTHERS),
-        (
-            "transposed",
-            "auto",
-            "accuracy_level 0 (auto: onnxruntime would not fuse it, it reads no such layout)",
-            "",
-        ),
-        ("transposed", "4", "accuracy_level 4", ""),
-    ],
-)
-def test_remarks_name_the_level_and_what_stock_would_do(layout, level, reason, noted):
-    model = DequantizedMatMul(64, 16, 32, "uint4", layout).model()
+@pytest.mark.parametrize(("text", "level", "reason"), LEVELS)
+def test_remarks_name_the_level_and_why(text, level, reason):
+    more = {"constants": {"b": (16,)}, "inputs": {"z": (3, 16)}}
+    case = LayoutCase("levels", f"W = $w  {text}", Quantized((64, 16)), (3, 64), **more)
     fusion = ortplugins.DqMatMulNBitsFusion(accuracy_level=level)
-    report = ortplugins.optimize(model, passes=[fusion]).report
-    assert reason in report.fired[0].reason
-    assert [item.reason[: len(noted)] for item in report.on_model] == [noted] * bool(noted)
-    assert noted in str(report)
-
-
-def one_scale_model(k: int) -> ir.Model:
-    model = DequantizedMatMul(k, 8, k, "int8").model()
-    dequantize = model.graph.node(0)
-    tensor = ir.tensor(np.float32(0.1), name="one_scale")
-    scale = ir.Value(name=tensor.name, const_value=tensor, shape=tensor.shape)
-    scale.type = ir.TensorType(ir.DataType.FLOAT)
-    model.graph.register_initializer(scale)
-    dequantize.replace_input_with(1, scale)
-    dequantize.attributes.clear()
-    return model
-
-
-@pytest.mark.parametrize("text", ["0", "16", "128", "-1"])
-@pytest.mark.parametrize("k", [256, 200, 24])
-def test_the_block_size_of_the_session(text, k, tmp_path):
-    path = tmp_path / "model.onnx"
-    ir.save(one_scale_model(k), path)
-    sizes = []
-    for kind in (ort, ortplugins):
-        options = ort.SessionOptions()
-        options.optimized_model_filepath = str(tmp_path / f"{kind.__name__}.onnx")
-        options.add_session_config_entry("session.qdq_matmulnbits_block_size", text)
-        if kind is ortplugins:
-            ortplugins.configure(options, cache_dir=str(tmp_path / "cache"), strict=True)
-            options.add_session_config_entry("ortplugins.enable_dq_matmulnbits_fusion", "1")
-        kind.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        (node,) = fused_nodes(Path(options.optimized_model_filepath))
-        sizes.append(next(a.i for a in node.attribute if a.name == "block_size"))
-    assert sizes[0] == sizes[1]
+    fired = ortplugins.optimize(case.build(), passes=[fusion]).report.fired
+    assert fired[0].reason.endswith(reason)
 
 
 # What onnxruntime's own quantizers write fuses; they are run, not imitated.
@@ -376,4 +340,4 @@ def test_static_quantisation_fuses_at_4_bits(kind, per_channel, outputs, tmp_pat
     if kind.endswith("8"):
         check(proto, feeds, 0, left=3)
     elif outputs:
-        check(proto, feeds, 2)
+        check(proto, feeds, 2, left=1)  # the Gemm's bias is added

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: MIT
+"""The accuracy level of a node: onnxruntime's own where it is sure to fuse it, 0 elsewhere.
+
+"Sure" is the form that quantisers write, MatMul by ``[K, N]`` in blocks along K, which every
+version's ``DQMatMulNodeGroupSelector`` takes (onnxruntime/core/optimizer/qdq_transformer/
+selectors_actions/qdq_selectors.cc), and behind which no optimiser that runs before it looks:
+those make Gemm of MatMul and Add, and take a Relu or Clip before QuantizeLinear for redundant.
+Of other forms the result is more exact than onnxruntime's, never less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from rewrite_rules.dq_matmulnbits_fusion.fusion_run import NATIVE_PROVIDERS, FusionRun
+from rewrite_rules.graph.nodes import dequantizer, is_quantize_linear, owner
+from rewrite_rules.graph.parameters import constant, source_of
+from rewrite_rules.weights.dequantized_operand import DequantizedOperand
+
+_NATIVE_BLOCKS = (16, 32, 64, 128, 256)
+_REDUNDANT = ("Clip", "QuantizeLinear", "Relu")
+
+
+def choose_accuracy_level(
+    node: ir.Node, chain: Sequence[ir.Node], operand: DequantizedOperand, run: FusionRun
+) -> tuple[int, str]:
+    """Return the level that the options ask for, or onnxruntime's own, and why."""
+    native, asked = run.context.native_accuracy_level, run.options.accuracy_level
+    if asked is not None:
+        return asked, ""
+    if native is None:
+        return 0, " (auto: onnxruntime's optimizer is off)"
+    if not NATIVE_PROVIDERS.issuperset(run.context.providers):
+        return 0, " (auto: onnxruntime does not fuse for these providers)"
+    if why := _why_not_native(node, chain, operand, run):
+        return 0, f" (auto: onnxruntime may not fuse it, {why})"
+    return native, " (auto: as onnxruntime fuses it)"
+
+
+def _why_not_native(
+    node: ir.Node, chain: Sequence[ir.Node], operand: DequantizedOperand, run: FusionRun
+) -> str:
+    dequantize, version = operand.dequantize, run.context.onnxruntime
+    block_size = dequantize.attributes.get_int("block_size", 0)
+    along_k = dequantize.attributes.get_int("axis", 1) == 0 and len(chain) == 1
+    read = (operand.codes, operand.scales, dequantize.outputs[0])
+    stored = [value for value in (*read[:2], operand.zero_points) if value is not None]
+    recent = version is None or version >= (1, 27)
+    plain, x = operand.bits == 4 and operand.dtype is ir.DataType.FLOAT, node.inputs[0]
+    refusals = (
+        (node.op_type != "MatMul", f"it is a {node.op_type}"),
+        (not along_k or block_size not in _NATIVE_BLOCKS, "it reads other layouts"),
+        (operand.dtype != operand.scale_tensor.dtype, "the weight is of another type"),
+        (not (recent or plain), "it is older than 1.27"),
+        (any(len(value.uses()) > 1 for value in read), "the weight is shared"),
+        (read[-1].is_graph_output(), "the weight is an output"),
+        (
+            {dequantize.graph, *map(owner, stored)} != {node.graph},
+            "the weight is outside the subgraph",
+        ),
+        (x is not None and dequantizer(source_of(x)) is not None, "x is dequantised"),
+    )
+    found = next((reason for refused, reason in refusals if refused), "")
+    return found or _what_follows(node, run)
+
+
+def _what_follows(node: ir.Node, run: FusionRun) -> str:
+    """Say which node behind a MatMul another optimiser may merge with it."""
+    out = node.outputs[0]
+    while len(readers := out.uses()) == 1 and not out.is_graph_output():
+        (use,) = readers
+        if use.node.op_type in _REDUNDANT:
+            return f"{use.node.op_type} follows"
+        if use.node.op_type != "Add":
+            break
+        bias, x = constant(use.node.inputs[1 - use.idx]), run.facts.dims(node.inputs[0])
+        if (bias is None or len(bias.shape) != 1) and (x is None or len(x) == 2):
+            return "its Add is not a bias [N]"
+        out = use.node.outputs[0]
+    return ""
+
+
+def computes_in_integers(node: ir.Node) -> bool:
+    """Whether all that a node reads is dequantised, and all that reads it quantises.
+
+    onnxruntime makes one operator of integers of it; a Relu or Clip behind it disappears.
+    """
+    result, last = node.outputs[0], list(node.outputs[0].consumers())
+    if len(last) == 1 and last[0].op_type in ("Clip", "Relu") and not result.is_graph_output():
+        result, last = last[0].outputs[0], list(last[0].outputs[0].consumers())
+    # A bias is quantised by onnxruntime, if it is not yet.
+    read = [value for value in node.inputs if value is not None and constant(value) is None]
+    makers = [dequantizer(source_of(value)) for value in read]
+    codes = [maker.inputs[0] for maker in makers if maker is not None]
+    return (
+        bool(last)
+        and all(map(is_quantize_linear, last))
+        and not result.is_graph_output()
+        and len(codes) == len(read)
+        and any(constant(value) is None for value in codes)
+    )
