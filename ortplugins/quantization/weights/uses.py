@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
 """Where a model multiplies by a float constant, and which of these can be quantised.
 
-    MatMul, FusedMatMul, Gemm   a constant matrix on either side; transA, transB; any subgraph
+    MatMul, FusedMatMul, Gemm   a constant matrix on the right; transB; any subgraph
     Gather                      rows of a constant table
 
 Identity nodes, and Transpose nodes that swap the two axes, are looked through. Refused by
-name: a weight that a caller may feed, that is not a float32 or float16 matrix, or that holds
-nothing.
+name: a weight that a caller may feed, that is on the left, that is not a float32 or float16
+matrix, or that holds nothing.
 """
 
 from __future__ import annotations
