@@ -53,7 +53,8 @@ class QuantizedFile:
     """A model that is loaded, quantised in place and written.
 
     Attributes:
-        model: The model; large tensors of a path are mapped.
+        loaded: As it was given; large tensors of a path are mapped.
+        model: What is written: the same model, unless another takes its place.
     """
 
     def __init__(
@@ -75,8 +76,8 @@ class QuantizedFile:
                 self._folder.check()
         if self._folder is None and self._target is not None:
             check_output(model, self._target, overwrite)
-        self._given, self._loaded = model, load_model(model, map_inline=True)
-        self.model = self._loaded.model
+        self._given, self.loaded = model, load_model(model, map_inline=True)
+        self.model = self.loaded.model
         self._external_data, self._overwrite = external_data, overwrite
         self._progress = progress
 
@@ -102,14 +103,18 @@ class QuantizedFile:
         return Calibration(samples, scratch, providers, progress)
 
     def saved(self, report: QuantizeReport) -> QuantizeResult:
-        """Write the model, or take into it what lies in files; return it."""
+        """Write the model, or take into it what lies in files; return it with a report."""
+        path, model = self.written()
+        return QuantizeResult(path, report, model)
+
+    def written(self) -> tuple[Path | None, Any]:
+        """Return the path written, None for an object, and the model as it was given."""
         if self._target is None:
             _into_memory(self.model)
-            model = same_kind(self._given, self.model)
-            return QuantizeResult(None, report, model)
+            return None, same_kind(self._given, self.model)
         external = self._external_data
         if external is None:
-            external = has_data_file(self._loaded, self.model)
+            external = has_data_file(self.loaded, self.model)
         save = functools.partial(
             save_with_data,
             self.model,
@@ -119,11 +124,11 @@ class QuantizedFile:
         )
         if self._folder is None:
             save(self._target)
-            return QuantizeResult(self._target, report, same_kind(self._given, self.model))
-        with self._folder.staged(without=self._loaded.data_files.values()) as staged:
+            return self._target, same_kind(self._given, self.model)
+        with self._folder.staged(without=self.loaded.data_files.values()) as staged:
             save(staged)
         path = self._folder.written_model
-        return QuantizeResult(path, report, same_kind(self._given, load_model(path).model))
+        return path, same_kind(self._given, load_model(path).model)
 
 
 def _into_memory(model: ir.Model) -> None:

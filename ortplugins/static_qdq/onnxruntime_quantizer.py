@@ -16,7 +16,7 @@ import logging
 import os
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +82,9 @@ def calibrate(
             use_external_data_format=True,
             providers=list(providers),
         )
-        for feeds in _rounds(samples, method):
-            take = functools.partial(next, iter(feeds), None)
-            calibrator.collect_data(types.SimpleNamespace(get_next=take))
+        take = functools.partial(next, iter(samples), None)
+        calibrator.collect_data(types.SimpleNamespace(get_next=take))
         found = calibrator.compute_data()
-    except CalibrationError:
-        raise
     except Exception as error:  # whatever the session or numpy raise
         raise CalibrationError(
             f"onnxruntime's {method} calibrator failed: {type(error).__name__}: {error}"
@@ -98,36 +95,12 @@ def calibrate(
     }
 
 
-def _rounds(samples: Sequence[Feed], method: str) -> Iterator[Iterable[Feed]]:
-    """All samples in one go, as onnxruntime has it; of several shapes, one by one.
-
-    Histograms are made of an array of all samples, which those of several shapes can't form.
-    """
-    if method != "MinMax":
-        shapes = {
-            tuple((name, array.shape) for name, array in sorted(feed.items()))
-            for feed in samples
-        }
-        if len(shapes) > 1:
-            yield from ([feed] for feed in samples)
-            return
-    yield samples
-
-
 @contextlib.contextmanager
-def quiet_quantizer() -> Iterator[list[str]]:
-    """Keep onnxruntime's quantiser from printing; yield what it warns of, as it does.
-
-    It writes to stdout and to the root logger; other loggers are left alone.
-    """
-    messages: list[str] = []
+def quiet_quantizer() -> Iterator[None]:
+    """Keep onnxruntime's quantiser from printing to stdout and to the root logger."""
 
     def others(record: logging.LogRecord) -> bool:
-        if os.path.join("onnxruntime", "quantization") not in record.pathname:
-            return True
-        if record.levelno >= logging.WARNING:
-            messages.append(record.getMessage())
-        return False
+        return os.path.join("onnxruntime", "quantization") not in record.pathname
 
     root = logging.getLogger()
     # Without any handler, logging.warning() would give the root one that stays.
@@ -136,7 +109,7 @@ def quiet_quantizer() -> Iterator[list[str]]:
     root.addFilter(others)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            yield messages
+            yield
     finally:
         root.removeFilter(others)
         root.removeHandler(handler)
@@ -177,11 +150,9 @@ def quantize_to_eight_bits(
             entries = (entry,)
         what = dtypes.get(name, np.float32), f"override of tensor {name!r}"
         given[name] = [to_onnxruntime(entry, *what) for entry in entries]
-    tensors_range, infinite = {}, {}
+    tensors_range = {}
     for name, (low, high) in known.items():
         if not (np.isfinite(low) and np.isfinite(high)):
-            if name in ranges:
-                infinite[name] = f"its range is {low} to {high}"
             continue
         dtype = dtypes.get(name, getattr(low, "dtype", np.float32))
         ends = {"lowest": np.asarray(low, dtype), "highest": np.asarray(high, dtype)}
@@ -207,10 +178,9 @@ def quantize_to_eight_bits(
     except Exception as error:  # anything, AssertionError among it
         text = str(error)
         if found := re.search(r"not specified for param (.*?)\. In static mode", text):
-            reason = infinite.get(found[1], "it has no calibrated range")
             raise CalibrationError(
-                f"tensor {found[1]!r} can't be quantised: {reason}; give it one in ranges or "
-                "as rmin and rmax in overrides, or name its nodes in nodes_to_exclude"
+                f"tensor {found[1]!r} has no finite range: give it one in ranges or as rmin "
+                "and rmax in overrides, or name its nodes in nodes_to_exclude"
             ) from error
         raise QuantizationError(
             f"onnxruntime's quantiser failed: {type(error).__name__}: {text}"

@@ -16,7 +16,6 @@ import dataclasses
 import enum
 import math
 import os
-import re
 import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -28,20 +27,10 @@ import onnx
 import onnx_ir as ir
 
 from ortplugins.errors import CalibrationError, QuantizationError
-from ortplugins.model_io.loading import (
-    LoadedModel,
-    ModelLike,
-    load_model,
-    same_kind,
-)
+from ortplugins.model_io.loading import LoadedModel, ModelLike
 from ortplugins.model_io.opset import raise_opset
-from ortplugins.model_io.saving import (
-    Progress,
-    check_output,
-    has_data_file,
-    save_with_data,
-    scratch_within,
-)
+from ortplugins.model_io.saving import Progress, save_with_data
+from ortplugins.quantization.files import QuantizedFile
 from ortplugins.quantization.selection import Pattern, check_names, matches
 from ortplugins.report import PassReport, Report
 from ortplugins.samples.sources import CalibrationSource, read_samples
@@ -50,7 +39,6 @@ from rewrite_rules.graph.nodes import all_nodes, input_of, label
 from rewrite_rules.graph.parameters import constant
 from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
-from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedGraph
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
     Activation,
     OverrideError,
@@ -64,8 +52,6 @@ from session_options.override_json import read_overrides, read_quant_type
 from session_options.plan import file_text
 
 _PASS = "mixed_precision_boundaries"
-# As far from 0, the end of a range is a mask's, or an outlier's.
-_MASKED = 1e3
 _ACTIVATIONS = (ir.DataType.UINT8, ir.DataType.INT8)
 _WEIGHTS = (
     *_ACTIVATIONS,
@@ -168,9 +154,6 @@ def quantize_static_mixed(
     # It takes a while to import.
     from ortplugins.static_qdq import onnxruntime_quantizer as quantizer
 
-    output = None if model_output is None else Path(model_output)
-    if output is not None:
-        check_output(model_input, output, overwrite)
     method = str(getattr(calibrate_method, "name", calibrate_method))
     if method not in quantizer.CALIBRATION_METHODS:
         known = ", ".join(quantizer.CALIBRATION_METHODS)
@@ -185,7 +168,14 @@ def quantize_static_mixed(
         mode=mode,
         target=target,
     )
-    loaded = load_model(model_input)
+    file = QuantizedFile(
+        model_input,
+        model_output,
+        external_data=external_data,
+        overwrite=overwrite,
+        progress=progress,
+    )
+    loaded = file.loaded
     _check_float_model(loaded, op_types_to_quantize)
     least = (13, "a scale per channel") if per_channel else (10, "QuantizeLinear")
     if _has_float16(loaded.model):
@@ -200,14 +190,13 @@ def quantize_static_mixed(
         "nodes_to_exclude": _selected_nodes("nodes_to_exclude", nodes_to_exclude, graph),
         "op_types_to_quantize": op_types,
     }
-    folder_of_output = None if output is None else output.absolute().parent
-    with scratch_within(folder_of_output) as scratch:
-        path = _staged(loaded.model if raised else model_input, loaded, Path(scratch))
-        with quantizer.quiet_quantizer() as warned:
+    with file.scratch() as scratch:
+        path = _staged(loaded.model if raised else model_input, loaded, scratch)
+        with quantizer.quiet_quantizer():
             how = method, op_types, calibration_providers
             found, note = _ranges(path, loaded, data, ranges or {}, *how)
             left = _left_over(wanted.overrides, graph.initializers, activation)
-            model, used = quantizer.quantize_to_eight_bits(
+            file.model, used = quantizer.quantize_to_eight_bits(
                 path,
                 found,
                 wanted.overrides,
@@ -218,22 +207,11 @@ def quantize_static_mixed(
                 **settings,
             )
         wanted = dataclasses.replace(wanted, ranges=used, overrides=left)
-        passes = _rewrite(model, wanted, calibration_providers)
-        left_out = _inner_nodes(loaded.model, op_types)
-        notes = (*raised, note, *left_out, *_lost(model, used), *_counted(warned))
-        if output is not None:
-            if external_data is None:
-                external_data = has_data_file(loaded, model)
-            save_with_data(
-                model,
-                output,
-                inline=not external_data,
-                overwrite=overwrite,
-                progress=progress,
-            )
-    artifact = "" if output is None else os.fspath(output)
-    report = Report(passes, "built", notes, artifact)
-    return StaticMixedResult(output, report, same_kind(model_input, model), used)
+        passes = _rewrite(file.model, wanted, calibration_providers)
+        notes = (*raised, note, *_inner_nodes(loaded.model, op_types))
+        artifact, written = file.written()
+    report = Report(passes, "built", notes, os.fspath(artifact or ""))
+    return StaticMixedResult(artifact, report, written, used)
 
 
 def _has_float16(model: ir.Model) -> bool:
@@ -388,31 +366,6 @@ def _inner_nodes(model: ir.Model, op_types: Collection[str]) -> Iterator[str]:
     inner = [node for graph in graphs if graph is not model.graph for node in graph]
     if count := sum(node.op_type in op_types for node in inner):
         yield f"{count} nodes of subgraphs and functions stay in float"
-
-
-def _lost(model: ir.Model, ranges: Mapping[str, tuple[float, float]]) -> Iterator[str]:
-    """Note activations whose values on one side of 0, beside a mask's, become 0."""
-    lost = [
-        f"{name!r} ({low:.3g} to {high:.3g})"
-        for tensor in QuantizedGraph(model).tensors
-        for name in tensor.names[:1]
-        for low, high in [ranges.get(name, (0.0, 0.0))]
-        if 0 < min(-low, high) < float(tensor.grid.scale) / 2 and max(-low, high) >= _MASKED
-    ]
-    if lost:
-        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-        yield f"small values of {lost[0]}{more} become 0: promote it in mode 'float'"
-
-
-def _counted(warnings: Sequence[str]) -> list[str]:
-    """One of each kind of warning, with the number of others that differ in names only."""
-    kinds: dict[str, list[str]] = {}
-    for text in dict.fromkeys(warnings):
-        kinds.setdefault(re.sub(r"'[^']*'|\d+", "", text), []).append(text)
-    return [
-        texts[0] + (f" (and {len(texts) - 1} like it)" if len(texts) > 1 else "")
-        for texts in kinds.values()
-    ]
 
 
 def _left_over(
