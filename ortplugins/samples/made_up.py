@@ -14,14 +14,14 @@ the model leaves open get their sizes by what they count
     others    32     or what the model turns out to take, if it can be run
 
 A model with a cache gets two feeds for each sample: tokens without a past, then one token
-with the past that the model returned for them.
+behind a past of as many, made up like all else.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -111,20 +111,21 @@ class MadeUpInputs:
         values = [value for value, _ in self._inputs]
         return sizes_of(values, {value.name or "": self._shape(value) for value in values})
 
-    def feeds(
-        self, count: int = 1, *, seed: int = 0, run: Run | None = None
-    ) -> Iterator[Feed]:
-        """Yield ``count`` samples, the same for a seed; second feeds if there is ``run``."""
+    def feeds(self, count: int = 1, *, seed: int = 0, steps: bool = False) -> Iterator[Feed]:
+        """Yield ``count`` samples, the same for a seed.
+
+        With ``steps``, one more token comes behind each, where there is a cache and no size
+        was given.
+        """
         rng = np.random.default_rng(seed)
-        roles = {value.name or "": role for value, role in self._inputs}
-        has_cache = any(_is_past(role) for role in roles.values())
+        past, new = self._by_label["past"], self._by_label["sequence"]
+        step = copy.copy(self)
+        step._by_label = {**self._by_label, "past": past + new, "sequence": 1}
+        has_steps = steps and not self._given and self.sizes != step.sizes
         for _ in range(count):
-            feed = self._feed(rng)
-            yield feed
-            if run is not None and has_cache:
-                step = _next_step(feed, run(feed), roles, rng)
-                if step is not None:
-                    yield step
+            yield self._feed(rng)
+            if has_steps and any(_is_past(role) for _, role in self._inputs):
+                yield step._feed(rng)
 
     def fitted_feeds(
         self, run: Run, count: int = 1, *, seed: int = 0, attempts: int = _MAX_ATTEMPTS
@@ -137,7 +138,7 @@ class MadeUpInputs:
                     "give samples"
                 )
         self.fit(run, attempts)
-        return self.feeds(count, seed=seed, run=run)
+        return self.feeds(count, seed=seed, steps=True)
 
     def fit(self, run: Run, most: int = _MAX_ATTEMPTS) -> None:
         """Find sizes that the model runs with, for dimensions of which nothing is known.
@@ -243,50 +244,6 @@ def _shapes_of(inputs: Sequence[ir.Value]) -> ProvedShapes | None:
 
 def _is_past(role: Role) -> bool:
     return role.kind is Kind.CACHE and "past" in role.axes
-
-
-def _next_step(
-    feed: Mapping[str, npt.NDArray[Any]],
-    outputs: Mapping[str, npt.NDArray[Any]],
-    roles: Mapping[str, Role],
-    rng: np.random.Generator,
-) -> Feed | None:
-    """Return the feed of one more token, with the past that the model returned if it fits."""
-    new = dict(feed)
-    returned = {_cache_key(name): array for name, array in outputs.items()}
-    lengths = set()
-    for name, role in roles.items():
-        if _is_past(role):
-            array = returned.get(_cache_key(name))
-            axis = role.axes.index("past")
-            if array is None or array.ndim != feed[name].ndim or array is feed[name]:
-                return None
-            new[name] = array
-            lengths.add(array.shape[axis])
-    if len(lengths) != 1:
-        return None
-    past = lengths.pop()
-    for name, role in roles.items():
-        array = feed[name]
-        if role.kind in (Kind.LAST, Kind.TOTAL):
-            new[name] = np.full_like(array, past + (role.kind is Kind.TOTAL))
-        elif role.kind is Kind.HAS_PAST:
-            new[name] = np.ones_like(array)
-        elif role.kind is Kind.POSITIONS:
-            new[name] = np.full_like(array[..., :1], past)
-        elif "sequence" in role.axes and role.kind is not Kind.CACHE:
-            axis = role.axes.index("sequence")
-            new[name] = np.take(array, [rng.integers(array.shape[axis])], axis)
-        if "total" in role.axes:
-            axis = role.axes.index("total")
-            new[name] = np.repeat(np.take(new[name], [0], axis), past + 1, axis)
-    return new
-
-
-def _cache_key(name: str) -> tuple[str, ...]:
-    """What of a name is common to a past and the present that becomes it."""
-    rest = re.sub(r"(past|present)(_key_values)?", " ", name.lower())
-    return tuple(re.findall(r"\d+|[a-z]+", rest))
 
 
 def _dimension_names(value: ir.Value) -> list[str]:

@@ -30,18 +30,15 @@ def feeds_of(model: onnx.ModelProto, **options):
 
 
 @pytest.mark.parametrize("form", ["torch", "genai"])
-def test_a_decoder_gets_tokens_and_then_one_more_with_the_past_it_returned(form):
+def test_a_decoder_gets_tokens_and_then_one_more_with_a_past(form):
     model = decoder(form)
     session = ort.InferenceSession(model.SerializeToString())
     first, second = feeds_of(model)
-    names = [item.name for item in session.get_outputs()]
-    returned = dict(zip(names, session.run(names, first), strict=True))
     assert first["input_ids"].shape == (1, 32)
     assert first["past_key_values_0_key"].shape == (1, HEADS, 0, HEAD_SIZE)
     assert second["input_ids"].shape == (1, 1)
     for part in ("key", "value"):
-        past = second[f"past_key_values_0_{part}"]
-        np.testing.assert_array_equal(past, returned[f"present_0_{part}"])
+        assert second[f"past_key_values_0_{part}"].shape == (1, HEADS, 32, HEAD_SIZE)
     if form == "torch":
         assert first["attention_mask"].tolist() == [[1] * 32]
         assert second["attention_mask"].tolist() == [[1] * 33]
@@ -75,20 +72,6 @@ def test_heads_of_a_cache_that_a_branch_reads():
     model = ir.from_proto(onnx.parser.parse_model(CACHE_IN_A_BRANCH))
     sizes = MadeUpInputs(model.graph.inputs).sizes
     assert sizes == {"b": 1, "s": 32, "h": 4, "p": 0, "d": 8}
-
-
-def test_the_second_token_continues_the_first_ones():
-    # One run over all tokens gives the logits that two runs with a cache give.
-    model = decoder("torch")
-    session = ort.InferenceSession(model.SerializeToString())
-    first, second = feeds_of(model)
-    whole = dict(first)
-    for name, axis in (("input_ids", 1), ("position_ids", 1)):
-        whole[name] = np.concatenate([first[name], second[name]], axis)
-    whole["attention_mask"] = second["attention_mask"]
-    (expected,) = session.run(["logits"], whole)
-    (found,) = session.run(["logits"], second)
-    np.testing.assert_allclose(found[:, -1], expected[:, -1], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(3))
