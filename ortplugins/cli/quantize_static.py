@@ -80,7 +80,6 @@ def quantize_static(
     """
     import onnxruntime
 
-    from ortplugins.static_qdq.plan import plan_precision
     from ortplugins.static_qdq.quantize_static import quantize_static_mixed
     from rewrite_rules.mixed_precision_boundaries.tensor_overrides import OverrideError
     from session_options.keys import OptionError
@@ -102,32 +101,22 @@ def quantize_static(
     try:
         with progress_bar() as bar:
             settings["progress"] = bar
-            plan = None
-            if budget is not None or max_16bit is not None:
-                in_8_bits = quantize_static_mixed(model, None, source, **settings)
-                settings["ranges"] = in_8_bits.ranges
-                plan = plan_precision(
-                    in_8_bits.model,
-                    source,
-                    budget=budget,
-                    max_16bit=max_16bit,
-                    providers=providers,
-                    progress=bar,
-                )
-            report = quantize_static_mixed(
+            result = quantize_static_mixed(
                 model,
                 output,
                 source,
                 overrides=overrides,
-                promote=[*promote, *(plan.promoted if plan else ())],
+                promote=promote,
+                budget=budget,
+                max_16bit=max_16bit,
                 overwrite=force,
                 **settings,
-            ).report
+            )
     except (OptionError, OverrideError) as error:
         raise UsageError(f"--overrides: {error}") from None
-    if plan is not None and printing.format == "text":
-        _print_plan(plan, mode)
-    print_report(report, printing)
+    if result.plan is not None and printing.format == "text":
+        _print_plan(result.plan, mode)
+    print_report(result.report, printing)
     if printing.format == "text":
         print(f"wrote {output}")
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: MIT
 """From a float model and samples to a QDQ model whose activations have 8 and 16 bits.
 
-    calibrate      onnxruntime's calibrators: a range for each activation
-    quantise       onnxruntime's quantiser: everything in 8 bits
+    quantise       onnxruntime's quantize_static: everything in 8 bits
     rewrite        mixed_precision_boundaries: regions of 16 bits, or float, into that graph
 
 onnxruntime makes both grids of a tensor from its range, each rounded by itself, and an end
@@ -14,15 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 import os
 import shutil
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 
@@ -30,13 +27,14 @@ from ortplugins.errors import CalibrationError, QuantizationError
 from ortplugins.model_io.loading import LoadedModel, ModelLike
 from ortplugins.model_io.opset import raise_opset
 from ortplugins.model_io.saving import Progress, save_with_data
+from ortplugins.optimization.shape_inference import infer_shapes
 from ortplugins.quantization.files import QuantizedFile
 from ortplugins.quantization.selection import Pattern, check_names, matches
 from ortplugins.report import PassReport, Report
 from ortplugins.samples.sources import CalibrationSource, read_samples
+from ortplugins.static_qdq.plan import PrecisionPlan, plan_precision
 from rewrite_rules.closest_name import did_you_mean
-from rewrite_rules.graph.nodes import all_nodes, input_of, label
-from rewrite_rules.graph.parameters import constant
+from rewrite_rules.graph.nodes import all_nodes, label
 from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
@@ -65,15 +63,15 @@ class StaticMixedResult:
 
     Attributes:
         path: The file written; None when no output was asked for.
-        report: What became of every boundary, and how ranges were found.
+        report: What became of every boundary, and what stays in float.
         model: The QDQ model, of the type that was given (``onnx_ir.Model`` for a path).
-        ranges: Smallest and greatest value of each float activation, as they were used.
+        plan: What was promoted by ``budget`` and ``max_16bit``; None without.
     """
 
     path: Path | None
     report: Report
     model: Any
-    ranges: Mapping[str, tuple[float, float]]
+    plan: PrecisionPlan | None = None
 
 
 def quantize_static_mixed(
@@ -83,6 +81,8 @@ def quantize_static_mixed(
     *,
     overrides: str | Mapping[str, Any] | None = None,
     promote: Collection[str] = (),
+    budget: float | None = None,
+    max_16bit: float | None = None,
     mode: str = "int16",
     target: str = "qnn",
     activation_type: str | enum.Enum = "QUInt8",
@@ -92,7 +92,6 @@ def quantize_static_mixed(
     op_types_to_quantize: Sequence[str] | None = None,
     nodes_to_quantize: Sequence[Pattern] = (),
     nodes_to_exclude: Sequence[Pattern] = (),
-    ranges: Mapping[str, tuple[float, float]] | None = None,
     calibration_providers: Sequence[Any] = ("CPUExecutionProvider",),
     external_data: bool | None = None,
     overwrite: bool = False,
@@ -115,6 +114,8 @@ def quantize_static_mixed(
             ``@file.json``; by names of the float model.
         promote: Tensors to give 16 bits, and nodes whose inputs and outputs get them; by names
             of the float model.
+        budget: As of :func:`.plan_precision`, which then finds what else to promote.
+        max_16bit: Likewise.
         mode: ``"int16"``, or ``"float"``: promoted tensors are not quantised at all, which is
             faster on CPUs.
         target: ``"qnn"`` lays boundaries out as onnxruntime's quantiser does, for compilers
@@ -129,8 +130,6 @@ def quantize_static_mixed(
             default.
         nodes_to_quantize: Nodes, by name, glob or regular expression (``re:``); none for all.
         nodes_to_exclude: Nodes to leave in float, in the same way.
-        ranges: Of some activations, instead of calibrated ones; of all of them, no ``data`` is
-            needed: those of an earlier result, for instance.
         calibration_providers: Execution providers that run the samples.
         external_data: Whether tensors of 1 KiB and more go to the data file; by default as the
             source has them, and always when they are more than 1 GiB.
@@ -138,7 +137,7 @@ def quantize_static_mixed(
         progress: Called while tensors are written: done, total, name.
 
     Returns:
-        Path, report, model and ranges.
+        Path, report and model.
 
     Raises:
         CalibrationError: If there is nothing to calibrate with, a sample is bad, or an
@@ -159,7 +158,7 @@ def quantize_static_mixed(
         known = ", ".join(quantizer.CALIBRATION_METHODS)
         raise CalibrationError(f"calibrate_method is {method!r}: one of {known} is expected")
     activation = _quant_type_of(activation_type, "activation_type", _ACTIVATIONS)
-    op_types = list(op_types_to_quantize or ()) or quantizer.OP_TYPES
+    op_types = list(op_types_to_quantize or ())
     if isinstance(overrides, str) and overrides.startswith("@"):
         overrides = file_text(overrides[1:], f"overrides are {overrides!r}")
     wanted = BoundaryOptions(
@@ -181,37 +180,59 @@ def quantize_static_mixed(
     if _has_float16(loaded.model):
         least = (19, "QuantizeLinear of float16")
     raised = raise_opset(loaded.model, *least)
+    infer_shapes(loaded.model)
     graph = loaded.model.graph
-    _check_names_given(graph, wanted.overrides, wanted.promote, activation, ranges or {})
+    _check_names_given(graph, wanted.overrides, wanted.promote, activation)
     weights = _quant_type_of(weight_type, "weight_type", _WEIGHTS)
-    settings = {
-        "per_channel": per_channel,
-        "nodes_to_quantize": _selected_nodes("nodes_to_quantize", nodes_to_quantize, graph),
-        "nodes_to_exclude": _selected_nodes("nodes_to_exclude", nodes_to_exclude, graph),
-        "op_types_to_quantize": op_types,
-    }
+    chosen, excluded = (
+        _selected_nodes(option, patterns, graph)
+        for option, patterns in (
+            ("nodes_to_quantize", nodes_to_quantize),
+            ("nodes_to_exclude", nodes_to_exclude),
+        )
+    )
+    if data is None:
+        raise CalibrationError("no calibration data: give samples of real inputs")
+    samples = read_samples(data, loaded.model)
+    plans = budget is not None or max_16bit is not None
+    left = _left_over(wanted.overrides, graph.initializers, activation)
     with file.scratch() as scratch:
-        path = _staged(loaded.model if raised else model_input, loaded, scratch)
-        with quantizer.quiet_quantizer():
-            how = method, op_types, calibration_providers
-            found, note = _ranges(path, loaded, data, ranges or {}, *how)
-            left = _left_over(wanted.overrides, graph.initializers, activation)
-            file.model, used = quantizer.quantize_to_eight_bits(
-                path,
-                found,
-                wanted.overrides,
-                activation,
-                weights,
-                all_eight=not (left or wanted.promote),
-                removable=_removable(graph),
-                **settings,
+        file.model, floats = quantizer.quantize_to_eight_bits(
+            _staged(loaded.model if raised else model_input, loaded, scratch),
+            samples,
+            graph,
+            wanted.overrides,
+            activation,
+            weights,
+            method=method,
+            # Its grid, or that of an override, may have negative values.
+            keep_relu=bool(wanted.overrides or promote or plans) or method == "Distribution",
+            nodes_to_exclude=excluded,
+            nodes_to_quantize=chosen,
+            op_types_to_quantize=op_types,
+            per_channel=per_channel,
+            calibration_providers=list(calibration_providers),
+        )
+        plan = None
+        if plans:
+            plan = plan_precision(
+                file.model,
+                samples,
+                budget=budget,
+                max_16bit=max_16bit,
+                providers=calibration_providers,
+                progress=progress,
             )
-        wanted = dataclasses.replace(wanted, ranges=used, overrides=left)
-        passes = _rewrite(file.model, wanted, calibration_providers)
-        notes = (*raised, note, *_inner_nodes(loaded.model, op_types))
+        promoted = wanted.promote | {*(plan.promoted if plan else ())}
+        boundaries = dataclasses.replace(wanted, overrides=left, promote=promoted)
+        passes = _rewrite(file.model, boundaries, calibration_providers)
         artifact, written = file.written()
+    inner = sum(node.graph is not graph for node in all_nodes(loaded.model))
+    if inner:
+        floats.append(f"{inner} nodes of subgraphs and functions stay in float")
+    notes = (*raised, f"ranges from {len(samples)} samples, {method}", *floats)
     report = Report(passes, "built", notes, os.fspath(artifact or ""))
-    return StaticMixedResult(artifact, report, written, used)
+    return StaticMixedResult(artifact, report, written, plan)
 
 
 def _has_float16(model: ir.Model) -> bool:
@@ -257,7 +278,6 @@ def _check_names_given(
     overrides: Overrides,
     promote: Collection[str],
     activation_type: ir.DataType,
-    ranges: Mapping[str, tuple[float, float]],
 ) -> None:
     """Check every name that the user gave, before samples are run."""
     values = [*graph.inputs, *(value for node in graph for value in node.outputs)]
@@ -273,49 +293,23 @@ def _check_names_given(
     }
     nodes = {label(node) for node in graph}
     check_overrides(overrides, activations, initializers, nodes)
-    for what, names, known in (
-        ("promote", promote, [*activations, *initializers, *nodes]),
-        ("ranges", ranges, activations),
-    ):
-        for name in names:
-            if name not in known:
-                hint = did_you_mean(name, known)
-                raise QuantizationError(f"{what}: the model has no {name!r}{hint}")
-    for name, (low, high) in ranges.items():
-        if not (np.isfinite(low) and np.isfinite(high) and low <= high):
+    known = [*activations, *initializers, *nodes]
+    for name in promote:
+        if name not in known:
             raise QuantizationError(
-                f"ranges[{name!r}] is {low} to {high}: two finite numbers are expected, the "
-                "smaller first"
+                f"promote: the model has no {name!r}{did_you_mean(name, known)}"
             )
-
-
-def _removable(graph: ir.Graph) -> dict[str, tuple[float, float]]:
-    """Return the least and greatest value of each Relu and Clip that alone reads its input.
-
-    The key is the name of its output. An end that is not constant is set so that no range
-    fits it, and the node stays.
-    """
-    found = {}
-    for node in graph:
-        value = node.inputs[0] if node.op_type in ("Clip", "Relu") else None
-        if value is None or value.is_graph_output() or len(value.uses()) > 1:
-            continue
-        ends = [0.0 if node.op_type == "Relu" else -math.inf, math.inf]
-        for index, attribute in enumerate(("min", "max")):
-            if attribute in node.attributes:  # before opset 11
-                ends[index] = node.attributes[attribute].as_float()
-            elif (end := input_of(node, index + 1)) is not None:
-                tensor = constant(end)
-                ends[index] = -ends[index] if tensor is None else float(tensor.numpy().item())
-        found[node.outputs[0].name or ""] = (ends[0], ends[1])
-    return found
 
 
 def _selected_nodes(option: str, patterns: Sequence[Pattern], graph: ir.Graph) -> list[str]:
     """Return the names of the nodes that patterns mean."""
-    names = [node.name for node in graph if node.name]
+    from ortplugins.static_qdq.onnxruntime_quantizer import name_of
+
+    names = {label(node): name_of(node) for node in graph}
     check_names(option, patterns, names)
-    return [name for name in names if any(matches(pattern, name) for pattern in patterns)]
+    return [
+        names[name] for name in names if any(matches(pattern, name) for pattern in patterns)
+    ]
 
 
 def _staged(model: ModelLike, loaded: LoadedModel, folder: Path) -> Path:
@@ -336,36 +330,6 @@ def _staged(model: ModelLike, loaded: LoadedModel, folder: Path) -> Path:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, folder / name)
     return path
-
-
-def _ranges(
-    path: Path,
-    loaded: LoadedModel,
-    data: CalibrationSource,
-    given: Mapping[str, tuple[float, float]],
-    method: str,
-    op_types: Sequence[str],
-    providers: Sequence[Any],
-) -> tuple[dict[str, Any], str]:
-    """Ranges from samples, those given on top; and a note on them."""
-    if data is None:
-        if given:
-            return dict(given), f"ranges of {len(given)} tensors as given"
-        raise CalibrationError("no calibration data: give samples of real inputs, or ranges")
-    from ortplugins.static_qdq.onnxruntime_quantizer import calibrate
-
-    samples = read_samples(data, loaded.model)
-    found = calibrate(path, samples, method, op_types, providers)
-    note = f"ranges of {len(found)} tensors from {len(samples)} samples, {method}"
-    return {**found, **given}, note
-
-
-def _inner_nodes(model: ir.Model, op_types: Collection[str]) -> Iterator[str]:
-    """Note how many nodes onnxruntime's quantiser does not visit."""
-    graphs = [*model.graphs(), *model.functions.values()]
-    inner = [node for graph in graphs if graph is not model.graph for node in graph]
-    if count := sum(node.op_type in op_types for node in inner):
-        yield f"{count} nodes of subgraphs and functions stay in float"
 
 
 def _left_over(

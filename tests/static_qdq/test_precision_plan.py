@@ -134,7 +134,6 @@ def test_a_budget_out_of_reach_tells_the_best():
 
 
 def test_the_command_quantises_and_promotes_what_costs_most(tmp_path):
-    """The same as by hand: quantised, planned, and quantised again with what was found."""
     text = """g (float[4, 8] x) => (float[4, 8] y)
         { h1 = MatMul(x, w) h2 = Mul(h1, large) h3 = Relu(h2) y = MatMul(h3, w) }"""
     large = np.ones((8,), np.float32)
@@ -147,10 +146,13 @@ def test_the_command_quantises_and_promotes_what_costs_most(tmp_path):
     arguments = ["quantize-static", model, "--samples", data, "--target", "cpu"]
     shown = printed(*arguments, "--max-16bit", 2, "-o", tmp_path / "o.onnx")
     assert "2 of " in shown and "activations at 16 bits" in shown and "wrote" in shown
-    plain = quantize_static_mixed(model, None, [data], target="cpu")
-    plan = plan_precision(plain.model, [data], max_16bit=2)
-    expected = quantize_static_mixed(model, None, [data], target="cpu", promote=plan.promoted)
+    expected = quantize_static_mixed(model, None, [data], target="cpu", max_16bit=2)
+    plan = expected.plan
     found = ir.load(tmp_path / "o.onnx")
-    assert plan.promoted and set(plan.promoted) <= {"h1", "h2", "h3", "x", "y"}
+    assert (
+        plan is not None
+        and plan.promoted
+        and set(plan.promoted) <= {"h1", "h2", "h3", "x", "y"}
+    )
     assert [n.op_type for n in found.graph] == [n.op_type for n in expected.model.graph]
     assert ir.DataType.UINT16 in {v.dtype for n in found.graph for v in n.outputs}
