@@ -2,8 +2,7 @@
 """The child process that packs weights: onnxruntime's arenas and peaks go with it.
 
 Reads a job as JSON from its first argument, writes files into the job's folder, and prints the
-result as one line of JSON, the last one. Before each run of a model it prints what it would be
-without that run: onnxruntime may end the process. Run by :mod:`.prepack`.
+result as one line of JSON. Run by :mod:`.prepack`.
 """
 
 from __future__ import annotations
@@ -12,12 +11,8 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import numpy.typing as npt
 
 from rewrite_rules.prepacked_weights.packed_operands import Key, readings
 from rewrite_rules.prepacked_weights.records import (
@@ -32,16 +27,10 @@ from rewrite_rules.prepacked_weights.records import (
 
 if TYPE_CHECKING:
     import onnx
-    import onnxruntime
 
-# In a result, which model was about to run; the original, or the one with packed weights.
-RUNNING, ORIGINAL, PACKED_ONE = "running", "original", "packed"
 PACKED, FINAL, AGAIN = "packed.onnx", "final.onnx", "again.onnx"
 # Of what onnxruntime saves; the model's own data file, whatever it is called, has another.
 _SAVED_SUFFIX = ".tensors"
-# Sizes tried for dimensions that the model leaves open, until one runs: a model may want them
-# to agree, or its cache to be empty.
-_SIZES = ({"": 2}, {"": 1}, {"": 1, "past": 0}, {"": 2, "past": 0}, {"": 4})
 
 
 def main() -> None:
@@ -51,7 +40,7 @@ def main() -> None:
     source, folder = Path(job["model"]), Path(job["folder"])
     result = _pack(source, folder, job["data_name"])
     if not result["damaged"]:
-        result.update(_verify(source, folder, result))
+        result |= _in_use(folder)
     print(json.dumps(result), flush=True)
 
 
@@ -90,31 +79,24 @@ def _pack(source: Path, folder: Path, data_name: str) -> dict[str, Any]:
     }
 
 
-def _verify(source: Path, folder: Path, packed: dict[str, Any]) -> dict[str, Any]:
-    """Compare FINAL with the model it was made from; see which blobs a session takes."""
+def _in_use(folder: Path) -> dict[str, int]:
+    """See which blobs of FINAL a session takes."""
     import onnx
 
     wanted = _kernels(onnx.load(folder / FINAL, load_external_data=False))
     # A session packs each weight and takes the blob of equal hash, if there is one. Asked to
     # save, it writes records of those that it had to keep itself (measured, 1.31).
-    session = _open(folder / FINAL, save_to=folder / AGAIN)
+    _open(folder / FINAL, save_to=folder / AGAIN)
     kept = {way for way, _ in _kernels(onnx.load(folder / AGAIN, load_external_data=False))}
     _remove_saved(folder / AGAIN)
-    used = {"in_use": sum(way not in kept for way, _ in wanted), "recorded": len(wanted)}
-
-    def before(model: str) -> None:
-        untested = {"compared": 0, "different": [], RUNNING: model}
-        print(json.dumps({**packed, **used, **untested}), flush=True)
-
-    compared, different = _compare(session, _open(source), before)
-    return {**used, "compared": compared, "different": different}
+    return {"in_use": sum(way not in kept for way, _ in wanted), "recorded": len(wanted)}
 
 
 def _kernels(model: onnx.ModelProto) -> set[tuple[Key, str]]:
     return {(way, one.kernel) for way, found in read_records(model).items() for one in found}
 
 
-def _open(model: Path, save_to: Path | None = None) -> onnxruntime.InferenceSession:
+def _open(model: Path, save_to: Path) -> None:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -124,18 +106,17 @@ def _open(model: Path, save_to: Path | None = None) -> onnxruntime.InferenceSess
     options.enable_mem_reuse = False
     options.intra_op_num_threads = 1
     options.log_severity_level = 3
-    if save_to is not None:
-        options.optimized_model_filepath = os.fspath(save_to)
-        for key, text in (
-            (
-                "session.optimized_model_external_initializers_file_name",
-                save_to.name + _SAVED_SUFFIX,
-            ),
-            ("session.optimized_model_external_initializers_min_size_in_bytes", "1024"),
-            ("session.save_external_prepacked_constant_initializers", "1"),
-        ):
-            options.add_session_config_entry(key, text)
-    return onnxruntime.InferenceSession(
+    options.optimized_model_filepath = os.fspath(save_to)
+    for key, text in (
+        (
+            "session.optimized_model_external_initializers_file_name",
+            save_to.name + _SAVED_SUFFIX,
+        ),
+        ("session.optimized_model_external_initializers_min_size_in_bytes", "1024"),
+        ("session.save_external_prepacked_constant_initializers", "1"),
+    ):
+        options.add_session_config_entry(key, text)
+    onnxruntime.InferenceSession(
         os.fspath(model), options, providers=["CPUExecutionProvider"], enable_fallback=0
     )
 
@@ -143,62 +124,3 @@ def _open(model: Path, save_to: Path | None = None) -> onnxruntime.InferenceSess
 def _remove_saved(model: Path) -> None:
     for path in (model, model.with_name(model.name + _SAVED_SUFFIX)):
         path.unlink(missing_ok=True)
-
-
-def _compare(
-    one: onnxruntime.InferenceSession,
-    other: onnxruntime.InferenceSession,
-    before: Callable[[str], None] = lambda model: None,
-) -> tuple[int, list[str]]:
-    """Run both on equal inputs; return the outputs compared and the names that differ.
-
-    ``before`` is called before a run, with which of the two it is.
-    """
-    error: Exception | None = None
-    names = [item.name for item in one.get_outputs()]
-    compared: set[str] = set()
-    different: set[str] = set()
-    # A flag may choose between two branches, each with weights of its own.
-    flags = any("bool" in item.type for item in one.get_inputs())
-    for flag in (1, 0) if flags else (1,):
-        for sizes in _SIZES:
-            try:
-                feeds = {item.name: _feed(item, sizes, flag) for item in one.get_inputs()}
-                before(ORIGINAL)
-                expected = other.run(None, feeds)
-            except Exception as failure:  # whatever it is, other sizes may do
-                error = failure
-                continue
-            compared.update(names)
-            before(PACKED_ONE)
-            for name, a, b in zip(names, one.run(None, feeds), expected, strict=True):
-                if not _same(a, b):
-                    different.add(name)
-            break
-    if not compared:
-        print(f"no inputs were found that the model runs on: {error}", file=sys.stderr)
-    return len(compared), sorted(different)
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(_same, a, b))
-    if not isinstance(a, np.ndarray) or a.dtype == object:
-        return str(a) == str(b)
-    return bool(a.shape == b.shape and a.tobytes() == b.tobytes())
-
-
-def _feed(item: Any, sizes: dict[str, int], flag: int) -> npt.NDArray[Any]:
-    shape = [size if isinstance(size, int) else _size(str(size), sizes) for size in item.shape]
-    kind = item.type.removeprefix("tensor(").removesuffix(")")
-    if kind == "string":
-        return np.full(shape, "", object)
-    dtype = np.dtype({"float": "float32", "double": "float64"}.get(kind, kind))
-    rng = np.random.default_rng(0)
-    if dtype.kind == "f":
-        return rng.standard_normal(shape).astype(dtype)
-    return np.full(shape, flag if dtype.kind == "b" else 1, dtype)
-
-
-def _size(name: str, sizes: dict[str, int]) -> int:
-    return next((size for part, size in sizes.items() if part and part in name), sizes[""])

@@ -21,13 +21,11 @@ import pytest
 from builders.dequantized_models import DequantizedMatMul
 from builders.processes import FEED, digest_of, disk, result_of, spawn
 from builders.sessions import CPU, backdate, files, options, save, start
-from builders.text_models import normal, proto_of
 
 import ortplugins
 from ortplugins import DqMatMulNBitsFusion, OrtpluginsWarning, PrepackedWeights
 from ortplugins.cache.store import ArtifactCache
 from rewrite_rules.onnxruntime_version import parse_version
-from rewrite_rules.prepacked_weights import child
 from rewrite_rules.prepacked_weights.records import read_records
 
 CASE = DequantizedMatMul(512, 256, 32)
@@ -318,33 +316,6 @@ def test_a_child_that_fails(faults: Faults, module: str, action: str, reported: 
     assert left_behind(faults.cache) == []
 
 
-# Made-up rows are shorter than a frame, and onnxruntime ends where a Scan along axis 1 has no
-# step, with SIGFPE.
-SCANNED = """g (float[b, t] x) => (float y)
-<int64[1] zero = {0}, int64[1] frame = {24}, int64[1] end = {2147483648}, int64[1] axis = {1},
- int64[1] step = {16}, int64[3] frames = {0, -1, 16}, int64[4] pads = {0, 0, 0, 24},
- int64[1] tail = {16}> {
-    padded = Pad(x, pads)  first = Slice(padded, zero, frame, axis)
-    size = Shape<start = 1>(x)  number = Div(size, step)  whole = Mul(number, step)
-    cut = Slice(x, zero, whole, axis)  rows = Reshape(cut, frames)
-    last, windows = Scan<num_scan_inputs = 1, scan_input_axes = [1], scan_output_axes = [1],
-        body = body (float[b, 24] old, float[b, 16] new)
-            => (float[b, 24] next, float[b, 40] out) {
-            out = Concat<axis = 1>(old, new)  next = Slice(out, tail, end, axis)
-        }>(first, rows)
-    m = MatMul(windows, w)  y = MatMul(m, v)
-}"""
-
-
-def test_inputs_that_end_onnxruntime_itself_keep_nothing_from_being_packed(faults: Faults):
-    weights = {"w": normal(40, 256), "v": normal(256, 256, seed=1)}
-    path = faults.folder / "scanned.onnx"
-    onnx.save(proto_of(SCANNED, weights), path)
-    so = options(PrepackedWeights(), cache_dir=str(faults.cache))
-    report = start(path, so).ortplugins_report
-    assert "no inputs were found" in str(report.fired[0])
-
-
 def test_what_failed_once_is_tried_again(faults: Faults):
     faults.sabotage(PACKING, "os.kill(os.getpid(), 9)")
     session, reported = faults.start()
@@ -365,28 +336,3 @@ def test_without_an_interpreter(faults: Faults):
     session, text = faults.start()
     faults.check(session)
     assert "no Python interpreter" in text
-
-
-def test_outputs_are_compared_to_the_last_bit():
-    a = np.float32([1, np.nan])
-    assert child._same(a, a.copy()) and child._same([a], [a.copy()])
-    for other in (np.nextafter(a, np.float32(2)), a[:1], -a):
-        assert not child._same(a, other)
-
-
-@pytest.mark.parametrize("taken", ["then_branch", "else_branch"])
-def test_both_branches_of_a_flag_are_compared(taken):
-    def opened(factor: float) -> ort.InferenceSession:
-        parts = [
-            f"{name} = g () => (float[2] {name}_y) {{ {name}_y = Mul(x, {name}_k) }}"
-            for name in ("then_branch", "else_branch")
-        ]
-        constants = {f"{name}_k": np.float32(1) for name in ("then_branch", "else_branch")}
-        text = (
-            f"g (bool flag, float[2] x) => (float[2] y) {{ y = If(flag)<{', '.join(parts)}> }}"
-        )
-        model = proto_of(text, {**constants, f"{taken}_k": np.float32(factor)})
-        return ort.InferenceSession(model.SerializeToString(), providers=CPU)
-
-    assert child._compare(opened(1), opened(1)) == (1, [])
-    assert child._compare(opened(1), opened(2)) == (1, ["y"])

@@ -379,7 +379,6 @@ def test_everything_that_onnxruntime_packs(tmp_path):
     order = [n.name for n in model.graph.node]
     outcome, reason = pack(path)
     assert outcome is Outcome.FIRED
-    assert f"{len(expected)} outputs bit-equal" in reason
     packed = onnx.load(path, load_external_data=False)
     records = read_records(packed)
     assert all_in_use(reason) == sum(map(len, records.values()))
@@ -454,15 +453,13 @@ def test_a_tensor_that_is_the_beginning_of_another_stays_one(with_length, tmp_pa
     np.testing.assert_equal(run(str(path), feeds), expected)
 
 
-# What the child gets instead, the columns of x, and what the remark says.
+# What the child gets instead, and what the remark says.
 SABOTAGE = {
-    # Of x[r, c], no columns are found that the model runs on: bytes are compared all the same.
     "two tensors of equal size are one": (
         (
             "real = r.lay_out\n"
             "r.lay_out = lambda m, f, n, same: real(m, f, n, dict.fromkeys(same, 'one'))"
         ),
-        "c",
         "the bytes of v differ in the new file",
     ),
     "a packed form lies elsewhere": (  # what is copied is a weight, its form, the next weight
@@ -471,29 +468,20 @@ SABOTAGE = {
             "real, shifts = r._copy, itertools.cycle((0, 64))\n"
             "r._copy = lambda s, t, at, n: real(s, t, at - next(shifts), n)"
         ),
-        "c",
         "differ in the new file",
-    ),
-    "a node reads another weight": (
-        (
-            "def restore_order(model, _): model.graph.node[1].input[1] = 'w'\n"
-            "r.restore_order = restore_order"
-        ),
-        "64",
-        "outputs ['y'] differ",
     ),
 }
 
 
 @pytest.mark.parametrize("name", SABOTAGE)
 def test_a_packing_that_computes_something_else_is_refused(name, tmp_path, monkeypatch):
-    code, columns, words = SABOTAGE[name]
+    code, words = SABOTAGE[name]
     (tmp_path / "site").mkdir()
     code = f"import rewrite_rules.prepacked_weights.records as r\n{code}\n"
     (tmp_path / "site" / "sitecustomize.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path / "site")
-    text = f"""g (float[r, {columns}] x) => (float[r, 64] y) {{
-        h = MatMul(x, w)  y = MatMul(h, v) }}"""
+    text = """g (float[r, 64] x) => (float[r, 64] y) {
+        h = MatMul(x, w)  y = MatMul(h, v) }"""
     model = proto_of(text, {"w": normal(64, 64), "v": normal(64, 64, seed=1)})
     path = save(model, tmp_path / "m" / "model.onnx")
     before = contents(path.parent)
@@ -501,14 +489,6 @@ def test_a_packing_that_computes_something_else_is_refused(name, tmp_path, monke
     assert outcome is Outcome.REFUSED
     assert words in reason
     assert contents(path.parent) == before
-
-
-def test_bytes_are_compared_where_no_inputs_are_found(tmp_path):
-    text = "g (float[r, c] x) => (float[r, 64] y) { y = MatMul(x, w) }"
-    path = save(proto_of(text, {"w": normal(64, 64)}), tmp_path / "m" / "model.onnx")
-    outcome, reason = pack(path)
-    assert outcome is Outcome.FIRED
-    assert "every byte compared, but no outputs" in reason
 
 
 # The pass in sessions.
