@@ -106,8 +106,8 @@ def _plain(source: str | Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
             raise OverrideError(f"{where}: the key is not a tensor's name, which is a string")
         if not isinstance(entries, list | tuple):
             raise OverrideError(
-                f"{where} is {_described(entries)}; a list of entries is expected, one per "
-                'tensor or one per channel: [{"quant_type": "QUInt16"}]'
+                f"{where} is {_described(entries)}; a list of one entry is expected: "
+                '[{"quant_type": "QUInt16"}]'
             )
         found = [_entry(entry, f"{where}[{i}]") for i, entry in enumerate(entries)]
         if found not in ([], [{}]):
@@ -156,8 +156,7 @@ def _scalar(value: Any, where: str, kind: type, noun: str) -> Any:
     """A Python scalar, or numpy's scalar or array of one."""
     if getattr(value, "size", 1) != 1:
         raise OverrideError(
-            f"{where} has {value.size} numbers; of a tensor quantised per channel, each "
-            "channel has its own entry in the list"
+            f"{where} has {value.size} numbers; activations are quantised per tensor"
         )
     plain = value.item() if hasattr(value, "item") else value
     if kind is float and type(plain) in (int, float):
@@ -188,10 +187,8 @@ _READERS: dict[str, Callable[[Any, str], Any]] = {
     "scale": _float,
     "zero_point": _int,
     "symmetric": _bool,
-    "reduce_range": _bool,
     "rmin": _float,
     "rmax": _float,
-    "axis": _int,
     "recv_nodes": _names,
     "convert": functools.partial(_entry, is_convert=True),
 }

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""What a user wants of the quantisation of single tensors: onnxruntime's overrides, checked.
+"""What a user wants of the quantisation of single activations: overrides, checked.
 
-The fields are those of ``TensorQuantOverrides`` in onnxruntime's quantiser, as plain values.
-onnxruntime checks the first entry and believes the others; here all are checked, against what
-the model has, before anything changes.
+The fields are those of ``TensorQuantOverrides`` in onnxruntime's quantiser, as plain values,
+but for those of initializers: what weights are stored as is chosen for all of them. Checked
+against what the model has, before anything changes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -22,27 +22,9 @@ from rewrite_rules.closest_name import did_you_mean
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-_ACTIVATION_TYPES = ("UINT8", "INT8", "UINT16", "INT16")
-_INITIALIZER_TYPES = (*_ACTIVATION_TYPES, "UINT4", "INT4")
-_FOR_INITIALIZERS = "is for initializers, and it is an activation"
-_FOR_ACTIVATIONS = "is for activations, and it is an initializer"
-# Fields that have no place in an entry, by its kind.
-_MISPLACED = {
-    "activation": {
-        "reduce_range": _FOR_INITIALIZERS,
-        "recv_nodes": "stands outside of 'convert': it says who reads the converted type",
-    },
-    "convert": {
-        "reduce_range": _FOR_INITIALIZERS,
-        "axis": _FOR_INITIALIZERS,
-    },
-    "initializer": {"convert": _FOR_ACTIVATIONS, "recv_nodes": _FOR_ACTIVATIONS},
-}
+_TYPES = ("UINT8", "INT8", "UINT16", "INT16")
 # What a fixed scale and zero point leave no room for.
-_RANGE_FIELDS = ("symmetric", "reduce_range", "rmin", "rmax")
-# What all channels of an initializer have in common, and what each has for itself.
-_COMMON_FIELDS = ("quant_type", "axis", "symmetric", "reduce_range")
-_CHANNEL_FIELDS = ("scale", "zero_point", "rmin", "rmax")
+_RANGE_FIELDS = ("symmetric", "rmin", "rmax")
 _MAX_PROBLEMS = 10
 
 
@@ -52,18 +34,16 @@ class OverrideError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class TensorOverride:
-    """How a tensor (or one channel of an initializer) is to be quantised; None: as it is.
+    """How an activation is to be quantised; None: as it is.
 
     Attributes:
         quant_type: Type of the codes.
         scale: Step between two codes; with ``zero_point`` or not at all.
         zero_point: Code of the value 0.
         symmetric: Whether the range is made symmetric about 0.
-        reduce_range: Whether one bit is left unused; initializers only.
         rmin: Smallest value, instead of the calibrated one.
         rmax: Greatest value.
-        axis: Of an initializer quantised per channel.
-        convert: The second type of an activation, for some of its consumers.
+        convert: The second type, for some of its consumers.
         recv_nodes: In a ``convert``: names of the consumers that get it (unnamed nodes are
             called by their first output); None: all.
     """
@@ -72,16 +52,14 @@ class TensorOverride:
     scale: float | None = None
     zero_point: int | None = None
     symmetric: bool | None = None
-    reduce_range: bool | None = None
     rmin: float | None = None
     rmax: float | None = None
-    axis: int | None = None
     convert: TensorOverride | None = None
     recv_nodes: frozenset[str] | None = None
 
 
-# Per tensor: one entry, or one for each channel of an initializer; those that ask for nothing
-# are left out.
+# Per tensor, one entry, in a list as onnxruntime has it; those that ask for nothing are left
+# out.
 Overrides = Mapping[str, tuple[TensorOverride, ...]]
 
 
@@ -98,7 +76,7 @@ class Activation(NamedTuple):
 def check_overrides(
     overrides: Overrides,
     activations: Mapping[str, Activation],
-    initializers: Mapping[str, Sequence[int]],
+    initializers: Collection[str],
     nodes: Collection[str],
 ) -> None:
     """Check every entry against the model, by names of activations, initializers and nodes.
@@ -109,11 +87,13 @@ def check_overrides(
 
     def problems_of(name: str, entries: tuple[TensorOverride, ...]) -> Iterator[str]:
         if (activation := activations.get(name)) is not None:
-            yield from _activation_problems(entries, activation, nodes)
+            if len(entries) > 1:
+                yield f"it has {len(entries)} entries; activations are quantised per tensor"
+            yield from _problems(entries[0], activation, nodes)
         elif name in initializers:
-            yield from _initializer_problems(entries, tuple(initializers[name]))
+            yield "it is an initializer; overrides are for activations"
         else:
-            hint = did_you_mean(name, [*activations, *initializers])
+            hint = did_you_mean(name, [*activations])
             yield f"no tensor of that name is quantised in the model{hint}"
 
     problems = (
@@ -127,21 +107,16 @@ def check_overrides(
         raise OverrideError("\n".join(found[:_MAX_PROBLEMS] + more))
 
 
-def _activation_problems(
-    entries: tuple[TensorOverride, ...], activation: Activation, nodes: Collection[str]
+def _problems(
+    entry: TensorOverride, activation: Activation, nodes: Collection[str]
 ) -> Iterator[str]:
-    first = entries[0]
-    if len(entries) > 1 or first.axis is not None:
-        yield (
-            "it has per-channel entries (several, or an 'axis'), but is not an initializer; "
-            "activations are quantised per tensor"
-        )
+    yield from _entry_problems(entry, activation.quant_type)
+    if entry.recv_nodes is not None:
+        yield "'recv_nodes' stands outside of 'convert': it says who reads the converted type"
+    if (convert := entry.convert) is None:
         return
-    yield from _entry_problems(first, "activation", activation.quant_type)
-    if (convert := first.convert) is None:
-        return
-    problems = list(_entry_problems(convert, "convert", None))
-    own = first.quant_type or activation.quant_type
+    problems = list(_entry_problems(convert, None))
+    own = entry.quant_type or activation.quant_type
     if convert.quant_type is None:
         problems.append("'quant_type' is missing: say which type the consumers are to read")
     elif convert.quant_type == own:
@@ -169,64 +144,12 @@ def _consumer_problems(
             yield f"'recv_nodes': the model has no node {name!r}{hint}; {readers} reads it"
 
 
-def _initializer_problems(
-    entries: tuple[TensorOverride, ...], shape: tuple[int, ...]
-) -> Iterator[str]:
-    first = entries[0]
-    for index, entry in enumerate(entries):
-        where = f"entry {index}: " if len(entries) > 1 else ""
-        for problem in _entry_problems(entry, "initializer", first.quant_type):
-            yield where + problem
-    if first.axis is None:
-        if len(entries) > 1:
-            yield f"it has {len(entries)} entries, but the first has no 'axis' of the channels"
-        return
-    if not -len(shape) <= first.axis < len(shape):
-        yield f"'axis' is {first.axis}, but the initializer's rank is {len(shape)}"
-        return
-    channels = shape[first.axis]
-    if len(entries) not in (1, channels):
-        yield (
-            f"it has {len(entries)} entries, but axis {first.axis} of shape {list(shape)} has "
-            f"{channels} channels: give one entry for each, or one for all"
-        )
-    if (first.rmin is None) != (first.rmax is None):
-        yield "'rmin' and 'rmax' of channels come together or not at all"
-    for index, entry in enumerate(entries[1:], 1):
-        for problem in _channel_problems(entry, first, len(shape)):
-            yield f"entry {index}: {problem}"
-
-
-def _channel_problems(
-    entry: TensorOverride, first: TensorOverride, rank: int
-) -> Iterator[str]:
-    """What channels have to share: types, and which parameters they give."""
-    for field in _COMMON_FIELDS:
-        ours, theirs = getattr(entry, field), getattr(first, field)
-        same = ours == theirs or (field == "axis" and (ours or 0) % rank == theirs % rank)
-        if ours is not None and not same:
-            yield f"{field!r} differs from that of entry 0"
-    for field in _CHANNEL_FIELDS:
-        if (getattr(entry, field) is None) != (getattr(first, field) is None):
-            yield f"{field!r} is given for all channels or for none"
-
-
-def _entry_problems(
-    entry: TensorOverride, kind: str, own: ir.DataType | None
-) -> Iterator[str]:
+def _entry_problems(entry: TensorOverride, own: ir.DataType | None) -> Iterator[str]:
     """What is wrong with an entry by itself."""
-    for field, reason in _MISPLACED[kind].items():
-        if getattr(entry, field) is not None:
-            yield f"{field!r} {reason}"
     quant_type = entry.quant_type or own
-    is_initializer = kind == "initializer"
-    types = _INITIALIZER_TYPES if is_initializer else _ACTIVATION_TYPES
-    if entry.quant_type is not None and entry.quant_type.name not in types:
-        noun = "an initializer" if is_initializer else "an activation"
-        yield (
-            f"'quant_type' is {_type_name(entry.quant_type)}; {noun} is one of "
-            f"{', '.join(types).lower()}"
-        )
+    if quant_type is not None and quant_type.name not in _TYPES:
+        types = ", ".join(_TYPES).lower()
+        yield f"'quant_type' is {_type_name(quant_type)}; an activation is one of {types}"
         quant_type = None
     if (entry.scale is None) != (entry.zero_point is None):
         given, missing = ("scale", "zero_point")[:: -1 if entry.scale is None else 1]
