@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Scales and offsets beside linear nodes go into the weights.
+"""Scales and offsets beside convolutions go into the weights.
 
     FoldBehind    affine(Conv(x, w, b))            -> Conv(x, w', b')
                   affine(Transpose(Conv(x, w, b))) -> Transpose(Conv(x, w', b'))
-                  the same of ConvTranspose and Gemm; of MatMul, with or without a bias
+                  the same of ConvTranspose
     FoldInFront   Conv(affine(x), w, b)            -> Conv(x, w', b')
     Gate          Add(x, Mul(x, gate))             -> Mul(x, Add(gate, 1))
     Normalize     Add(Mul(x, c), d), between blocked operators -> BatchNormalization(x)
@@ -82,7 +82,7 @@ class FoldingRule(RewriteRuleClassBase):
         result, node = MatchResult(), producer(out)
         if any(other.graph is not node.graph for other in context.nodes):
             return result.fail("the nodes stand in several graphs", node)
-        if not all(is_given(values.get(name)) for name in ("w", "b", "c", "d")):
+        if not all(is_given(values.get(name)) for name in ("w", "c", "d")):
             return result.fail("an operand is computed", node)
         try:
             if _is_gelu(values.get("x")):
@@ -121,25 +121,21 @@ class FoldBehind(FoldingRule):
 
     candidate = "out"
 
-    def __init__(self, folding: Folding, kind: Kind, op_type: str, form: str) -> None:
+    def __init__(self, folding: Folding, kind: Kind, op_type: str, is_turned: bool) -> None:
         super().__init__(folding)
-        self._kind, self._op_type, self._form = kind, op_type, form
+        self._kind, self._op_type, self._is_turned = kind, op_type, is_turned
 
-    def pattern(self, op, x, w, b, c):  # type: ignore[no-untyped-def]
-        others = {} if self._op_type == "MatMul" else ANY
-        value = getattr(op, self._op_type)(x, w, **others, _outputs=["linear"])
-        if self._form == "turned":
+    def pattern(self, op, x, w, c):  # type: ignore[no-untyped-def]
+        value = getattr(op, self._op_type)(x, w, **ANY, _outputs=["linear"])
+        if self._is_turned:
             value = op.Transpose(value, **ANY, _outputs=["turned"])
-        elif self._form == "biased":
-            value = op.Add(value, b)
         return self._kind.pattern(op, value, c, "out")
 
     def find(self, out: ir.Value, **values: ir.Value) -> Linear:
         """Return the linear node with the affine one in it."""
-        least = max(1, self._folding.affines.least_rank(values["linear"]))
-        source = producer(values["linear"])
-        linear = self._folding.linears.read(source, values.get("b"), least)
-        axis, rank = linear.axis, linear.rank
+        linear = self._folding.linears.read(producer(values["linear"]))
+        rank = linear.rank
+        axis = rank - 1
         if "turned" in values:
             order = ints_attribute(producer(values["turned"]), "perm")
             if order is None or sorted(order) != list(range(rank)):
@@ -188,7 +184,7 @@ class FoldInFront(FoldingRule):
             if not is_same or index or reader.graph is not node.graph:
                 raise Refusal("ORP655", f"{label(reader)!r} reads {scaled.name!r} as well")
             linear = self._folding.linears.read(reader)
-            channels, rank, axis = linear.weight.inputs, linear.rank, linear.axis
+            channels, rank, axis = linear.weight.inputs, linear.rank, linear.rank - 1
             # A constant with more channels than x would have made them.
             if affines.channels(x, rank) != channels:
                 if kind.op_type == "BatchNormalization":
@@ -274,19 +270,14 @@ def _is_blocked(value: ir.Value | None, shapes: ProvedShapes, steps: int = _MAX_
 
 
 class Normalize(FoldingRule):
-    """A scale, and an offset behind it, that stay -> BatchNormalization, which stays blocked.
+    """A scale, and an offset behind it, that stay -> BatchNormalization in blocks."""
 
-    One of both alone does as well where all that read it are convolutions or pools.
-    """
-
-    def __init__(self, folding: Folding, kinds: tuple[Kind, ...]) -> None:
+    def __init__(self, folding: Folding, scale: Kind, offset: Kind) -> None:
         super().__init__(folding)
-        self._kinds = kinds
+        self._scale, self._offset = scale, offset
 
     def pattern(self, op, x, c, d):  # type: ignore[no-untyped-def]
-        if len(self._kinds) == 2:
-            x, c = self._kinds[0].pattern(op, x, c, "between"), d
-        return self._kinds[-1].pattern(op, x, c, "out")
+        return self._offset.pattern(op, self._scale.pattern(op, x, c, "between"), d, "out")
 
     def find(self, out: ir.Value, **values: ir.Value) -> Affine:
         """Return scale and offset, both [C], of x[N, C, H, W]."""
@@ -296,13 +287,9 @@ class Normalize(FoldingRule):
             raise Differs(f"{x.name!r} is not known to be float32 of [N, C, H, W], in blocks")
         if not _is_blocked(x, self._folding.shapes):
             raise Differs(f"{x.name!r} is not in onnxruntime's blocked layout")
-        if len(self._kinds) == 1 and not _is_between(out):
-            raise Differs("no convolution reads it")
-        scale, offset = np.ones(channels), np.zeros(channels)
-        for kind, name in zip(self._kinds, "cd", strict=False):
-            found = affines.per_channel(kind, node, values[name], channels, 4, 3)
-            scale, offset = scale * found.scale, offset + found.offset
-        return Affine(scale, offset)
+        scale = affines.per_channel(self._scale, node, values["c"], channels, 4, 3).scale
+        behind = affines.per_channel(self._offset, node, values["d"], channels, 4, 3)
+        return Affine(scale * behind.scale, behind.offset)
 
     def rewrite(self, op: Any, x: ir.Value, out: ir.Value, **_: Any) -> ir.Value:
         """Emit the node."""
@@ -315,28 +302,17 @@ class Normalize(FoldingRule):
         return op.BatchNormalization(x, *constants, epsilon=epsilon, _name=node.name)  # type: ignore[no-any-return]
 
 
-def _is_between(value: ir.Value) -> bool:
-    """Whether convolutions and pools read a value, and nothing else."""
-    wanted = ("AveragePool", "Conv", "MaxPool")
-    found = all(each.op_type in wanted and not each.domain for each in value.consumers())
-    return found and not value.is_graph_output()
-
-
 def folding_rules(folding: Folding) -> Iterator[RewriteRule]:
     """Make the rules, in order of precedence."""
-    forms = [(name, form) for name in ("Conv", "ConvTranspose") for form in ("", "turned")]
-    forms += [("Gemm", ""), ("MatMul", "biased")]
-    for kind, (op_type, form) in itertools.product(KINDS, forms):
-        yield from FoldBehind.rule(folding, kind, op_type, form).commute()
-    for kind in SCALES:
-        yield from FoldBehind.rule(folding, kind, "MatMul", "").commute()
-    for kind, op_type in itertools.product(KINDS, ("Conv", "ConvTranspose")):
+    convolutions = ("Conv", "ConvTranspose")
+    for form in itertools.product(KINDS, convolutions, (False, True)):
+        yield from FoldBehind.rule(folding, *form).commute()
+    for kind, op_type in itertools.product(KINDS, convolutions):
         yield from FoldInFront.rule(folding, kind, op_type).commute()
     yield from Gate.rule(folding).commute()
 
 
 def normalizing_rules(folding: Folding) -> Iterator[RewriteRule]:
     """Make the rules for what is left once nothing folds any more."""
-    single = [(kind,) for kind in (*SCALES, *OFFSETS)]
-    for kinds in (*itertools.product(SCALES, OFFSETS), *single):
-        yield from Normalize.rule(folding, kinds).commute()
+    for scale, offset in itertools.product(SCALES, OFFSETS):
+        yield from Normalize.rule(folding, scale, offset).commute()

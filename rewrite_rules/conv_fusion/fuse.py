@@ -30,9 +30,7 @@ from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.remarks import PassContext, Refusal
 
 # What the rules end in, and what has to be there for any of them to gain.
-_ANCHORS = frozenset(
-    {"Clip", "Conv", "ConvInteger", "ConvTranspose", "Gemm", "MatMul", "Min", "STFT"}
-)
+_ANCHORS = frozenset({"Clip", "Conv", "ConvInteger", "ConvTranspose", "Min", "STFT"})
 _SUMS_AND_PRODUCTS = frozenset({"Add", "Div", "Mul", "Sub"})
 # Of what a rule looks for behind a sum or product, whatever its other operand is.
 _MAKERS = frozenset({"Cast", "Clip", "Max", "Min"})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What Conv, ConvTranspose, Gemm and MatMul compute of constants, and their weights scaled.
+"""What Conv and ConvTranspose compute of constants, and their weights scaled.
 
 Factors and biases are kept in float64 while a model is rewritten, so that a chain of folds
 rounds once; weights are multiplied when they are written.
@@ -20,7 +20,6 @@ from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.graph.lazy_tensors import ChunkedTensor
 from rewrite_rules.graph.nodes import input_of, label, owner
 from rewrite_rules.graph.parameters import (
-    float_attribute,
     int_attribute,
     ints_attribute,
     require_constant,
@@ -30,7 +29,6 @@ from rewrite_rules.remarks import Refusal
 Float64 = NDArray[np.float64]
 _FLOAT32 = np.finfo(np.float32)
 _CHUNK = 1 << 20
-_CONVOLUTIONS = frozenset({"Conv", "ConvInteger", "ConvTranspose"})
 # Smaller ones leave subnormal numbers, of few digits, of ordinary weights.
 _LEAST_FACTOR = 1e-30
 # Greater ones may be added in order to round: x + 12582912 - 12582912 is an integer. A norm
@@ -85,7 +83,7 @@ class Weight:
     Attributes:
         value: The constant in the file; it may have left the graph.
         graph: Where that was, and where what is derived from it goes.
-        groups: Of a convolution, else 1.
+        groups: Of the convolution.
         rows_are_outputs: Whether rows are output channels and columns are input channels;
             else it is the other way round.
         of_rows: Factors [groups * rows].
@@ -113,7 +111,7 @@ class Weight:
 
     @property
     def is_depthwise(self) -> bool:
-        """Whether each input channel of a convolution has filters of its own."""
+        """Whether each input channel has filters of its own."""
         return self.groups > 1 and self.of_columns.shape[1] == 1
 
     def times(self, outputs: Float64 | None = None, inputs: Float64 | None = None) -> Weight:
@@ -181,18 +179,16 @@ class Linear:
     """A node that computes ``x * weight + bias``.
 
     Attributes:
-        node: The node; of a MatMul with a bias, the MatMul.
+        node: The node.
         weight: Its weight.
-        bias: Of the output channels, [M].
+        bias: Of the output channels, [M], which are its second axis.
         rank: Of the output.
-        axis: That of the output which has the channels, counted from the end.
     """
 
     node: ir.Node
     weight: Weight
     bias: Float64
     rank: int
-    axis: int
 
     def behind(self, affine: Affine) -> Linear:
         """Return what computes ``affine`` of this, [M]."""
@@ -233,84 +229,60 @@ class Linears:
         self._weights: dict[ir.Value, Weight] = {}
         self._biases: dict[ir.Value, Float64] = {}
 
-    def read(self, node: ir.Node, bias: ir.Value | None = None, rank: int = 1) -> Linear:
-        """Return what a node computes, with the bias that is added behind a MatMul.
+    def read(self, node: ir.Node) -> Linear:
+        """Return what a node computes.
 
-        ``rank`` is the least one that the result of a MatMul is known to have.
         Refuses a weight or bias that a run can change, is no float32, or does not fit.
         """
-        kind = node.op_type
         weight = self._weight(node)
-        outputs = weight.outputs
-        if kind in _CONVOLUTIONS:
-            rank = len(shape_of(input_of(node, 1)))
-            return Linear(node, weight, self._bias(_bias_of(node), outputs, 1), rank, rank - 1)
-        if kind == "MatMul":
-            return Linear(node, weight, self._bias(bias, outputs, rank), rank, 1)
-        numbers = self._bias(_bias_of(node), outputs, 2)
-        return Linear(node, weight, numbers * float_attribute(node, "beta", 1.0), 2, 1)
+        rank = len(shape_of(input_of(node, 1)))
+        return Linear(node, weight, self._bias(_bias_of(node), weight.outputs), rank)
 
     def write(self, op: Any, linear: Linear, x: ir.Value | None = None) -> ir.Value:
         """Emit the node, on another input if one is given."""
         node, weight = linear.node, linear.weight
         inputs = [node.inputs[0] if x is None else x, self.new_weight(weight)]
-        attributes: dict[str, Any] = {**node.attributes}
         op_type = "Conv" if node.op_type == "ConvInteger" else node.op_type
-        if op_type != "MatMul" and (linear.bias.any() or _bias_of(node) is not None):
+        if linear.bias.any() or _bias_of(node) is not None:
             inputs.append(self._new_bias(linear))
-        if op_type == "Gemm":
-            attributes["beta"] = 1.0
-        made = getattr(op, op_type)(*inputs, **attributes, _name=node.name)
-        made = like(node.outputs[0], made)
-        if op_type == "MatMul" and linear.bias.any():
-            made = like(node.outputs[0], op.Add(made, self._new_bias(linear)))
-        return made
+        made = getattr(op, op_type)(*inputs, **node.attributes, _name=node.name)
+        return like(node.outputs[0], made)
 
     def _weight(self, node: ir.Node) -> Weight:
         value, tensor = require_constant(input_of(node, 1), "weight")
         if value in self._weights:
             return self._weights[value]
         shape = tuple(tensor.shape.numpy())
-        is_conv, is_integer = node.op_type in _CONVOLUTIONS, node.op_type == "ConvInteger"
-        if tensor.dtype != ir.DataType.FLOAT and not is_integer:
+        if tensor.dtype != ir.DataType.FLOAT and node.op_type != "ConvInteger":
             kind = tensor.dtype.name.lower()
             raise Refusal("ORP653", f"weight {value.name!r} is {kind}: float32 folds")
-        groups = int_attribute(node, "group", 1) if is_conv else 1
-        fits = len(shape) >= 3 if is_conv else len(shape) == 2
-        if not math.prod(shape) or not fits or groups < 1 or shape[0] % groups:
+        groups = int_attribute(node, "group", 1)
+        if not math.prod(shape) or len(shape) < 3 or groups < 1 or shape[0] % groups:
             raise Refusal(
                 "ORP653", f"weight {value.name!r} of shape {list(shape)} does not fit"
             )
         graph = owner(value)
         assert isinstance(graph, ir.Graph)
-        turned = node.op_type == "Gemm" and int_attribute(node, "transB", 0) != 0
         return Weight(
             value,
             graph,
             groups,
-            node.op_type in ("Conv", "ConvInteger") or turned,
+            node.op_type != "ConvTranspose",
             np.ones(shape[0]),
             np.ones((groups, shape[1])),
             _zero_points(node, shape[0]),
         )
 
-    def _bias(self, value: ir.Value | None, outputs: int, rank: int) -> Float64:
+    def _bias(self, value: ir.Value | None, outputs: int) -> Float64:
         if value is None:
             return np.zeros(outputs)
         value, tensor = require_constant(value, "bias")
         if value in self._biases:
             return self._biases[value]
         shape = tuple(tensor.shape.numpy())
-        if tensor.dtype != ir.DataType.FLOAT or math.prod(shape) not in (1, outputs):
+        if tensor.dtype != ir.DataType.FLOAT or shape != (outputs,):
             raise Refusal("ORP653", f"bias {value.name!r} of shape {list(shape)} does not fit")
-        if len(shape) > rank:
-            raise Refusal(
-                "ORP651", f"constant {value.name!r} may have more axes than its other operand"
-            )
-        if math.prod(shape) > 1 and shape[-1] != outputs:
-            raise Refusal("ORP653", f"bias {value.name!r} of shape {list(shape)} does not fit")
-        stored = tensor.numpy().astype(np.float64).reshape(-1)
-        return np.array(np.broadcast_to(stored, outputs))
+        return tensor.numpy().astype(np.float64)
 
     def new_weight(self, weight: Weight, shape: tuple[int, ...] | None = None) -> ir.Value:
         """Register the scaled weight; in another shape, if one is given."""
