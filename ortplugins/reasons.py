@@ -187,11 +187,6 @@ REASONS: Mapping[str, Mapping[str, str]] = {
         "ORP655": (
             "Nothing to do: something else needs the value, or onnxruntime fuses it itself."
         ),
-        "ORP656": "Set conv_fusion.slow_kernels=float, if numbers may change.",
-        "ORP657": (
-            "Nothing to do: no float convolution computes what it does. Quantise the float "
-            "model once more, by quantize_dynamic."
-        ),
     },
     "Packed weights (prepacked_weights); the model runs without them": {
         "ORP701": (

@@ -59,7 +59,7 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
         "activations": "1",
         "kv_cache": "exported",
     },
-    "conv_fusion": {"slow_kernels": "keep"},
+    "conv_fusion": {},
     "shape_size_reorder": {"dims": "", "for_default_order": "0"},
     "prepacked_weights": {
         "verify": "size",

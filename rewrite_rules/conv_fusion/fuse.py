@@ -16,7 +16,7 @@ from rewrite_rules.conv_fusion.fold_rules import (
     normalizing_rules,
 )
 from rewrite_rules.conv_fusion.hard_swish import hard_swish_rules
-from rewrite_rules.conv_fusion.integers import FloatConvolution, UnsignedWeight
+from rewrite_rules.conv_fusion.integers import UnsignedWeight
 from rewrite_rules.conv_fusion.one_axis import DepthwiseLine, FourierFrames
 from rewrite_rules.facts.copies import drop_copies, drop_reshapes
 from rewrite_rules.graph.nodes import (
@@ -39,10 +39,8 @@ _MAX_ROUNDS = 50
 _MIN_OPSET = 7  # constants broadcast as they do in numpy
 
 
-def fuse_convolutions(
-    model: ir.Model, context: PassContext, *, slow_kernels: str = "keep"
-) -> None:
-    """Rewrite a model with inferred shapes in place; ``slow_kernels`` as the pass has it."""
+def fuse_convolutions(model: ir.Model, context: PassContext) -> None:
+    """Rewrite a model with inferred shapes in place."""
     nodes = [*walk(model.graph)]
     if _ANCHORS.isdisjoint(node.op_type for node in nodes):
         return
@@ -56,9 +54,7 @@ def fuse_convolutions(
     for graph in graphs:
         drop_reshapes(graph, folding.shapes)
     rules = [*hard_swish_rules(folding), *folding_rules(folding)]
-    rules.append(UnsignedWeight.rule(folding, slow_kernels))
-    if slow_kernels == "float":
-        rules += FloatConvolution.rule(folding).commute()
+    rules.append(UnsignedWeight.rule(folding))
     for _ in range(_MAX_ROUNDS):
         if not _apply(model, rules, graphs):
             break

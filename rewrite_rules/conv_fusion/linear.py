@@ -88,7 +88,6 @@ class Weight:
             else it is the other way round.
         of_rows: Factors [groups * rows].
         of_columns: Factors [groups, columns].
-        zeros: What is subtracted first: zero points of rows [groups * rows], or of all [1].
     """
 
     value: ir.Value
@@ -97,7 +96,6 @@ class Weight:
     rows_are_outputs: bool
     of_rows: Float64
     of_columns: Float64
-    zeros: Float64
 
     @property
     def outputs(self) -> int:
@@ -108,11 +106,6 @@ class Weight:
     def inputs(self) -> int:
         """How many input channels there are."""
         return (self.of_columns if self.rows_are_outputs else self.of_rows).size
-
-    @property
-    def is_depthwise(self) -> bool:
-        """Whether each input channel has filters of its own."""
-        return self.groups > 1 and self.of_columns.shape[1] == 1
 
     def times(self, outputs: Float64 | None = None, inputs: Float64 | None = None) -> Weight:
         """Return the weight with its output and input channels multiplied, [M] and [C]."""
@@ -133,8 +126,7 @@ class Weight:
         for start in range(0, len(stored), step):
             rows = slice(start, start + step)
             factors = self.of_rows[rows, None] * self.of_columns[groups[rows]]
-            zeros = np.broadcast_to(self.zeros, len(stored))[rows, None, None]
-            yield rows, groups[rows], (stored[rows] - zeros) * factors[:, :, None]
+            yield rows, groups[rows], stored[rows] * factors[:, :, None]
 
     def sums(self, offsets: Float64, *, magnitudes: bool = False) -> Float64:
         """Return what a constant in each input channel, [C], adds to each output, [M].
@@ -236,16 +228,15 @@ class Linears:
         """
         weight = self._weight(node)
         rank = len(shape_of(input_of(node, 1)))
-        return Linear(node, weight, self._bias(_bias_of(node), weight.outputs), rank)
+        return Linear(node, weight, self._bias(input_of(node, 2), weight.outputs), rank)
 
     def write(self, op: Any, linear: Linear, x: ir.Value | None = None) -> ir.Value:
         """Emit the node, on another input if one is given."""
         node, weight = linear.node, linear.weight
         inputs = [node.inputs[0] if x is None else x, self.new_weight(weight)]
-        op_type = "Conv" if node.op_type == "ConvInteger" else node.op_type
-        if linear.bias.any() or _bias_of(node) is not None:
+        if linear.bias.any() or input_of(node, 2) is not None:
             inputs.append(self._new_bias(linear))
-        made = getattr(op, op_type)(*inputs, **node.attributes, _name=node.name)
+        made = getattr(op, node.op_type)(*inputs, **node.attributes, _name=node.name)
         return like(node.outputs[0], made)
 
     def _weight(self, node: ir.Node) -> Weight:
@@ -253,7 +244,7 @@ class Linears:
         if value in self._weights:
             return self._weights[value]
         shape = tuple(tensor.shape.numpy())
-        if tensor.dtype != ir.DataType.FLOAT and node.op_type != "ConvInteger":
+        if tensor.dtype != ir.DataType.FLOAT:
             kind = tensor.dtype.name.lower()
             raise Refusal("ORP653", f"weight {value.name!r} is {kind}: float32 folds")
         groups = int_attribute(node, "group", 1)
@@ -270,7 +261,6 @@ class Linears:
             node.op_type != "ConvTranspose",
             np.ones(shape[0]),
             np.ones((groups, shape[1])),
-            _zero_points(node, shape[0]),
         )
 
     def _bias(self, value: ir.Value | None, outputs: int) -> Float64:
@@ -342,22 +332,6 @@ def may_read_padding(node: ir.Node) -> bool:
         return any(ints_attribute(node, "pads") or ())
     # With a kernel of one element, no stride makes SAME_UPPER and SAME_LOWER pad.
     return math.prod(shape_of(node.inputs[1])[2:]) != 1
-
-
-def _bias_of(node: ir.Node) -> ir.Value | None:
-    return None if node.op_type == "ConvInteger" else input_of(node, 2)
-
-
-def _zero_points(node: ir.Node, outputs: int) -> Float64:
-    """Return those of a ConvInteger's weight, [outputs] or [1], and 0 for others."""
-    if (value := input_of(node, 3)) is None:
-        return np.zeros(1)
-    value, tensor = require_constant(value, "zero point")
-    if tensor.size not in (1, outputs):
-        raise Refusal(
-            "ORP657", f"zero point {value.name!r} of shape {list(tensor.shape)} does not fit"
-        )
-    return tensor.numpy().astype(np.float64).reshape(-1)
 
 
 def shape_of(value: ir.Value | None) -> tuple[int, ...]:

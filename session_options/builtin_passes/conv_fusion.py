@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
-from session_options.keys import option
 from session_options.passes import Pass
 
 if TYPE_CHECKING:
@@ -24,15 +23,8 @@ class ConvFusion(Pass):
     # After attention is fused, whose projections have scales as well.
     position: ClassVar[int] = 65
 
-    slow_kernels: str = option(
-        "keep",
-        "Depthwise ConvInteger, which is slower than Conv in float: 'keep' leaves it; 'float' "
-        "computes with the dequantised weight and unquantised activations, so numbers change.",
-        choices=("keep", "float"),
-    )
-
     def rewrite(self, model: ir.Model, context: PassContext) -> None:
         """Rewrite in place; see :mod:`rewrite_rules.conv_fusion.fuse`."""
         from rewrite_rules.conv_fusion.fuse import fuse_convolutions
 
-        fuse_convolutions(model, context, slow_kernels=self.slow_kernels)
+        fuse_convolutions(model, context)
