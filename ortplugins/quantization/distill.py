@@ -29,11 +29,14 @@ import onnx_ir as ir
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ortplugins.errors import CalibrationError, ModelFileError
+from ortplugins.errors import CalibrationError, ModelFileError, QuantizationError
 from ortplugins.model_io.loading import ModelLike, load_model
+from ortplugins.model_io.model_folder import model_in
 from ortplugins.model_io.saving import Progress
 from ortplugins.quantization.files import QuantizedFile, QuantizeResult
 from ortplugins.quantization.torch_graph import Tensor, TorchGraph, dequantized, tensor_of
+from ortplugins.quantization.weights.quantize import quantize
+from ortplugins.quantization.weights.recipe import Recipe
 from ortplugins.quantization.weights.report import QuantizeReport
 from ortplugins.runtime.session_settings import DISABLED_PACKING_KEY
 from ortplugins.runtime.stock_session import opened, stock_options
@@ -81,6 +84,75 @@ class _Outcome(NamedTuple):
     before: float
     after: float
     steps: int
+
+
+def quantize_distilled(
+    model: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    calibration_data_reader: Any,
+    recipe: Recipe | None = None,
+    learning: Learning = Learning(),
+    calibration_providers: Sequence[Any] = ("CPUExecutionProvider",),
+    external_data: bool | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> QuantizeResult:
+    """Quantise weights, then learn from the float model's own answers on the same samples.
+
+    Args:
+        model: Path of a float model, or of a folder with one; not changed.
+        output: As of :func:`.quantize`.
+        calibration_data_reader: Samples, as of :func:`.quantize`, ten or more.
+        recipe: Which weights are quantised, and where learning starts from; GPTQ in blocks
+            of 32 by default. It writes DequantizeLinear alone, which the fusion takes.
+        learning: How long and how fast.
+        calibration_providers: Execution providers that run the samples for the recipe.
+        external_data: As of :func:`.quantize`.
+        overwrite: Whether ``output`` may exist.
+        progress: Called as the work goes on: steps done, all steps, what is being done.
+
+    Returns:
+        Path, report and model; a note has the loss before and after, on samples held out.
+
+    Raises:
+        QuantizationError: If the recipe writes other operators.
+        CalibrationError, ModelFileError: As :func:`learn_scales` and :func:`.quantize`.
+    """
+    recipe = recipe or Recipe(method="gptq")
+    if recipe.for_kernels or recipe.fuse_tables:
+        name = "quant_format" if recipe.for_kernels else "fuse_tables"
+        raise QuantizationError(
+            f"{name}: only scales of DequantizeLinear are learnt; fuse the result afterwards, "
+            "by `ortplugins optimize`"
+        )
+    file = QuantizedFile(model, output, overwrite=overwrite)
+    _answer(file.model)
+    samples = read_samples(calibration_data_reader, file.model)
+    _check_count(samples)
+    with file.scratch() as scratch:
+        first = scratch / ("start" if os.path.isdir(model) else "start.onnx")
+        started = quantize(
+            model,
+            first,
+            recipe=recipe,
+            calibration_data_reader=samples,
+            calibration_providers=calibration_providers,
+            progress=progress,
+        )
+        learnt = learn_scales(
+            first,
+            output,
+            original=model_in(model),
+            calibration_data_reader=samples,
+            learning=learning,
+            external_data=external_data,
+            overwrite=overwrite,
+            progress=progress,
+        )
+    notes = (*started.report.notes, *learnt.report.notes)
+    report = dataclasses.replace(started.report, notes=notes)
+    return dataclasses.replace(learnt, report=report)
 
 
 def learn_scales(
@@ -139,11 +211,7 @@ def _learn(
     progress: Progress | None,
 ) -> _Outcome:
     """Learn in place."""
-    if len(samples) < _LEAST_SAMPLES:
-        raise CalibrationError(
-            f"{len(samples)} samples: {_LEAST_SAMPLES} or more are needed to learn from; give "
-            "a longer text"
-        )
+    _check_count(samples)
     count = max(1, round(_HELD_OUT * len(samples)))
     held_out, taken = samples[-count:], samples[:-count]
     task = _Task(model, original, codes=learning.reach > 0)
@@ -174,6 +242,14 @@ def _learn(
         pass
     task.write(kept)
     return _Outcome(first, best, steps)
+
+
+def _check_count(samples: Sequence[Feed]) -> None:
+    if len(samples) < _LEAST_SAMPLES:
+        raise CalibrationError(
+            f"{len(samples)} samples: {_LEAST_SAMPLES} or more are needed to learn from; give "
+            "a longer text"
+        )
 
 
 def _batches(samples: Sequence[Feed], learning: Learning, epoch: int) -> Iterator[Feed]:

@@ -12,11 +12,11 @@ import pytest
 from builders.sessions import CPU
 from builders.text_models import normal, proto_of
 
-from ortplugins.errors import CalibrationError, ModelFileError
-from ortplugins.quantization import quantize
+from ortplugins.errors import CalibrationError, ModelFileError, QuantizationError
+from ortplugins.quantization import Recipe, quantize
 
 pytest.importorskip("torch", reason="the extra distill is not installed")
-from ortplugins.quantization.distill import Learning, learn_scales
+from ortplugins.quantization.distill import Learning, learn_scales, quantize_distilled
 
 ROWS, HIDDEN = 24, 32
 # A norm and two products, of the tokens before.
@@ -106,6 +106,34 @@ def test_outputs_come_closer(models, tmp_path, settings):
             moved = np.abs(old[name].astype(int) - new[name].astype(int))
             assert moved.max() == 1 and moved.mean() < 0.5
     assert found[0.5] < found[0] < 0.9 * divergence(*models)
+
+
+def test_the_recipe_starts_from_gptq_and_learns_on_the_same_samples(models, tmp_path):
+    original, started, output = models[0], tmp_path / "gptq.onnx", tmp_path / "distilled.onnx"
+    recipe = Recipe(method="gptq", block_size=16)
+    quantize(original, started, recipe=recipe, calibration_data_reader=texts(200))
+    result = quantize_distilled(
+        original,
+        output,
+        calibration_data_reader=iter(texts(200)),
+        recipe=recipe,
+        learning=Learning(epochs=6, rate=3e-3, reach=0.1),
+    )
+    assert {node.method for node in result.report.nodes if node.quantized} == {"gptq"}
+    assert "learnt in" in result.report.notes[-1]
+    assert divergence(original, output) < 0.9 * divergence(original, started)
+    assert constants(output).keys() == constants(started).keys()
+
+
+@pytest.mark.parametrize("setting", [{"quant_format": "MatMulNBits"}, {"fuse_tables": True}])
+def test_only_scales_of_dequantize_linear_are_learnt(models, tmp_path, setting):
+    with pytest.raises(QuantizationError, match=f"{next(iter(setting))}: only scales"):
+        quantize_distilled(
+            models[0],
+            tmp_path / "o.onnx",
+            calibration_data_reader=texts(40),
+            recipe=Recipe(method="gptq", **setting),
+        )
 
 
 def test_the_same_seed_gives_the_same_file(models, tmp_path):
