@@ -203,6 +203,8 @@ def _checked_rule(rule: tuple[Pattern, Any]) -> tuple[Pattern, Mapping[str, Any]
     try:
         found: dict[str, Any] = {"keep_float": True}
         if settings != "float":
+            if not isinstance(settings, Mapping):
+                raise TypeError(f"{settings!r} is neither float nor settings as {{bits: 8}}")
             found = dict(settings)
         for name in found:
             if name not in (*_FORM, *_OTHERS):
