@@ -130,7 +130,7 @@ def test_heads_and_tables_need_no_name():
     [
         ("metod: gptq", "unknown setting 'metod'; did you mean 'method'"),
         ("method: gptk", "method is 'gptk'"),
-        ("rules: {q: 8}", "rule 'q': 'int' object is not iterable"),
+        ("rules: {q: 8}", "rule 'q': 8 is neither float nor settings"),
         ("rules: {q: {bit: 8}}", "rule 'q': no setting is 'bit'; did you mean 'bits'"),
         ("rules: {q: {bits: 5}}", "rule 'q': bits is 5"),
         ("- a", "a mapping is expected, not a list"),
