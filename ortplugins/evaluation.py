@@ -32,8 +32,8 @@ from ortplugins.samples.text import TextTokenizer, TokenFeeds, read_text
 
 # Tokens of a text that an encoder gets.
 _MAX_TOKENS = 128
-# Shorter sentences, and rests of paragraphs, are too much alike (in characters).
-_SENTENCE, _REST = 40, 120
+# Characters: shorter paragraphs are too much alike.
+_SHORTEST = 40
 # Rows of logits that are worked on at a time: 100 MB of float32 for 256,000 tokens.
 _STRIP = 100
 # Tokens that show whether a model is causal.
@@ -50,14 +50,11 @@ class ModelFigures:
         name: The model's.
         bytes: Of the .onnx file and its data.
         perplexity: Of the text, for a causal language model.
-        retrieval_accuracy: For an encoder: how often a first sentence finds the rest of its
-            paragraph among those of all others, 0 to 1.
     """
 
     name: str
     bytes: int
     perplexity: float = math.nan
-    retrieval_accuracy: float = math.nan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +64,7 @@ class Evaluation:
     Attributes:
         model: Of the model itself.
         against: Of the float model; None where none was given.
-        count: How many tokens were predicted, or pairs of texts compared.
+        count: How many tokens were predicted, or texts compared.
         kl_divergence: Mean over the tokens of the Kullback-Leibler divergence from the float
             model's distribution to the model's, in nats.
         top1_agreement: How often both models rank the same token first, 0 to 1.
@@ -103,7 +100,7 @@ def evaluate(
     tokenizer: str | os.PathLike[str] | None = None,
     tokens: int = 4096,
     window: int = 512,
-    pairs: int = 500,
+    texts: int = 500,
     providers: Sequence[Any] = ("CPUExecutionProvider",),
     progress: Progress | None = None,
 ) -> Evaluation:
@@ -122,8 +119,8 @@ def evaluate(
         window: Tokens of a window, the BOS token included where the tokenizer has one; all but
             the first are predicted. Windows do not overlap. A model of fixed length has its
             own.
-        pairs: How many first sentences and rests of paragraphs an encoder gets, each cut at
-            128 tokens; spread over the text.
+        texts: How many paragraphs an encoder gets, each cut at 128 tokens; spread over the
+            text.
         providers: Execution providers.
         progress: Called before each run: done, total, what.
 
@@ -132,13 +129,13 @@ def evaluate(
 
     Raises:
         MissingFileError, ModelFileError: If a model or folder cannot be used, fails, or gives
-            NaN.
+            NaN, or an encoder has no float model beside it.
         CalibrationError: If text or tokenizer cannot be used, the text is too short, or a
             token is not a row of the model's table.
         UsageError: If an argument is out of range, no tokenizer is given or found, or a
             package is missing.
     """
-    for name, value in (("tokens", tokens), ("window", window), ("pairs", pairs)):
+    for name, value in (("tokens", tokens), ("window", window), ("texts", texts)):
         if value < 2:
             raise UsageError(f"{name} is {value}: 2 or more is expected")
     if tokenizer is None:
@@ -165,7 +162,7 @@ def evaluate(
         source = Path(text)
         if models[0].gives_logits:
             return _language_model(models, encoder, source, tokens, window, show)
-        return _encoder(models, encoder, source, pairs, show)
+        return _encoder(models, encoder, source, texts, show)
 
 
 class _TextModel:
@@ -302,27 +299,25 @@ def _encoder(
     models: Sequence[_TextModel],
     tokenizer: TextTokenizer,
     text: Path,
-    pairs: int,
+    count: int,
     progress: Progress,
 ) -> Evaluation:
-    found = _pairs_of(text, pairs)
-    texts = [first for first, _ in found] + [rest for _, rest in found]
-    vectors = [_embed(item, tokenizer, texts, progress) for item in models]
-    own = [
-        item.figures(retrieval_accuracy=_retrieval_accuracy(rows))
-        for item, rows in zip(models, vectors, strict=True)
-    ]
     if len(models) == 1:
-        return Evaluation(own[0], None, len(found))
-    if vectors[0].shape != vectors[1].shape:
         raise ModelFileError(
-            f"{models[0].name} has {vectors[0].shape[1]} numbers for a text, {models[1].name} "
-            f"{vectors[1].shape[1]}: they are not the same encoder"
+            f"{models[0].name}: is an encoder, which is judged beside its float model: give it"
         )
-    cosine = float((vectors[0] * vectors[1]).sum(1).mean())
-    pairs_of_texts = np.triu_indices(len(vectors[0]), 1)
-    agreement = _rank_correlation(*((rows @ rows.T)[pairs_of_texts] for rows in vectors))
-    return Evaluation(own[0], own[1], len(found), cosine=cosine, ranking_agreement=agreement)
+    texts = _paragraphs(text, count)
+    a, b = (_embed(item, tokenizer, texts, progress) for item in models)
+    if a.shape != b.shape:
+        raise ModelFileError(
+            f"{models[0].name} has {a.shape[1]} numbers for a text, {models[1].name} "
+            f"{b.shape[1]}: they are not the same encoder"
+        )
+    pairs = np.triu_indices(len(a), 1)
+    agreement = _rank_correlation(*((rows @ rows.T)[pairs] for rows in (a, b)))
+    cosine = float((a * b).sum(1).mean())
+    own, floats = (item.figures() for item in models)
+    return Evaluation(own, floats, len(texts), cosine=cosine, ranking_agreement=agreement)
 
 
 def _rank_correlation(a: _Floats, b: _Floats) -> float:
@@ -332,17 +327,13 @@ def _rank_correlation(a: _Floats, b: _Floats) -> float:
     return float(ranks[0] @ ranks[1] / np.linalg.norm(ranks[0]) / np.linalg.norm(ranks[1]))
 
 
-def _pairs_of(path: Path, count: int) -> list[tuple[str, str]]:
-    """Return first sentences of paragraphs, each with the rest, spread over a text."""
-    found = []
-    for paragraph in read_text(path).split("\n\n"):
-        first, dot, rest = paragraph.partition(". ")
-        if dot and len(first) > _SENTENCE and len(rest) > _REST:
-            found.append((first + ".", rest))
+def _paragraphs(path: Path, count: int) -> list[str]:
+    """Return paragraphs, spread over a text."""
+    found = [each for each in read_text(path).split("\n\n") if len(each) > _SHORTEST]
     if len(found) < 2:
         raise CalibrationError(
-            f"{path}: {len(found)} of its paragraphs (between empty lines) have a first "
-            f"sentence of {_SENTENCE} characters and {_REST} more: two are needed at least"
+            f"{path}: {len(found)} of its paragraphs (between empty lines) have {_SHORTEST} "
+            "characters: two are needed at least"
         )
     return found[:: max(1, len(found) // count)][:count]
 
@@ -364,9 +355,3 @@ def _embed(
     vectors = np.stack(rows)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     return vectors
-
-
-def _retrieval_accuracy(vectors: _Floats) -> float:
-    """Return how often a first text, of ``[2 * pairs, hidden]``, is nearest to its second."""
-    first, second = np.split(vectors, 2)
-    return float(((first @ second.T).argmax(1) == np.arange(len(first))).mean())

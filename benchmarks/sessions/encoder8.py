@@ -36,7 +36,7 @@ from ortplugins.quantization import quantize_encoder8
 from session_options.plan import entries_of
 
 _L3 = "paraphrase-MiniLM-L3-v2"
-_CALIBRATED, _PAIRS = 64, 250
+_CALIBRATED, _TEXTS = 64, 250
 # Of the classifier: eighths of a text, paragraphs of each that it learns and that it is asked.
 _CLASSES, _LEARNT, _ASKED, _RIDGE = 8, 80, 40, 0.1
 # Of float's time; of 1 - cosine and 1 - agreement; of float's time where padding is cut, too.
@@ -197,4 +197,4 @@ def _logits(path: Path, asked: list[dict[str, npt.NDArray[np.int64]]]) -> npt.ND
 def _judged(model: Path, floats: Path, tokenizer: Path) -> Evaluation:
     read_text("wiki_eval")
     text = CACHE / "wiki_eval.txt"
-    return evaluate(model, floats, text=text, tokenizer=tokenizer, pairs=_PAIRS)
+    return evaluate(model, floats, text=text, tokenizer=tokenizer, texts=_TEXTS)

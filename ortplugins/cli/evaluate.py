@@ -29,11 +29,11 @@ def evaluate(
     tokenizer: Path | None = None,
     tokens: Several = 4096,
     window: Several = 512,
-    pairs: Several = 500,
+    texts: Several = 500,
     providers: opt.Providers = opt.CPU,
     format: opt.Format = "text",
 ) -> None:
-    """Measure a model's quality on a text: perplexity or retrieval; and its size.
+    """Measure a model's quality on a text, a decoder's or an encoder's, and its size.
 
     Args:
         against: The float model, or its folder, to compare with.
@@ -41,7 +41,7 @@ def evaluate(
         tokenizer: tokenizer.json; by default the one beside the model.
         tokens: Language models: how many tokens of the text to read.
         window: Language models: tokens of one run.
-        pairs: Encoders: pairs of texts to match.
+        texts: Encoders: paragraphs to embed.
     """
     from ortplugins.evaluation import evaluate
 
@@ -53,7 +53,7 @@ def evaluate(
             tokenizer=tokenizer,
             tokens=tokens,
             window=window,
-            pairs=pairs,
+            texts=texts,
             providers=providers,
             progress=bar,
         )
@@ -75,7 +75,6 @@ def print_evaluation(found: Evaluation) -> None:
 
     rows = [
         of("perplexity", ".4f", "perplexity"),
-        of("retrieval accuracy", ".2%", "retrieval_accuracy"),
         row("KL divergence", ".4f", found.kl_divergence),
         row("top-1 agreement", ".2%", found.top1_agreement),
         row("cosine", ".4f", found.cosine),
@@ -87,4 +86,4 @@ def print_evaluation(found: Evaluation) -> None:
         ("", *(item.name for item in both)),
         [(*r, *[""] * (1 + len(both) - len(r))) for r in shown],
     )
-    print(f"{found.count:,} {'pairs' if math.isnan(found.model.perplexity) else 'tokens'}")
+    print(f"{found.count:,} {'texts' if math.isnan(found.model.perplexity) else 'tokens'}")
