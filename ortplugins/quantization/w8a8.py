@@ -321,8 +321,8 @@ def _relative(difference: Floats, of: Floats) -> float:
 def _refusal(use: WeightUse, main: ir.Graph) -> str:
     """Say why a node's product can't be one of integers; nothing if it can."""
     node = use.node
-    if node.op_type not in ("MatMul", "Gemm") or use.index != 1:
-        return f"w8a8 is for MatMul and Gemm, weight on the right, not this {node.op_type}"
+    if node.op_type not in ("MatMul", "Gemm"):
+        return f"w8a8 is for MatMul and Gemm, not for {node.op_type}"
     if node.graph is not main:
         return "it lies in a subgraph of If, Loop or Scan"
     if any(float_attribute(node, name, 1.0) != 1 for name in ("alpha", "beta")):

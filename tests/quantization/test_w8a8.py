@@ -219,7 +219,7 @@ def weight_with(number: float) -> np.ndarray:
 @pytest.mark.parametrize(
     ("nodes", "weight", "x", "options", "error", "match"),
     [
-        ("y = MatMul(W, x)", normal(N, 8), X, {}, ModelFileError, "last axis"),
+        ("y = MatMul(W, x)", normal(N, 8), X, {}, ModelFileError, "on its right"),
         ("y = Gemm<alpha = 2.0>(x, W)", W, X, {}, ModelFileError, "alpha and a beta of 1"),
         (PRODUCT, weight_with(np.nan), X, {}, QuantizationError, "'W' .* NaN or infinite"),
         (PRODUCT, weight_with(np.inf), X, {}, QuantizationError, "'W' .* NaN or infinite"),
@@ -326,5 +326,5 @@ def test_what_was_quantised_stays(again):
     _, result = quantized(PRODUCT)
     assert "W.outlier_rows" in arrays_of(read(result.model))
     samples = [{"x": with_outliers(64)}]
-    with pytest.raises(ModelFileError, match="the model is already quantised"):
+    with pytest.raises(ModelFileError, match="already quantised"):
         again(read(result.model), calibration_data_reader=samples)

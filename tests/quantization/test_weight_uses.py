@@ -130,8 +130,7 @@ REFUSED = {
     "nothing": ("MatMul(x, W)", np.zeros((0, N), np.float32), r"'W'.*\[0, 5\]"),
     "cast first": ("MatMul(x, c)", normal(K, N, dtype=np.float16), "'W' goes through Cast"),
     "shaped first": ("MatMul(x, r)", normal(K * N), "'W' goes through Reshape"),
-    "left": ("MatMul(W, x)", normal(K, N), "'W' is on the left"),
-    "transA": ("Gemm <transA = 1> (x, W)", normal(K, N), "its other operand transposed"),
+    "transA": ("Gemm <transA = 1> (x, W)", normal(K, N), "a transposed operand"),
     "batches transposed": (
         "com.microsoft.FusedMatMul <transBatchB = 1> (x, W)", normal(K, N), "batches",
     ),

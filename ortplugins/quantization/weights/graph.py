@@ -106,7 +106,7 @@ def write_codes(plan: WeightPlan) -> None:
             continue
         # An activation has its weights' type, whether or not the model says so.
         dtype = group.weights[0].uses[0].tensor.dtype
-        reads = [(use.node, 1 - use.index) for w in group.weights for use in w.uses]
+        reads = [(use.node, 0) for w in group.weights for use in w.uses]
         assert group.activation is not None
         group.folded = divide(group.activation, reads, scales, dtype, names)
     for group in plan.groups:
@@ -121,7 +121,7 @@ def _read_through_dequantize(weight: Weight, names: FreshNames) -> None:
     for use in weight.uses:
         read = value
         if weight.k_last != use.wanted_k_last:
-            if use.node.op_type in ("Gemm", "FusedMatMul") and use.index == 1:
+            if use.node.op_type in ("Gemm", "FusedMatMul"):
                 flipped = 1 - int_attribute(use.node, "transB", 0)
                 use.node.attributes["transB"] = ir.AttrInt64("transB", flipped)
             else:

@@ -22,7 +22,6 @@ from ortplugins.quantization.weights.floats import float_weights
 from ortplugins.quantization.weights.recipe import Recipe
 from ortplugins.quantization.weights.report import FloatWeights, NodeReport, QuantizeReport
 from ortplugins.quantization.weights.uses import (
-    OP_TYPES,
     WeightUse,
     find_uses,
     readers_of,
@@ -134,9 +133,13 @@ def plan_weights(model: ir.Model, recipe: Recipe) -> WeightPlan:
     planned: dict[ir.Value, list[ir.Node]] = {}
     for weight in weights:
         planned.setdefault(weight.uses[0].weight, []).extend(use.node for use in weight.uses)
-    floats = float_weights(
-        model, planned, lambda node: why.get(label(node)) or _not_asked(node, recipe)
-    )
+
+    def reason(node: ir.Node) -> str:
+        if node.op_type in recipe.op_types and not node.domain:
+            return why.get(label(node), "")
+        return f"{node.op_type} is not among op_types"
+
+    floats = float_weights(model, planned, reason)
     groups = _grouped(weights)
     notes += recipe.without_effect(has_tables=any(weight.is_table for weight in weights))
     return WeightPlan(model, groups, nodes, floats, notes)
@@ -183,15 +186,6 @@ def _other_readers(weights: Iterable[Weight], reported: Collection[str]) -> list
     return list(rows.values())
 
 
-def _not_asked(node: ir.Node, recipe: Recipe) -> str:
-    """Say why nobody looks at the weights of a node; nothing where op_types has it."""
-    if node.op_type in recipe.op_types and not node.domain:
-        return ""
-    if node.op_type in OP_TYPES and not node.domain:
-        return f"{node.op_type} is not among op_types"
-    return f"no weights of {node.op_type} are quantised"
-
-
 def check_not_empty(plan: WeightPlan, recipe: Recipe) -> None:
     """Refuse a plan that quantises nothing, and say why."""
     if plan.groups:
@@ -202,7 +196,9 @@ def check_not_empty(plan: WeightPlan, recipe: Recipe) -> None:
         reason += f"; and {len(refused) - 3} more" if len(refused) > 3 else ""
     else:
         asked = ", ".join(recipe.op_types)
-        reason = f"no {asked} reads a constant float matrix; is the model quantised already?"
+        reason = (
+            f"no {asked} reads a constant float matrix on its right; is the model quantised?"
+        )
     raise ModelFileError(f"nothing to quantise: {reason}")
 
 
@@ -238,27 +234,12 @@ def reported(plan: WeightPlan, recipe: Recipe) -> QuantizeReport:
         for weight in group.weights
         for use in weight.uses
     }
-    values = {weight.name: weight.uses[0].weight for _, weight in weights.values()}
-    counted: set[tuple[object, ...]] = set()
-
-    def once(size: int, *what: object) -> int:
-        """The bytes of something at the first node that reads it, 0 at the others."""
-        first = what not in counted
-        counted.add(what)
-        return size if first else 0
-
     rows = []
     for node in plan.nodes:
-        if isinstance(node, NodeReport):
-            before = once(node.bytes_before, "float", values.get(node.weight, node.weight))
-            after = once(node.bytes_after, "kept", node.weight)
-        else:
+        if not isinstance(node, NodeReport):
             group, weight = weights[node]
-            before = once(node.tensor.nbytes, "float", node.weight)
-            after = once(weight.form.stored_bytes(weight.K, weight.N), weight)
             node = report_of(
                 node,
-                op_type=node.node.op_type,
                 bits=weight.form.bits,
                 block_size=weight.form.block_size,
                 method=weight.method,
@@ -266,9 +247,10 @@ def reported(plan: WeightPlan, recipe: Recipe) -> QuantizeReport:
                 folded=group.folded,
                 weight_error=weight.weight_error,
                 output_error=weight.output_error,
+                bytes_after=weight.form.stored_bytes(weight.K, weight.N),
                 reason=group.reason if recipe.needs_samples or weight.tensors else "",
             )
-        rows.append(dataclasses.replace(node, bytes_before=before, bytes_after=after))
+        rows.append(node)
     return QuantizeReport(recipe.method, tuple(rows), plan.floats, tuple(plan.notes))
 
 

@@ -28,7 +28,7 @@ class NodeReport:
         weight_error: Frobenius norm of the difference over the weight's; NaN where it was not
             measured.
         output_error: The same of the node's product with sampled tokens; NaN likewise.
-        bytes_before: Of the float weight, 0 where an earlier node has counted it.
+        bytes_before: Of the float weight; several nodes may read it.
         bytes_after: Of codes, scales and zero points, or of the float weight that stays.
         reason: Why it was refused, or what else to know.
     """
@@ -53,6 +53,11 @@ class NodeReport:
     def quantized(self) -> bool:
         """Whether the node reads codes now."""
         return self.bits != 0
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What nodes have in common that read the same codes, or the same floats."""
+        return self.weight, self.bits, self.block_size, self.method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,22 +107,21 @@ class QuantizeReport:
 
     @property
     def bytes_before(self) -> int:
-        """Bytes of the weights that were looked at."""
-        return sum(node.bytes_before for node in self.nodes)
+        """Bytes of the weights that were looked at, each counted once."""
+        return sum({node.weight: node.bytes_before for node in self.nodes}.values())
 
     @property
     def bytes_after(self) -> int:
-        """Bytes of the same in their new form."""
-        return sum(node.bytes_after for node in self.nodes)
+        """Bytes of the same in their new forms."""
+        return sum({node.form: node.bytes_after for node in self.nodes}.values())
 
     @property
     def bits_per_weight(self) -> float:
         """Of weights of MatMul, Gemm and Gather: codes, scales, floats that stay; or NaN."""
-        known = {node.weight for node in self.nodes if node.K}
-        rows = [node for node in self.nodes if node.weight in known]
-        elements = sum(node.K * node.N for node in rows if node.bytes_before)
-        stored = sum(node.bytes_after for node in rows)
-        return 8 * stored / elements if elements else math.nan
+        sizes = {node.weight: node.K * node.N for node in self.nodes if node.K}
+        stored = {n.form: n.bytes_after for n in self.nodes if n.weight in sizes}
+        elements = sum(sizes.values())
+        return 8 * sum(stored.values()) / elements if elements else math.nan
 
     @property
     def elements(self) -> int:

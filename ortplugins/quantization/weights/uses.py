@@ -5,7 +5,7 @@
     Gather                      rows of a constant table
 
 Identity nodes, and Transpose nodes that swap the two axes, are looked through. Refused by
-name: a weight that a caller may feed, that is on the left, that is not a float32 or float16
+name: a weight that a caller may feed, that is not a float32 or float16
 matrix, or that holds nothing.
 """
 
@@ -22,7 +22,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from ortplugins.quantization.weights.routers import is_router
-from rewrite_rules.dq_matmulnbits_fusion.matmul_operands import Product, read_product
+from rewrite_rules.dq_matmulnbits_fusion.matmul_operands import read_product
 from rewrite_rules.graph.nodes import input_of, label
 from rewrite_rules.graph.parameters import constant, int_attribute, source_of
 from rewrite_rules.remarks import Refusal
@@ -47,13 +47,17 @@ class WeightUse:
     """A node and the constant matrix that it reads."""
 
     node: ir.Node
-    index: int  # which input the matrix is
     weight: ir.Value  # the initializer, or the output of the Constant node, that holds it
     tensor: ir.TensorProtocol
     stored_k_last: bool  # the initializer is [N, K], and not [K, N]
     wanted_k_last: bool  # the node's input is, after whatever Transpose is between
     activation: ir.Value | None  # the other operand [..., K]; None for Gather
     no_statistics: str | None  # why the activation can't be calibrated
+
+    @property
+    def index(self) -> int:
+        """Which input the matrix is."""
+        return 0 if self.activation is None else 1
 
     @property
     def K(self) -> int:
@@ -138,18 +142,14 @@ def find_uses(
         kind = "MatMul" if fused else node.op_type
         if kind not in op_types or (node.domain and not fused):
             continue
-        for index in (1, 0) if kind != "Gather" else (0,):
-            operand = node.inputs[index] if index < len(node.inputs) else None
-            try:
-                use = (
-                    None if operand is None else _use(node, index, operand, model.graph, facts)
-                )
-            except Refusal as refusal:
-                yield node, str(refusal)
-                break
+        operand = input_of(node, 0 if kind == "Gather" else 1)
+        try:
+            use = None if operand is None else _use(node, operand, model.graph, facts)
+        except Refusal as refusal:
+            yield node, str(refusal)
+        else:
             if use is not None:
                 yield node, use
-                break
 
 
 def modules_of(node: ir.Node) -> Iterator[str]:
@@ -179,7 +179,6 @@ def readers_of(value: ir.Value) -> Iterator[tuple[ir.Node | None, str]]:
 
 def _use(
     node: ir.Node,
-    index: int,
     operand: ir.Value,
     main: ir.Graph,
     facts: Callable[[], ProvedShapes],
@@ -209,7 +208,7 @@ def _use(
         )
     if len(shape) < 2:
         return None
-    if len(shape) > 2 and not _is_matrix(node, index, shape, swapped, facts):
+    if len(shape) > 2 and not _is_matrix(node, shape, swapped, facts):
         raise Refusal(
             "ORP802",
             f"weight {root.name!r} has shape {list(shape)}: a stack of matrices has no "
@@ -224,14 +223,25 @@ def _use(
                 "ORP802", f"table {root.name!r} is not gathered by rows: axis 0 is quantised"
             )
         no_statistics = "rows of a table are picked, not multiplied"
-        return WeightUse(node, 0, root, tensor, not swapped, True, None, no_statistics)
-    product = _product(node, index, root)
+        return WeightUse(node, root, tensor, not swapped, True, None, no_statistics)
+    return _product(node, root, tensor, swapped, main)
+
+
+def _product(
+    node: ir.Node, root: ir.Value, tensor: ir.TensorProtocol, swapped: bool, main: ir.Graph
+) -> WeightUse | None:
+    """Read a product by a constant matrix; None where the node is not valid."""
+    product = read_product(node, 1)
     if product.x is None:
-        return None  # no valid node
+        return None
+    if product.transpose_x:
+        raise Refusal(
+            "ORP802",
+            f"weight {root.name!r} multiplies a transposed operand: MatMulNBits takes none",
+        )
     k_last = product.k_axis == 1
     return WeightUse(
         node=node,
-        index=index,
         weight=root,
         tensor=tensor,
         stored_k_last=k_last != swapped,
@@ -241,28 +251,13 @@ def _use(
     )
 
 
-def _product(node: ir.Node, index: int, root: ir.Value) -> Product:
-    product = read_product(node, index)
-    if index == 0 or product.transpose_x:
-        raise Refusal(
-            "ORP802",
-            f"weight {root.name!r} is on the left, or its other operand transposed: "
-            "MatMulNBits takes neither",
-        )
-    return product
-
-
 def _is_matrix(
-    node: ir.Node,
-    index: int,
-    shape: Sequence[int],
-    swapped: bool,
-    facts: Callable[[], ProvedShapes],
+    node: ir.Node, shape: Sequence[int], swapped: bool, facts: Callable[[], ProvedShapes]
 ) -> bool:
     """Whether a weight ``[1, K, N]`` may be ``[K, N]``: the product keeps its rank."""
-    if {*shape[:-2]} != {1} or (node.op_type, index, swapped) != ("MatMul", 1, False):
+    if {*shape[:-2]} != {1} or node.op_type != "MatMul" or swapped:
         return False
-    rank = read_product(node, index).x_rank(facts())
+    rank = read_product(node, 1).x_rank(facts())
     return rank is not None and rank >= len(shape)
 
 
