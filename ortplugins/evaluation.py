@@ -234,7 +234,7 @@ def _language_model(
     progress: Progress,
 ) -> Evaluation:
     length = next((item.feeds.length for item in models if item.feeds.length), window)
-    windows = tokenizer.cut(text, length, closed=False).windows
+    windows = tokenizer.cut(read_text(text), length, str(text), closed=False)
     whole = [ids for ids in windows if len(ids) == length][: max(1, tokens // length)]
     if not whole:
         raise CalibrationError(

@@ -220,14 +220,11 @@ def _evaluate(path: Path | None, floats: Path, source: object) -> Any:
     if path is None or not isinstance(source, TextSamples):
         return None
     from ortplugins.evaluation import evaluate
-    from ortplugins.model_io.loading import load_model
-    from ortplugins.model_io.model_folder import model_in
 
     with tempfile.TemporaryDirectory(prefix="ortplugins-") as folder, progress_bar() as bar:
         rest = Path(folder, "rest.txt")
         try:
-            inputs = load_model(model_in(floats)).model.graph.inputs
-            rest.write_text(source.rest(inputs), encoding="utf-8")
+            rest.write_text(source.rest(), encoding="utf-8")
             return evaluate(path, floats, text=rest, tokenizer=source.tokenizer, progress=bar)
         except (CalibrationError, ModelFileError) as error:
             # The quantised model is written already.

@@ -31,7 +31,7 @@ class TextSamples:
         tokenizer: Path of a ``tokenizer.json``.
         window: Tokens in a feed, those around the text included.
         count: How many windows at most, spread over the text; None for all.
-        held_back: Share of the windows that are never taken, 0 to 1.
+        held_back: Share of the text, its end, that no window is taken from, 0 to 1.
     """
 
     text: str | os.PathLike[str]
@@ -44,30 +44,23 @@ class TextSamples:
         """Return a feed for each window; the text is read at once."""
         feeds = TokenFeeds(inputs)
         tokenizer = TextTokenizer(Path(self.tokenizer))
-        windows = tokenizer.cut(Path(self.text), feeds.length or self.window).windows
-        taken = [windows[place] for place in self._places(windows)]
+        text = self._halves()[0]
+        windows = tokenizer.cut(text, feeds.length or self.window, str(self.text))
+        if len(windows) > 1 and len(windows[-1]) < len(windows[0]):
+            del windows[-1]  # a short rest would weigh as much as a full window
+        count = len(windows) if self.count is None else min(self.count, len(windows))
+        taken = [windows[int(place)] for place in np.linspace(0, len(windows) - 1, count)]
         feeds.check(taken, tokenizer)
         return (feeds.feed(ids) for ids in taken)
 
-    def rest(self, inputs: Sequence[ir.Value]) -> str:
-        """Return the text that :meth:`feeds` leaves; an empty line for each window taken."""
-        length = TokenFeeds(inputs).length or self.window
-        cut = TextTokenizer(Path(self.tokenizer)).cut(Path(self.text), length)
-        parts, start = [], 0
-        for place in self._places(cut.windows):
-            first, last = cut.spans[place]
-            parts.append(cut.text[start:first])
-            start = last
-        return "\n\n".join(filter(str.strip, [*parts, cut.text[start:]]))
+    def rest(self) -> str:
+        """Return the text that is held back."""
+        return self._halves()[1]
 
-    def _places(self, windows: Sequence[Sequence[int]]) -> list[int]:
-        """Return which windows of a text are taken: some, spread over it."""
-        count = len(windows)
-        if count > 1 and len(windows[-1]) < len(windows[0]):
-            count -= 1  # a short rest would weigh as much as a full window
-        most = max(1, int(count * (1 - self.held_back)))
-        wanted = most if self.count is None else min(self.count, most)
-        return [int(place) for place in np.linspace(0, count - 1, wanted)]
+    def _halves(self) -> tuple[str, str]:
+        text = read_text(Path(self.text))
+        end = len(text) - int(self.held_back * len(text))
+        return text[:end], text[end:]
 
 
 class TokenFeeds:
@@ -112,15 +105,6 @@ class TokenFeeds:
         return feed
 
 
-@dataclasses.dataclass(frozen=True)
-class CutText:
-    """A text, the tokens of its windows, and the first character and the end of each."""
-
-    text: str
-    windows: list[list[int]]
-    spans: list[tuple[int, int]]
-
-
 class TextTokenizer:
     """A tokenizer, and what it puts around a text."""
 
@@ -147,23 +131,23 @@ class TextTokenizer:
         self._before = ids[: own[0]] if own else ids
         self._after = ids[own[-1] + 1 :] if own else []
 
-    def cut(self, path: Path, length: int, *, closed: bool = True) -> CutText:
+    def cut(
+        self, text: str, length: int, what: str, *, closed: bool = True
+    ) -> list[list[int]]:
         """Cut a text into windows of ``length`` tokens; the last one may be shorter.
 
         What the tokenizer puts around a text counts; windows that are not closed have no end.
+        Errors call the text ``what``.
         """
-        text = read_text(path)
         before, after = self._before, self._after if closed else []
         step = length - len(before) - len(after)
         if step < 1:
             raise UsageError(f"a window of {length} tokens has no room for text: give more")
-        encoded = self._tokenizer.encode(text, add_special_tokens=False)
-        if not encoded.ids:
-            raise CalibrationError(f"{path}: has no text")
-        parts = [slice(at, at + step) for at in range(0, len(encoded.ids), step)]
-        windows = [[*before, *encoded.ids[part], *after] for part in parts]
-        places = [encoded.offsets[part] for part in parts]
-        return CutText(text, windows, [(part[0][0], part[-1][1]) for part in places])
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if not ids:
+            raise CalibrationError(f"{what}: has no text")
+        parts = (ids[start : start + step] for start in range(0, len(ids), step))
+        return [[*before, *part, *after] for part in parts]
 
     def encode(self, text: str, length: int) -> list[int]:
         """Return the first ``length`` tokens of a text, those around it included."""

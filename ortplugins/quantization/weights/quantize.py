@@ -57,7 +57,6 @@ from rewrite_rules.remarks import Outcome, PassContext, Remarks
 # The first opset whose DequantizeLinear takes blocks, and the file format that can hold them.
 _OPSET, _IR_VERSION = 21, 10
 _MORE_BITS = 8
-_SHOWN = 8  # names in a note
 _UNREACHED = "no token of the samples reaches it"
 # With fewer, error feedback fits them and nothing else. Four layers of SmolLM2, KL divergence
 # to float: .0576 by rounding to nearest; by GPTQ .0589 with 2 tokens, .0468 with 4.
@@ -360,13 +359,14 @@ def _chosen_rows(model: ir.Model, groups: Iterable[Group]) -> set[ir.Value]:
 
 
 def _note_unreached(plan: WeightPlan) -> None:
-    """Name the weights that are rounded to nearest for want of tokens.
+    """Count the weights that are rounded to nearest for want of tokens.
 
     Raises:
         CalibrationError: If no token reaches any that was to be calibrated.
     """
     calibrated = [group for group in plan.groups if group.activation is not None]
-    if calibrated and not any(_is_measured(group) for group in calibrated):
+    errors = [weight.output_error for group in calibrated for weight in group.weights]
+    if errors and all(map(math.isnan, errors)):
         raise CalibrationError(
             "no token of the samples reaches any weight: are they empty, or padding?"
         )
@@ -374,13 +374,10 @@ def _note_unreached(plan: WeightPlan) -> None:
     for group in calibrated:
         if group.reason:
             names.setdefault(group.reason, []).extend(w.name for w in group.weights)
-    for reason, found in names.items():
-        shown = ", ".join(found[:_SHOWN]) + (", ..." if len(found) > _SHOWN else "")
-        plan.notes.append(f"{len(found)} weights are rounded to nearest, as {reason}: {shown}")
-
-
-def _is_measured(group: Group) -> bool:
-    return any(not math.isnan(weight.output_error) for weight in group.weights)
+    plan.notes.extend(
+        f"{len(found)} weights are rounded to nearest, as {reason}: {', '.join(found)}"
+        for reason, found in names.items()
+    )
 
 
 def _give_8_bits(
