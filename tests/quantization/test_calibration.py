@@ -18,7 +18,6 @@ from ortplugins.quantization.statistics import StatisticsAccumulator
 from ortplugins.quantization.walk import Walk
 from ortplugins.samples.sources import read_samples
 
-RNG = np.random.default_rng(0)
 # The activations of a chain of MatMuls, and their widths.
 WIDTHS = {"t0": 32, "t1": 48, "t2": 32}
 NAMES = list(WIDTHS)
@@ -228,24 +227,6 @@ def test_without_data_inputs_are_random_and_it_is_said():
 # Collecting
 
 
-@pytest.mark.parametrize("lengths", [(64,) * 8, (400, *[16] * 7), (16, 96) * 4], ids=str)
-def test_the_tokens_of_a_gram_matrix_do_not_depend_on_how_samples_are_cut(
-    tmp_path, lengths, monkeypatch
-):
-    strides = []
-    start = StatisticsAccumulator.__init__
-
-    def counted(self, name, k, axes, gram_stride, *more):
-        strides.append(gram_stride)
-        start(self, name, k, axes, gram_stride, *more)
-
-    monkeypatch.setattr(StatisticsAccumulator, "__init__", counted)
-    widths = {"t0": WIDTHS["t0"]}
-    statistics_of(chain(), token_samples(*lengths), tmp_path, widths, 2, gram_tokens=64)
-    (stride,) = strides
-    assert stride == round(sum(lengths) / 64)
-
-
 def test_weights_stay_in_their_files_and_the_model_as_it_was(tmp_path):
     model = chain()
     (tmp_path / "model").mkdir()
@@ -264,15 +245,6 @@ def test_weights_stay_in_their_files_and_the_model_as_it_was(tmp_path):
         np.testing.assert_allclose(found[name].tokens, x, atol=1e-5)
         np.testing.assert_allclose(found[name].mean_abs, np.abs(x).mean(0), rtol=1e-4)
         np.testing.assert_allclose(found[name].gram, x.T @ x / 25, atol=1e-4)
-
-
-def test_graph_inputs_are_activations_too(tmp_path):
-    text = "g (float[n, 2] x, float[n, 2] idle) => (float[n, 2] y) { y = Neg(x) }"
-    model = model_of(text, {})
-    feeds = [{"x": np.eye(2, dtype=np.float32), "idle": np.ones((1, 2), np.float32)}]
-    found = statistics_of(model, feeds, tmp_path, {"x": 2, "idle": 2})
-    np.testing.assert_array_equal(found["x"].tokens, np.eye(2))
-    assert found["idle"].count == 1
 
 
 @pytest.mark.parametrize(

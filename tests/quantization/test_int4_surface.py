@@ -128,44 +128,8 @@ def test_positional_arguments_are_the_pages_and_later_ones_keywords(name):
 
 
 W, X = numbers(1, 64, 8), numbers(2, 16, 64)
-GRID = int4.find_scales(W, 32)[0]
 PACK = [entry[:4] for entry in [packed("W", W)]]
 GEMM = proto_of("g (float[T, 64] x) => (float[T, 8] y) { [mm] y = MatMul(x, W) }", {"W": W})
-
-
-@pytest.mark.parametrize(
-    ("call", "later"),
-    [
-        (
-            lambda: int4.find_scales(W, 32, 0.9)[0],
-            lambda: int4.find_scales(W, 32, alpha=0.9)[0],
-        ),
-        (
-            lambda: int4.find_scales(W, 32, 1.0, True)[1],
-            lambda: int4.find_scales(W, 32, quantize_axis=0, use_zero_point=True)[1],
-        ),
-        (
-            lambda: int4.rtn(W, GRID, 32, np.zeros_like(GRID)),
-            lambda: int4.rtn(W, GRID, 32, quantize_axis=0, zp=np.zeros_like(GRID)),
-        ),
-        (
-            lambda: int4.dq_tensor(np.rint(W), GRID, 32, np.ones_like(GRID)),
-            lambda: int4.dq_tensor(
-                np.rint(W), GRID, 32, quantize_axis=0, zp=np.ones_like(GRID)
-            ),
-        ),
-        (
-            lambda: int4.quant_tensor(W, 32, 1.0, True)[0],
-            lambda: int4.quant_tensor(W, 32, use_zero_point=True, num_bits=4)[0],
-        ),
-        (
-            lambda: int4.get_scale(abs(X).mean(0), abs(W).mean(1), 0.5, False),
-            lambda: int4.get_scale(abs(X).mean(0), abs(W).mean(1), 0.5),
-        ),
-    ],
-)
-def test_the_pages_calls_and_later_ones_say_the_same(call, later):
-    np.testing.assert_array_equal(call(), later())
 
 
 def test_a_wa_pack_of_the_page_has_no_names():
@@ -254,18 +218,6 @@ def test_bad_arguments_of_primitives_are_named(call, message):
 # The searches
 
 
-def test_the_steps_of_searches_act():
-    x, w = numbers(1, 9, 16), numbers(2, 16, 4)
-    helper = int4.AWQLiteHelper(x, w, 8, awqlite_alpha_step=0.3)
-    assert list(helper.loss) == pytest.approx([0, 0.3, 0.6, 0.9])
-    assert list(int4.AWQLiteHelper(x, w, 8).loss) == [k.item() for k in np.arange(0, 1.1, 0.1)]
-    assert int4.AWQLiteHelper(None, None, -1).block_size == -1
-    helper = int4.AWQClipHelper(w, -1, awqclip_alpha_step=0.005, awqclip_alpha_min=0.9)
-    assert helper.block_size == 16
-    assert len(helper.alphas) == len(helper.loss) == 21
-    assert int4.AWQClipHelper(w, 8).alphas == [round(0.5 + 0.05 * i, 2) for i in range(11)]
-
-
 def search_per_node(pack, inputs, **kwargs):
     arguments = {
         "session": golden.Session(),
@@ -304,16 +256,6 @@ def test_the_fast_path_takes_activations_and_lets_them_go():
     slow, _ = search_per_node(pack, [{"x": x[:1]}, {"x": x[1:]}])
     assert data == [[None], [None]]
     np.testing.assert_array_equal(fast[0].best_scale, slow[0].best_scale)
-
-
-def test_layer_info_sets_bits_and_blocks():
-    w = numbers(2, 48, 6)
-    info = {"a": {"precision": 8, "block_size": -1, "axis": 0}}
-    inputs = [{"x": numbers(1, 9, 48)}]
-    (fine,), _ = search_per_node([packed("a", w)], inputs, layer_info=info)
-    (coarse,), _ = search_per_node([packed("a", w)], inputs)
-    assert fine.block_size == 48
-    assert min(fine.loss.values()) < min(coarse.loss.values()) / 50
 
 
 def test_samples_of_different_lengths_are_searched_per_node_and_per_subgraph():
@@ -403,13 +345,6 @@ def test_a_path_gives_a_model_that_holds_its_tensors(tmp_path):
         file.unlink()
     expected = int4.quantize_rtn(golden.model(), None, 8, nodes_to_exclude=[r"/lm_head"])
     np.testing.assert_array_equal(run(result), run(expected))
-
-
-def test_quantize_rtn_excludes_nothing_by_default():
-    bits = products(int4.quantize_rtn(golden.model(), None, 8))
-    assert set(bits.values()) == {4}
-    bits = products(int4.quantize_rtn(golden.model(), None, 8, layers_8bit=["lm_head"]))
-    assert bits["/lm_head/MatMul"] == 8
 
 
 def test_float16_codes_are_the_nearest():

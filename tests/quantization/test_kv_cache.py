@@ -16,7 +16,6 @@ import ortplugins
 from ortplugins.errors import (
     CalibrationError,
     ModelFileError,
-    OrtpluginsWarning,
 )
 from ortplugins.quantization import quantize, quantize_encoder8, quantize_kv_cache
 from ortplugins.runtime.stock_session import stock_options
@@ -194,12 +193,3 @@ GENAI, FEED = ir.from_proto(decoder("genai")), genai_feeds([1, 2, 3])
 def test_a_cache_that_cannot_be_int8_is_an_error(model, error, match):
     with pytest.raises(error, match=match):
         quantize_kv_cache(model, calibration_data_reader=[FEED])
-
-
-def test_a_second_time_there_is_no_float_cache(shared):
-    with pytest.warns(OrtpluginsWarning, match="random inputs"):
-        quantize_kv_cache(shared)
-    samples = [sample(session_on(shared))]
-    made = quantize_kv_cache(shared, calibration_data_reader=samples).model
-    with pytest.raises(ModelFileError, match="it is int8"):
-        quantize_kv_cache(made, calibration_data_reader=samples)

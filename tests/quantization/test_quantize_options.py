@@ -265,16 +265,6 @@ def test_a_wrong_option_is_reported_by_name(tmp_path, options, message):
     assert not list(tmp_path.iterdir())
 
 
-def behind_a_table() -> ir.Model:
-    """A Gather, a MatMul and a Gemm, called by their operators."""
-    return model_of(
-        f"""g (int64[A] i) => (float[A, {D}] y) {{
-            [Gather] a = Gather(W0, i) [MatMul] b = MatMul(a, W1) [Gemm] y = Gemm(b, W2)
-        }}""",
-        {f"W{number}": normal(D, D, seed=number) for number in range(3)},
-    )
-
-
 @pytest.mark.parametrize("level", [0, 1, 4])
 def test_accuracy_level_is_an_attribute(level):
     result = quantize(chain("m"), quant_format="MatMulNBits", accuracy_level=level)
@@ -316,29 +306,6 @@ def test_what_has_no_statistics_is_rounded_to_nearest_and_says_why(method):
     (row,) = quantize(model, method=method, calibration_data_reader=data).report.quantized
     assert row.method == "rtn"
     assert "both of its operands are constants" in row.reason
-
-
-def test_samples_may_leave_out_an_input_that_has_a_default():
-    text = f"""g (float[T, {D}] x) => (float[T, {D}] y, float[Q, {D}] z) {{
-        [m] y = MatMul(x, W) [n] z = MatMul(queries, V) }}"""
-    model = model_of(text, {"W": normal(D, D), "V": normal(D, D), "queries": normal(8, D)})
-    model.graph.inputs.append(model.graph.initializers["queries"])
-    feed = {"x": normal(50, D)}
-    left_out, given = (
-        quantize(model, method="awq_lite", calibration_data_reader=[each])
-        for each in (feed, feed | {"queries": normal(8, D)})
-    )
-    assert {row.method for row in left_out.report.quantized} == {"awq_lite"}
-    assert read(left_out.model) == read(given.model)
-
-
-@pytest.mark.filterwarnings("ignore::ortplugins.OrtpluginsWarning")
-def test_a_negative_dimension_is_an_open_one():
-    proto = ir.to_proto(chain("m"))  # as PaddlePaddle exports them
-    proto.graph.input[0].type.tensor_type.shape.dim[0].dim_value = -1
-    for data in ([{"x": normal(8, D)}], None):
-        result = quantize(proto, method="awq_lite", calibration_data_reader=data)
-        assert result.report.nodes[0].output_error < 0.2
 
 
 # Models, files, and their kinds.
@@ -481,16 +448,6 @@ def test_a_tied_table_stays_where_it_is_not_quantised(head, op_types, layout):
             assert kinds(proto) == ["Gather", "DequantizeLinear", "MatMul"]
 
 
-@pytest.mark.parametrize(("method", "done"), [("gptq", "gptq"), ("awq_lite", "rtn")])
-def test_codes_of_a_table_and_its_head_know_what_the_head_reads(method, done):
-    data = [{"i": np.arange(40)}]
-    options = {"op_types": ("MatMul", "Gather"), "calibration_data_reader": data}
-    result = quantize(tied(HEADS[0]), method=method, **options)
-    assert {row.method for row in result.report.nodes} == {done}
-    matrices = dequantised(read(result.model))
-    assert np.array_equal(matrices["t"], matrices["n"])
-
-
 @pytest.mark.parametrize("layout", FORMATS)
 @pytest.mark.parametrize("method", ["rtn", "awq_lite", "gptq"])
 def test_scales_of_float16_are_cast_where_they_are_read(method, layout, tmp_path):
@@ -543,61 +500,23 @@ def test_the_report_is_json_and_text():
     assert "1 quantised, 1 refused" in str(report)
 
 
-def test_errors_in_the_report_are_those_of_the_file():
-    model, x = chain("m"), normal(50, D, seed=9)
-    result = quantize(model, calibration_data_reader=[{"x": x}], block_size=16)
-    plain = quantize(model, block_size=16)  # which samples only measure
-    assert read(plain.model) == read(result.model)
-    assert np.isnan(plain.report.nodes[0].output_error)
-    (row,) = result.report.nodes
-    weight, found = normal(D, D, seed=0), dequantised(read(result.model))["m"]
-    ratio = np.linalg.norm(found - weight) / np.linalg.norm(weight)
-    assert row.weight_error == pytest.approx(ratio, rel=1e-4)
-    ratio = np.linalg.norm(x @ found - x @ weight) / np.linalg.norm(x @ weight)
-    assert row.output_error == pytest.approx(ratio, rel=1e-3)
-
-
 # Opsets and what else a model carries.
 
 
-OLD = f"""g (float[T, {D}] x) => (float[T, {D}] y) {{
-    s = ReduceMax <keepdims = 0> (x)
-    c = Equal(s, s)
-    d = Unsqueeze <axes = [0]> (x)
-    e = Squeeze <axes = [0]> (d)
-    y = If (c) <
-        then_branch = t () => (float[T, {D}] u) {{
-            a = ReduceMean <axes = [-1], keepdims = 1> (e)
-            b = Sub(e, a)
-            [m] u = MatMul(b, W)
-        }},
-        else_branch = e () => (float[T, {D}] v) {{
-            f = Softmax <axis = -1> (e)
-            v = Identity(f)
-        }}
-    >
-}}"""
-NEWER = OLD.replace("<axes = [0]> (x)", "(x, zero)").replace("<axes = [0]> (d)", "(d, zero)")
-NEWEST = NEWER.replace("<axes = [-1], keepdims = 1> (e)", "<keepdims = 1> (e, last)")
-
-
 @pytest.mark.parametrize("layout", FORMATS)
-@pytest.mark.parametrize(
-    ("opset", "text"), [(11, OLD), (13, NEWER), (17, NEWER), (20, NEWEST)]
-)
-def test_old_opsets_are_converted_in_subgraphs_too(opset, text, layout):
-    axes = {"zero": np.array([0]), "last": np.array([-1])}
-    weights = {"W": normal(D, D)} | {name: axes[name] for name in axes if name in text}
-    model, x = model_of(text, weights, opset=opset, ir_version=7), normal(5, D)
+def test_an_older_opset_is_converted_where_the_form_needs_it(layout):
+    text = f"""g (float[T, {D}] x) => (float[T, {D}] y) {{
+        s = ReduceMax <keepdims = 0> (x) c = Equal(s, s)
+        y = If (c) <
+            then_branch = t () => (float[T, {D}] u) {{
+                a = ReduceMean <axes = [-1]> (x) b = Sub(x, a) [m] u = MatMul(b, W) }},
+            else_branch = e () => (float[T, {D}] v) {{ v = Neg(x) }}> }}"""
+    model, x = model_of(text, {"W": normal(D, D)}, opset=17, ir_version=7), normal(5, D)
     result = quantize(model, quant_format=layout)
     proto = read(result.model)
     (version,) = [item.version for item in proto.opset_import if item.domain == ""]
-    if layout == "MatMulNBits":
-        assert version == opset
-    else:
-        onnx.checker.check_model(proto, full_check=True)
-        assert version >= 21
-        assert any(f"opset {opset} was converted" in note for note in result.report.notes)
+    assert (version == 17) == (layout == "MatMulNBits")
+    assert any("opset 17 was converted" in x for x in result.report.notes) == (version > 17)
     expected = (x - x.mean(-1, keepdims=True)) @ dequantised(proto)["m"]
     assert relative_error(run(proto, {"x": x})[0], expected) < 1e-5
 
@@ -658,9 +577,3 @@ def test_weights_of_functions_are_quantised_where_these_are_called(opset, method
     first, second = dequantised(read(result.model)).values()
     expected = 2 * x @ first @ second
     assert relative_error(run(result.model, {"x": x})[0], expected) < 1e-5
-
-
-def test_functions_that_call_themselves_are_refused():
-    proto = with_functions("b = Add(a, a)", "b = own.twice(a)")
-    with pytest.raises(ModelFileError, match="'twice' calls itself"):
-        quantize(proto)

@@ -90,17 +90,6 @@ def test_tables_of_cosines_and_sines_stay_in_float(angle, lines, bits):
     assert table.bits == 4
 
 
-def test_two_constants_are_one_use_and_products_without_any_none():
-    text = "g () => (float[R, S] y) { [m] y = MatMul(V, W) }"
-    assert found(text, {"V": normal(N, K), **RIGHT}) == {"m": (1, "W", K, N, False)}
-    text = """g (float[P, P] x, float[P] v) => (float[P, P] y) {
-        [a] h = MatMul(x, x)
-        [b] i = Gemm(h, x, bias)
-        [c] y = MatMul(i, vector)
-    }"""
-    assert found(text, {"vector": normal(K), "bias": normal(1, K)}) == {}
-
-
 def test_a_constant_node_is_a_weight_in_every_subgraph():
     numbers = ", ".join(map(str, range(30)))
     text = f"""g (float[3, 6] x) => (float[3, 5] y) {{
@@ -153,14 +142,6 @@ def test_what_cannot_be_quantised_is_refused_by_name(name):
     report = quantize(model_of(text, weights)).report
     assert [row.node for row in report.quantized] == ["n"]
     assert [(row.node, bool(row.reason)) for row in report.refused] == [("m", True)]
-
-
-def test_a_weight_that_may_be_fed_is_refused():
-    text = "g (float[P, Q] x) => (float[P, S] y) { [m] y = MatMul(x, W) }"
-    model = model_of(text, RIGHT)
-    model.graph.inputs.append(model.graph.initializers["W"])
-    with pytest.raises(ModelFileError, match="'W' is a graph input"):
-        quantize(model)
 
 
 @pytest.mark.parametrize("layout", FORMATS)

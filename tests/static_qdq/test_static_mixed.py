@@ -36,7 +36,6 @@ from rewrite_rules.mixed_precision_boundaries.tensor_overrides import OverrideEr
 
 # onnx_ir's type of an element type, as onnx's text has it.
 FLOATS = {"float": np.float32, "float16": np.float16}
-U8_TO_U16 = {"quant_type": QuantType.QUInt8, "convert": {"quant_type": QuantType.QUInt16}}
 
 
 def conv_net(kind: str = "float", opset: int = 21) -> onnx.ModelProto:
@@ -192,33 +191,6 @@ def fan(kind: str = "float", consumers: int = 1, *, output: bool = False) -> onn
     return proto_of(f'fan ({kind}[n] x) => ({outputs}) {{ ["p"] t = Neg(x) {readers} }}')
 
 
-@pytest.mark.parametrize("kind", FLOATS)
-@pytest.mark.parametrize(
-    ("consumers", "converted", "output"),
-    [
-        *((1, 1, False), (3, 3, False), (3, 1, False), (3, 2, False), (1, 1, True)),
-        *((3, 3, True), (2, 1, True), (3, 2, True), (0, 0, True)),
-    ],
-)
-def test_the_five_published_cases(kind, consumers, converted, output):
-    model = fan(kind, consumers, output=output)
-    # float16 holds the refined scale from 2^-6 on.
-    ranges = dict.fromkeys(("x", "t", *(f"y{i}" for i in range(consumers))), (-8.0, 7.0))
-    receivers = {f"c{i}" for i in range(converted)} if 0 < converted < consumers else None
-    convert = dict(U8_TO_U16["convert"], **({"recv_nodes": receivers} if receivers else {}))
-    overrides = {"t": [{"quant_type": QuantType.QUInt8, "convert": convert}]}
-    theirs = onnxruntimes_own(model, ranges, overrides, FLOATS[kind])
-    result = given(model, ranges, overrides=overrides)
-    assert result.report.refused == ()
-    ours = result.model
-    assert op_types(ours) == op_types(theirs)
-    assert paths(ours) == paths(theirs)
-    feeds = {"x": np.linspace(-8, 7, 50).astype(FLOATS[kind])}
-    plain = given(model, ranges).model
-    # An entry changes no bit.
-    assert_same_outputs(ours, plain, feeds)
-
-
 def figure(activation: str = "Relu") -> onnx.ModelProto:
     """The graph of onnxruntime's PR #19925, as its tests have it."""
     return proto_of(
@@ -283,15 +255,6 @@ def test_relu_goes_as_in_onnxruntime_or_stays_with_its_name(options):
     assert op_types(result.model)["Relu"] == bool(options)
     assert bool(result.report.fired) == bool(options) and not result.report.refused
     assert any("u16" in path for path in paths(result.model)) == bool(options)
-
-
-@pytest.mark.parametrize("mode", ["int16", "float"])
-def test_a_clip_that_goes_still_clips(mode):
-    model = proto_of("""g (float[n] x) => (float[n] y) <float low = {0}, float high = {0.5}> {
-        a = Sigmoid(x)  b = Clip(a, low, high)  y = Neg(b) }""")
-    feeds = {"x": np.linspace(-4, 4, 16, dtype=np.float32)}
-    result = quantize_static_mixed(model, None, [feeds], promote=["a", "b"], mode=mode)
-    np.testing.assert_allclose(run(result.model, feeds)[0], run(model, feeds)[0], atol=4e-3)
 
 
 def test_overrides_of_8_bit_activations_reach_onnxruntime():
@@ -483,15 +446,6 @@ def test_an_error_is_of_the_size_of_a_rounding(text):
             run(quantised, feed, optimised=optimised), run(model, feed), strict=True
         ):
             np.testing.assert_allclose(found, wanted, atol=0.02 * np.abs(wanted).max())
-
-
-def test_a_stack_of_weights_runs_before_what_is_float():
-    text = "g (float[2,2,3] x) => (float[2,2,3] y) { y = MatMul(x, S) }"
-    model = proto_of(text, {"S": np.stack([np.eye(3, dtype=np.float32)] * 2)})
-    feeds = {"x": np.linspace(-1, 1, 12, dtype=np.float32).reshape(2, 2, 3)}
-    result = quantize_static_mixed(model, None, [feeds], promote=["y"], mode="float")
-    (found,) = run(result.model, feeds, optimised=True)
-    np.testing.assert_allclose(found, feeds["x"], atol=0.01)
 
 
 @pytest.mark.parametrize(
