@@ -10,8 +10,8 @@ stay. Exits with 1 when a bound is missed.
 from __future__ import annotations
 
 import argparse
-import functools
 import logging
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -26,20 +26,13 @@ from benchmarks.sessions.conv_fusion import measure_conv_fusion, measure_rapidoc
 from benchmarks.sessions.encoder8 import measure_encoder8
 from benchmarks.sessions.encoder_sizes import measure_encoder_sizes
 from benchmarks.sessions.exactness import measure_exactness
-from benchmarks.sessions.hints import (
-    HINTS,
-    measure_hint,
-    measure_passes,
-)
 from benchmarks.sessions.large_models import measure_large_models
-from benchmarks.sessions.layout_score import measure_layout_score
-from benchmarks.sessions.layout_times import measure_layout_times
 from benchmarks.sessions.long_texts import measure_long_texts
 from benchmarks.sessions.mixed_precision import measure_mixed_precision
 from benchmarks.sessions.order_peaks import measure_order_peaks
+from benchmarks.sessions.passes import measure_passes
 from benchmarks.sessions.prepacked import measure_prepacked
 from benchmarks.sessions.processor_time import measure_processor_time
-from benchmarks.sessions.rewrite_speed import measure_rewrite_speed
 from benchmarks.sessions.smollm2_sessions import measure_smollm2
 from benchmarks.sessions.start_cost import measure_start_cost
 from benchmarks.sessions.transformer_fusion import measure_transformer_fusion
@@ -51,9 +44,6 @@ BENCHMARKS: dict[str, Callable[[Path, int], list[Figure]]] = {
     "start_cost": measure_start_cost,
     "processor_time": measure_processor_time,
     "exactness": measure_exactness,
-    "layout_score": measure_layout_score,
-    "layout_times": measure_layout_times,
-    "rewrite_speed": measure_rewrite_speed,
     "prepacked": measure_prepacked,
     "large_models": measure_large_models,
     "order_peaks": measure_order_peaks,
@@ -66,7 +56,6 @@ BENCHMARKS: dict[str, Callable[[Path, int], list[Figure]]] = {
     "rapidocr": measure_rapidocr,
     "encoder8": measure_encoder8,
     "runtimes": measure_runtimes,
-    **{f"hint_{hint}": functools.partial(measure_hint, hint) for hint in HINTS},
     "passes": measure_passes,
 }
 # Need other packages, and are run by name: make bench-quantizers, make bench-peers.
@@ -76,26 +65,38 @@ TITLES = {
     "start_cost": "What a start costs beside onnxruntime's own",
     "processor_time": "Processor time that a start adds to onnxruntime's own",
     "exactness": "Greatest difference to ORT_DISABLE_ALL over the greatest output",
-    "layout_score": "The matrix of weight layouts: what becomes of each",
-    "layout_times": "The matrix of weight layouts with default options, beside onnxruntime",
-    "rewrite_speed": "Time of the fusion",
     "prepacked": "Packed weights in the file, beside onnxruntime on the QDQ file",
     "order_peaks": "Memory while a model runs, beside onnxruntime's two orders",
     "large_models": "1.34 GB of int4 weights, peak private memory of the process",
     "mixed_precision": "8-bit QDQ models, a quarter of the activations promoted",
     "trim_padding": "Padded batches on MiniLM-L6, beside plain onnxruntime",
     "transformer_fusion": "SmolLM2-135M and MiniLM-L6, fused beside plain onnxruntime",
+    "builder": "SmolLM2-135M, fused beside the graph of onnxruntime-genai's builder",
     "encoder_sizes": "Encoders of three sizes, fused beside plain onnxruntime: what is slower",
     "long_texts": "Layers of encoders on long texts, fused beside plain onnxruntime",
     "encoder8": "Sentence encoders by encoder8, beside float and other 8 bits",
     "runtimes": "Nets of six kinds, tuned for latency, beside onnxruntime and OpenVINO",
     "conv_fusion": "Convolution nets, folded, beside plain onnxruntime",
     "rapidocr": "rapidocr's pipeline under `ortplugins run`, a page of 14 lines, beside plain",
-    "hint_latency": "The hint latency beside plain onnxruntime: time of a run",
-    "hint_memory": "The hint memory beside plain onnxruntime: private memory",
-    "hint_start": "The hint start beside plain onnxruntime: time of a start",
     "passes": "Each pass with default options, beside plain onnxruntime",
 }
+# What has a section of its own: the pattern of its figures, and the section's name.
+_APART = {"transformer_fusion": ("builder's graph", "builder")}
+# What is printed alone: a table of the page has twelve rows at most.
+_PRINTED = {
+    "start_cost": r"nothing fires, (?!float32/model|minilm-l6)",
+    "exactness": r"level 4",
+    "prepacked": r"parallel|process that has it built|128 tokens|prefill|first build",
+    "order_peaks": r"first run: worst|real nets, .*first|^nodes |^Shapes|^20000|an order",
+    "mixed_precision": r"time to plan",
+    "transformer_fusion": r"shared, beside o|of 512|nodes executed|differ|on 10,000|cached",
+    "builder": r"prompt of 512|at 16, kv",
+    "long_texts": r"1 x 16|x 512: memory",
+    "conv_fusion": r"as it is|: start$|greatest difference|Reorder|beside OpenVINO",
+    "encoder8": r"ranking|of logits|right labels|beside OpenVINO",
+    "runtimes": r"error$|float32$|encoder8",
+}
+_ROWS = 12
 PAGE = ROOT / "docs" / "benchmarks.md"
 PICTURES = "benchmarks"
 HEAD = """# Benchmarks
@@ -134,14 +135,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _publish(name: str, figures: Sequence[Figure], rounds: int, page: Path) -> None:
-    """Write a section of the page, and its picture."""
-    parts = [f"## {TITLES[name]}", table(figures)]
-    if (svg := ratio_plot(figures, TITLES[name])) is not None:
-        picture = _picture(name, page)
-        picture.write_text(svg, encoding="utf-8")
-        parts.insert(1, f"![{TITLES[name]}]({PICTURES}/{picture.name})")
+    """Write the sections of a benchmark, and their pictures."""
     command = f"python -m benchmarks.run --only {name} --rounds {rounds}"
-    write_section(name, "\n\n".join([*parts, origin(command)]), page, HEAD)
+    pattern, other = _APART.get(name, ("$^", name))
+    apart = [figure for figure in figures if re.search(pattern, figure.what)]
+    for section, found in ((name, [x for x in figures if x not in apart]), (other, apart)):
+        shown = listed(section, found)
+        if not shown:
+            continue
+        parts = [f"## {TITLES[section]}", table(shown)]
+        if (svg := ratio_plot(shown, TITLES[section])) is not None:
+            picture = _picture(section, page)
+            picture.write_text(svg, encoding="utf-8")
+            parts.insert(1, f"![{TITLES[section]}]({PICTURES}/{picture.name})")
+        write_section(section, "\n\n".join([*parts, origin(command)]), page, HEAD)
+
+
+def listed(section: str, figures: Sequence[Figure]) -> list[Figure]:
+    """Return the figures that the page has."""
+    pattern = _PRINTED.get(section, "$^")
+    found = [figure for figure in figures if not re.search(pattern, figure.what)]
+    if len(found) > _ROWS:
+        raise ValueError(f"{section}: {len(found)} rows, {_ROWS} are allowed")
+    return found
 
 
 def _picture(name: str, page: Path) -> Path:

@@ -17,7 +17,7 @@ from benchmarks.models.minilm import feeds, float_minilm, sentences
 from benchmarks.models.openvino_runs import beside_openvino, outputs_of_openvino
 from benchmarks.models.real_nets import Net, held_out_nets, real_nets
 from benchmarks.sessions.conv_fusion import difference, exact_outputs
-from benchmarks.sessions.hints import hinted
+from benchmarks.sessions.passes import hinted
 from ortplugins.measurement.measure import Candidate, measure
 from ortplugins.quantization import quantize_encoder8
 

@@ -105,7 +105,6 @@ def _measure(
         figure("start from the cache", "packed", "start", "s", 0.4),
         figure(after, "packed", "started_private", "MB", private_bound),
         figure("start, packing in parallel", "parallel", "start", "s"),
-        figure(after, "parallel", "started_private", "MB"),
         *(
             Figure(
                 f"{name}: PSS of {WORKERS} workers {when}",

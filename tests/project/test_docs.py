@@ -4,6 +4,7 @@
 import ast
 import collections
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from builders.command_line import as_json, ortplugins_command, refused
 from builders.dequantized_models import DequantizedMatMul
 from builders.doc_blocks import PAGES, ROOT, blocks_of, run_blocks
 from builders.exports import exported
+from builders.processes import python
 from builders.samples import write_tokenizer
 from builders.text_models import proto_of
 
@@ -178,6 +180,16 @@ def test_every_page_is_in_the_navigation_and_on_the_first_page():
     for page in DOCS.glob("*.md"):
         assert f"{page.name}\n" in config
         assert page.name == "index.md" or f"({page.name})" in index
+
+
+def test_tables_of_figures_are_short_and_their_commands_start():
+    sections = (DOCS / "benchmarks.md").read_text(encoding="utf-8").split("\n## ")[1:]
+    for section in sections:
+        rows = [line for line in section.splitlines() if line.startswith("| ")]
+        assert len(rows) - 1 <= 12, section.partition("\n")[0]
+    shown = python("-m", "benchmarks.run", "--help", cwd=ROOT).stdout
+    for name in re.findall(r"benchmarks\.run --only (\w+)", "".join(sections)):
+        assert name in shown
 
 
 # Every refusal has a code, and troubleshooting.md and ``explain`` say what to do.

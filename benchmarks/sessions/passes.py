@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""What a hint gains beside plain onnxruntime."""
+"""What each pass costs at most, with its default options, on nets it was not tuned for."""
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +20,6 @@ from ortplugins.quantization import quantize
 from ortplugins.session.warming import warm
 from session_options.plan import entries_of
 
-# Hint -> the figure that it aims at, and the bound of the geometric mean.
-HINTS = {"latency": ("run", 0.8), "memory": ("private", 0.35), "start": ("start", 0.45)}
 _PASSES = (
     "dq_matmulnbits_fusion",
     "transformer_fusion",
@@ -32,40 +29,11 @@ _PASSES = (
     "prepacked_weights",
 )
 _COSTS = {"run": "run", "start": "start, without 2 ms", "private": "private memory"}
+_PUBLISHED = ("run", "private memory")
 # Tokens of a prompt, and what a later step of a decoder looks back at.
 _TOKENS, _LATER_TOKENS = 64, 512
 # No net may be slower, or larger, by more.
 _BOUND = 1.02
-
-
-def measure_hint(hint: str, folder: Path, rounds: int) -> list[Figure]:
-    """Measure every net with a hint beside plain onnxruntime."""
-    return _measure_hint(hint, nets_and_feeds(folder), folder, rounds, HINTS[hint][1])
-
-
-def _measure_hint(
-    hint: str,
-    nets: Mapping[str, tuple[Path, Feed]],
-    folder: Path,
-    rounds: int,
-    bound: float = math.nan,
-) -> list[Figure]:
-    """Measure nets with a hint; one that seems to lose again, in four times the rounds."""
-    aim = HINTS[hint][0]
-    figures, ratios = [], []
-    for name, (path, feed) in nets.items():
-        pair = [hinted(path, hint, folder / "hints"), Candidate(path)]
-        for count in (rounds, 4 * rounds):
-            found = measure(pair, feed, rounds=count, lockstep=True)
-            mine, its = _medians(name, aim, found)
-            if mine <= _BOUND * its:
-                break
-        ratios.append(mine / its)
-        scale, unit = (1e-6, "MB") if aim == "private" else (1e3, "ms")
-        figures.append(Figure(name, mine * scale, its * scale, unit, bound=_BOUND))
-        print(name, f"{ratios[-1]:.3f}", flush=True)
-    mean = statistics.geometric_mean(ratios)
-    return [*figures, Figure("geometric mean of the ratios", mean, bound=bound)]
 
 
 def _medians(name: str, aim: str, found: list[Measurement]) -> list[float]:
@@ -93,9 +61,10 @@ def measure_passes(folder: Path, rounds: int) -> list[Figure]:
     """Measure every pass with its default options on every net: none may cost.
 
     One that seems to is measured again, in four times the rounds. What a pass leaves as it
-    is runs as onnxruntime's own session, and is not measured.
+    is runs as onnxruntime's own session, and is not measured. All figures are printed; those
+    of the worst net are returned, by pass.
     """
-    figures = []
+    figures: dict[str, list[list[Figure]]] = {item: [] for item in _PASSES}
     cache = folder / "passes"
     for name, (path, feed) in nets_and_feeds(folder).items():
         for item in _PASSES:
@@ -112,8 +81,18 @@ def measure_passes(folder: Path, rounds: int) -> list[Figure]:
                     print(figure.what, f"{figure.compared:.3f}", flush=True)
                 if all(figure.holds for figure in found):
                     break
-            figures += found
-    return figures
+            figures[item].append(found)
+    return [figure for item, found in figures.items() for figure in _worst(item, found)]
+
+
+def _worst(item: str, measured: list[list[Figure]]) -> Iterator[Figure]:
+    """Yield the figures of a pass on the nets where they are the worst."""
+    for index, what in enumerate(_COSTS.values()):
+        if measured and what in _PUBLISHED:
+            worst = max((found[index] for found in measured), key=lambda one: one.compared)
+            net = worst.what.removeprefix(f"{item}, ").removesuffix(f": {what}")
+            name = f"{item}, {what}: the worst of {len(measured)} nets, {net}"
+            yield dataclasses.replace(worst, what=name)
 
 
 def _costs(
