@@ -221,6 +221,10 @@ class FloatConstant(OperandRule):
         def emit(op: Any) -> tuple[ir.Value, str]:
             inputs = list(node.inputs)
             inputs[self.index] = constant = self._run.floats.write(operand)
+            for each in operand.trail:  # onnxruntime folds them
+                inputs[self.index] = getattr(op, each.op_type)(
+                    inputs[self.index], *each.inputs[1:], **each.attributes
+                )
             value = getattr(op, node.op_type)(
                 *inputs, _domain=node.domain, _name=node.name, **node.attributes
             )

@@ -270,7 +270,7 @@ def _in_order(weight: BlockQuantizedWeight, block_size: int) -> bool:
     return (
         weight.cuts(block_size) == 1
         and weight.n.block == 1
-        and (blocks == 1 or weight.k.scales == 1)
-        and (weight.N == 1 or weight.n.scales == blocks)
+        and (blocks == 1 or weight.k.step == 1)
+        and (weight.N == 1 or weight.n.step == blocks)
         and weight.operand.scale_tensor.size == weight.N * blocks
     )

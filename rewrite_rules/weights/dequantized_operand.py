@@ -5,7 +5,7 @@
         -> (Identity | Cast | Transpose | Reshape | Squeeze | Unsqueeze) x any number
         -> an operand of MatMul, Gemm, Gather ...
 
-The codes may have any rank; what counts is where the numbers of ``W[K, N]`` lie in them. So
+The codes may have any rank; what counts is where the scales of ``W[K, N]`` lie beside them. So
 ``[K, N]`` blocked on axis 0, ``[N, K]`` blocked on axis 1 with a Transpose, and ``[N, blocks,
 block_size]`` blocked on axis 2 with Reshape and Transpose are one layout to the writers.
 """
@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,14 +35,6 @@ from rewrite_rules.graph.parameters import (
 )
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.weights.bit_packing import unpack
-from rewrite_rules.weights.strided_axes import (
-    Axis,
-    Run,
-    coalesced,
-    offsets,
-    reshape,
-    row_major,
-)
 
 # What weights are stored as, and biases besides.
 _CODE_TYPES = frozenset({
@@ -51,9 +43,31 @@ _CODE_TYPES = frozenset({
 })  # fmt: skip
 _RENAMING = frozenset({"Identity", "Cast", "Transpose", "Reshape", "Squeeze", "Unsqueeze"})
 _CHUNK_ELEMENTS = 1 << 20
-_MAX_AXES = 8
+_MAX_RANK = 8  # numpy has 64 at most
 # More nodes in a row rename nothing that a fewer could not; and a cycle must end.
 _LONGEST_TRAIL = 64
+
+
+class Run(NamedTuple):
+    """An axis: element ``i`` has its scale ``(i // block) * step`` behind the first one."""
+
+    size: int
+    step: int = 0
+    block: int = 1
+
+    @property
+    def has_one_scale(self) -> bool:
+        return self.step == 0 or self.size <= self.block
+
+    def joined(self, inner: Run) -> Run | None:
+        """Return one run for two axes, this the outer one; None where steps are uneven."""
+        size = self.size * inner.size
+        if inner.has_one_scale:
+            return Run(size, self.step, self.block * inner.size)
+        if self.size == 1:
+            return inner
+        even = self.block == 1 and self.step * inner.block == inner.size * inner.step
+        return Run(size, inner.step, inner.block) if even else None
 
 
 class Unrepresentable(Refusal):
@@ -68,9 +82,13 @@ class DequantizedOperand:
         codes: Of 4 or 8 bits, or int32.
         scales: float32 or float16; the output of the Cast that makes them so, if it rounds.
         zero_points: Shape of ``scales``, type of ``codes``; None stands for 0.
-        axes: Where the numbers of each axis of the operand lie.
-        casts: Types that its numbers pass through, DequantizeLinear's own first.
+        runs: The axes before the quantised one, it, and those behind it, as one each.
         layout: The stored layout in a few words.
+        trail: The nodes that rename it.
+        casts: Types that its numbers pass through, DequantizeLinear's own first.
+        shape: That of the operand.
+        is_turned: Whether that is a matrix whose transpose is stored; None where the order of
+            its elements is another.
     """
 
     dequantize: ir.Node
@@ -80,9 +98,12 @@ class DequantizedOperand:
     code_tensor: ir.TensorProtocol
     scale_tensor: ir.TensorProtocol
     zero_point_tensor: ir.TensorProtocol | None
-    axes: tuple[Axis, ...]
-    casts: tuple[ir.DataType, ...]
+    runs: tuple[Run, Run, Run]
     layout: str
+    trail: tuple[ir.Node, ...]
+    casts: tuple[ir.DataType, ...]
+    shape: tuple[int, ...]
+    is_turned: bool | None = False
 
     @property
     def bits(self) -> int:
@@ -102,34 +123,28 @@ class DequantizedOperand:
         """Whether ``scales`` can be read as they are; those that a Cast rounds are not."""
         return self.scales.const_value is self.scale_tensor
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(math.prod(run.size for run in axis) for axis in self.axes)
-
     def matrix(self, k_axis: int) -> BlockQuantizedWeight:
         """Describe the operand as ``W[K, N]``; refuse others than matrices stored in order.
 
         ``k_axis`` is the one of its axes that is reduced.
         """
-        if len(self.axes) != 2:
+        name, shape = self.codes.name, self.shape
+        if len(shape) != 2:
             raise Unrepresentable(
-                "ORP106",
-                f"weight {self.codes.name!r} has shape {list(self.shape)}: rank 2 fuses",
+                "ORP106", f"weight {name!r} has shape {list(shape)}: rank 2 fuses"
             )
-        rows, columns = map(coalesced, self.axes)
-        k, n = (rows, columns) if k_axis == 0 else (columns, rows)
-        if k is None or n is None:
+        if self.is_turned is None:
             raise Unrepresentable(
-                "ORP103", f"the numbers of weight {self.codes.name!r} lie at uneven steps"
+                "ORP103", f"weight {name!r} is stored neither as [K, N] nor as [N, K]"
             )
-        if (n.size == 1 or n.codes == 1) and (k.size == 1 or k.codes == n.size):
-            return BlockQuantizedWeight(self, k, n, 0)
-        if (k.size == 1 or k.codes == 1) and (n.size == 1 or n.codes == k.size):
-            return BlockQuantizedWeight(self, k, n, 1)
-        raise Unrepresentable(
-            "ORP103",
-            f"weight {self.codes.name!r} is stored neither as [K, N] nor as [N, K]",
-        )
+        runs = _cut(self.runs, shape[0 if self.is_turned else 1])
+        if runs is None:
+            raise Unrepresentable(
+                "ORP103",
+                f"weight {name!r} of shape {list(shape)} is cut in the middle of blocks",
+            )
+        k_stored = k_axis ^ self.is_turned
+        return BlockQuantizedWeight(self, runs[k_stored], runs[1 - k_stored], k_stored)
 
     def stored_scales(self) -> npt.NDArray[Any]:
         """The scales, flat, as they are stored."""
@@ -147,31 +162,25 @@ class DequantizedOperand:
         every = np.arange(self.zero_point_tensor.size)
         return unpack(packed_bytes(self.zero_point_tensor), self.bits, every)
 
-    def rows(self) -> Iterator[npt.NDArray[Any]]:
-        """Yield the operand's numbers in order, in chunks ``[rows, last axis]``.
-
-        They are DequantizeLinear's own: one float32 product, rounded once, then cast.
-        """
+    def chunks(self) -> Iterator[npt.NDArray[Any]]:
+        """Yield DequantizeLinear's own numbers, flat: a float32 product, rounded once."""
         scales = self.stored_scales()
         zero_points = None
         if self.zero_point_tensor is not None:
             every = np.arange(self.zero_point_tensor.size)
             zero_points = _integers(self.zero_point_tensor, every)
-        row_codes, row_scales = offsets(self.axes[:-1])
-        codes_along, scales_along = offsets(self.axes[-1:])
-        step = max(1, _CHUNK_ELEMENTS // codes_along.size)
-        for start in range(0, row_codes.size, step):
-            rows = slice(start, start + step)
-            at = row_codes[rows, None] + codes_along
-            scale_at = row_scales[rows, None] + scales_along
+        outer, quantised, inner = self.runs
+        for start in range(0, self.code_tensor.size, _CHUNK_ELEMENTS):
+            at = np.arange(start, min(start + _CHUNK_ELEMENTS, self.code_tensor.size))
+            scale_at = at % inner.size * inner.step
+            scale_at += at // inner.size % quantised.size // quantised.block * quantised.step
+            scale_at += at // (inner.size * quantised.size) * outer.step
             steps = _integers(self.code_tensor, at)
             if zero_points is not None:
                 steps -= zero_points[scale_at]
-            product = steps.astype(np.float32) * scales[scale_at].astype(np.float32)
             with np.errstate(over="ignore"):
-                for dtype in self.casts:
-                    product = product.astype(dtype.numpy())
-            yield product
+                product = steps.astype(np.float32) * scales[scale_at].astype(np.float32)
+                yield product.astype(self.casts[0].numpy())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -184,7 +193,7 @@ class BlockQuantizedWeight:
 
     Attributes:
         operand: The dequantised operand that it is: codes, scales, types.
-        k, n: Where neighbours along K and along N lie.
+        k, n: Where scales of neighbours along K and along N lie.
         k_axis: 0 when the codes lie as ``[K, N]``, row-major; 1 when as ``[N, K]``.
     """
 
@@ -208,12 +217,12 @@ class BlockQuantizedWeight:
     @property
     def block_size(self) -> int:
         """Neighbours along K that share one scale; K where a column has only one."""
-        return self.k.block if self.k.scales else self.K
+        return self.K if self.k.has_one_scale else self.k.block
 
     @property
     def grid(self) -> tuple[int, ...]:
         """Where its scales lie."""
-        return self.k.scales, self.n.scales, self.n.block
+        return self.k.step, self.n.step, self.n.block
 
     @property
     def lossless_dtype(self) -> ir.DataType:
@@ -238,8 +247,8 @@ class BlockQuantizedWeight:
         self, stored: npt.NDArray[Any], block_size: int
     ) -> Iterator[npt.NDArray[Any]]:
         """Yield scales or zero points ``[columns, blocks]`` of successive columns."""
-        block = np.arange(self.blocks(block_size)) // self.cuts(block_size) * self.k.scales
-        column = np.arange(self.N) // self.n.block * self.n.scales
+        block = np.arange(self.blocks(block_size)) // self.cuts(block_size) * self.k.step
+        column = np.arange(self.N) // self.n.block * self.n.step
         step = max(1, _CHUNK_ELEMENTS // 4 // block.size)
         for start in range(0, self.N, step):
             yield stored[column[start : start + step, None] + block]
@@ -286,13 +295,36 @@ def renamed_values(
 def read_operand(trail: list[ir.Node]) -> DequantizedOperand:
     """Read what :func:`dequantize_chain` found.
 
-    Refused: what a caller can change, or is malformed. Unrepresentable: a sound layout without
-    a description.
+    Refused: what a caller can change, or is malformed.
     """
     operand = _read_dequantize(trail[0])
     for node in trail[1:]:
-        operand = _renamed(operand, node)
+        renamed = _renamed(operand, node)
+        operand = dataclasses.replace(renamed, trail=(*operand.trail, node))
     return operand
+
+
+def _cut(runs: Sequence[Run], columns: int) -> tuple[Run, Run] | None:
+    """Make two axes, the second of ``columns``, of three; None where a block is cut."""
+    parts, second = [run for run in runs if run.size > 1], Run(1)
+    while second.size < columns:
+        run, size = parts.pop(), columns // second.size
+        if run.size > size:
+            if run.size % size or (size % run.block and run.block % size):
+                return None
+            count, blocks = run.size // size, max(1, size // run.block)
+            parts.append(Run(count, blocks * run.step, max(1, run.block // size)))
+            run = Run(size, run.step, run.block)
+        joined = run.joined(second) if size % run.size == 0 else None
+        if joined is None:
+            return None
+        second = joined
+    first = Run(1)
+    for run in reversed(parts):
+        if (joined := run.joined(first)) is None:
+            return None
+        first = joined
+    return first, second
 
 
 def _read_dequantize(dq: ir.Node) -> DequantizedOperand:
@@ -318,9 +350,9 @@ def _read_dequantize(dq: ir.Node) -> DequantizedOperand:
     shape = tuple(code_tensor.shape.numpy())
     if 0 in shape:
         raise Refusal("ORP202", f"weight {codes.name!r} of shape {list(shape)} is empty")
-    if len(shape) > _MAX_AXES:
+    if len(shape) > _MAX_RANK:
         raise Refusal(
-            "ORP202", f"weight {codes.name!r} has rank {len(shape)}: {_MAX_AXES} at most fuse"
+            "ORP202", f"weight {codes.name!r} has rank {len(shape)}: {_MAX_RANK} at most fuse"
         )
     if scale_tensor.dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16):
         raise Refusal(
@@ -329,7 +361,7 @@ def _read_dequantize(dq: ir.Node) -> DequantizedOperand:
             "fuse",
         )
     dtype = type_attribute(dq, "output_dtype") or scale_type or scale_tensor.dtype
-    axes, blocks = _axes(dq, codes, shape, scales, tuple(scale_tensor.shape.numpy()))
+    runs, blocks = _runs(dq, codes, shape, scales, tuple(scale_tensor.shape.numpy()))
     if zero_points is not None and zero_point_tensor is not None:
         if zero_point_tensor.dtype != code_tensor.dtype:
             raise Refusal(
@@ -357,9 +389,11 @@ def _read_dequantize(dq: ir.Node) -> DequantizedOperand:
         code_tensor=code_tensor,
         scale_tensor=scale_tensor,
         zero_point_tensor=zero_point_tensor,
-        axes=axes,
-        casts=(dtype,),
+        runs=runs,
         layout=f"{_type_name(code_tensor)} {list(shape)}, {blocks}{zero}",
+        trail=(),
+        casts=(dtype,),
+        shape=shape,
     )
     _check_scales(operand)
     return operand
@@ -370,90 +404,80 @@ def _rounded(tensor: ir.TensorProtocol, dtype: ir.DataType) -> ir.TensorProtocol
         return ir.Tensor(tensor.numpy().astype(dtype.numpy()), dtype=dtype)
 
 
-def _axes(
+def _runs(
     dq: ir.Node,
     codes: ir.Value,
     shape: tuple[int, ...],
     scales: ir.Value,
     scale_shape: tuple[int, ...],
-) -> tuple[tuple[Axis, ...], str]:
-    """Where codes and scales lie, and how they are quantised in a few words."""
-    steps = row_major(shape)
+) -> tuple[tuple[Run, Run, Run], str]:
+    """Where the scales lie, and how the codes are quantised in a few words."""
     block_size = int_attribute(dq, "block_size", 0)
     if block_size < 0:
         raise Refusal("ORP103", f"block_size {block_size} is negative")
-    plain = [(Run(size, step),) for size, step in zip(shape, steps, strict=True)]
     if block_size == 0 and math.prod(scale_shape) == 1 and len(scale_shape) <= 1:
-        return tuple(plain), "one scale"
+        return (Run(1), Run(math.prod(shape)), Run(1)), "one scale"
 
     axis = axis_of(int_attribute(dq, "axis", 1), len(shape))
+    size = shape[axis]
+    outer, inner = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
     if block_size == 0:
-        if scale_shape != (shape[axis],):
+        if scale_shape != (size,):
             raise Refusal(
                 "ORP202",
                 f"scale {scales.name!r} has shape {list(scale_shape)}: weight {codes.name!r} "
-                f"of shape {list(shape)} needs [], [1] or, for axis {axis}, [{shape[axis]}]",
+                f"of shape {list(shape)} needs [], [1] or, for axis {axis}, [{size}]",
             )
-        plain[axis] = (Run(shape[axis], steps[axis], 1),)
-        return tuple(plain), f"a scale for each index of axis {axis}"
+        runs = (Run(outer), Run(size, 1), Run(inner))
+        return runs, f"a scale for each index of axis {axis}"
 
     # A single block may have any size: onnxruntime's quantizer writes K for whole columns.
-    if block_size & (block_size - 1) and block_size < shape[axis]:
+    if block_size & (block_size - 1) and block_size < size:
         raise Refusal(
             "ORP103", f"block_size {block_size} of weight {codes.name!r} is not a power of 2"
         )
-    expected = list(shape)
-    expected[axis] = -(-shape[axis] // block_size)
+    blocks = -(-size // block_size)
+    expected = [*shape[:axis], blocks, *shape[axis + 1 :]]
     if list(scale_shape) != expected:
         raise Refusal(
             "ORP202",
             f"scale {scales.name!r} has shape {list(scale_shape)}: weight {codes.name!r} of "
             f"shape {list(shape)} in blocks of {block_size} on axis {axis} needs {expected}",
         )
-    scale_steps = row_major(expected)
-    return (
-        tuple(
-            (Run(size, steps[i], scale_steps[i], block_size if i == axis else 1),)
-            for i, size in enumerate(shape)
-        ),
-        f"axis {axis}, block {block_size}",
-    )
+    runs = (Run(outer, blocks * inner), Run(size, inner, block_size), Run(inner, 1))
+    return runs, f"axis {axis}, block {block_size}"
 
 
 def _renamed(operand: DequantizedOperand, node: ir.Node) -> DequantizedOperand:
     """Follow the operand through one node that keeps its numbers."""
-    label = f"{node.op_type} {node.name or node.outputs[0].name!r}"
+    label, shape = f"{node.op_type} {node.name or node.outputs[0].name!r}", operand.shape
     if node.op_type == "Identity":
         return operand
     if node.op_type == "Cast":
         dtype = type_attribute(node, "to") or ir.DataType.UNDEFINED
         return dataclasses.replace(operand, casts=(*operand.casts, dtype))
+    turned = operand.is_turned
     if node.op_type == "Transpose":
-        order = list(range(len(operand.axes)))
+        order = list(range(len(shape)))
         given = ints_attribute(node, "perm")
         perm = order[::-1] if given is None else given
         if sorted(perm) != order:
             raise Refusal(
                 "ORP202", f"{label} has perm {perm}: the weight has rank {len(order)}"
             )
-        axes = tuple(operand.axes[i] for i in perm)
-        return dataclasses.replace(operand, axes=axes)
+        if perm != order:
+            turned = None if turned is None or len(order) != 2 else not turned
+        renamed = tuple(shape[i] for i in perm)
+        return dataclasses.replace(operand, shape=renamed, is_turned=turned)
     try:
-        shape = _new_shape(operand.shape, node)
+        new = _new_shape(shape, node)
     except Refusal as reason:
         raise Refusal(reason.code, f"{label}: {reason}") from None
-    if shape is None or math.prod(shape) != math.prod(operand.shape):
-        raise Refusal(
-            "ORP102", f"{label} does not give {list(operand.shape)} a constant shape"
-        )
-    if len(shape) > _MAX_AXES:
-        raise Refusal("ORP202", f"{label} gives rank {len(shape)}: {_MAX_AXES} at most fuse")
-    reshaped = reshape(operand.axes, shape)
-    if reshaped is None:
-        raise Unrepresentable(
-            "ORP103", f"{label} cuts {list(operand.shape)} in the middle of blocks or axes"
-        )
-    return dataclasses.replace(operand, axes=reshaped)
+    if new is None or math.prod(new) != math.prod(shape):
+        raise Refusal("ORP102", f"{label} does not give {list(shape)} a constant shape")
+    if turned and list(shape) != new:
+        turned = None
+    return dataclasses.replace(operand, shape=tuple(new), is_turned=turned)
 
 
 def _new_shape(old: tuple[int, ...], node: ir.Node) -> list[int] | None:

@@ -38,10 +38,11 @@ class FloatConstants:
         return (self._bytes + float_bytes(operand)) / 1e6 <= self._limit_mb
 
     def write(self, operand: DequantizedOperand) -> ir.Value:
-        """Register the operand as a float constant of its own shape and type."""
-        make = partial(ChunkedTensor, operand.rows, operand.dtype, operand.shape)
+        """Register what DequantizeLinear makes as a float constant."""
+        dtype, shape = operand.casts[0], tuple(operand.code_tensor.shape.numpy())
+        make = partial(ChunkedTensor, operand.chunks, dtype, shape)
         # Values and not their names: sibling subgraphs may give theirs the same.
-        key = (operand.axes, operand.casts, operand.scales, operand.zero_points)
+        key = (operand.runs, dtype, operand.scales, operand.zero_points)
         value = self._initializers.get(operand.codes, ".float", make, key)
         if value not in self._made:
             self._made.add(value)
@@ -51,4 +52,4 @@ class FloatConstants:
 
 def float_bytes(operand: DequantizedOperand) -> int:
     """Return what an operand takes as a float constant."""
-    return math.prod(operand.shape) * operand.dtype.bitwidth // 8
+    return math.prod(operand.shape) * operand.casts[0].bitwidth // 8
