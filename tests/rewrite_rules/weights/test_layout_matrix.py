@@ -107,8 +107,7 @@ def test_layout(case: LayoutCase):
 
 def test_matrix_is_whole():
     names = [case.name for case in layout_cases()]
-    assert len(names) == len(set(names)) == 759
-    assert {case.row for case in layout_cases()} == set(range(1, 13))
+    assert len(names) == len(set(names)) == 658
 
 
 # Accuracy level ``auto``: onnxruntime's own where it is sure to fuse a node, 0 elsewhere.
@@ -144,7 +143,7 @@ def test_as_onnxruntime_decides(case, tmp_path):
     level_4 = [node for node in fused_nodes(tmp_path / "ours.onnx") if level_of(node) == 4]
     native = fused_nodes(tmp_path / "stock.onnx")
     assert len(level_4) <= len(native)
-    if re.match(r"01-axis0-\w+-block|12-chain_of_tanh", case.name):  # what quantisers write
+    if re.match(r"axis0-\w+-block|chain_of_tanh", case.name):  # what quantisers write
         assert len(level_4) == len(native) == case.expect["MatMulNBits"]
 
 
