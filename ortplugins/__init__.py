@@ -56,7 +56,10 @@ from ortplugins._version import __version__
 
 
 def _check_package(name: str, module: str) -> None:
-    """Raise ImportError if a program has a module of its own under a name of ours."""
+    """Raise ImportError if a program has a module of its own under a name of ours.
+
+    No wheel can avoid that: whoever asked for these packages asked for their names.
+    """
     for folder in sys.path:
         package = os.path.join(str(folder), name)
         is_package = os.path.isfile(found := os.path.join(package, "__init__.py"))

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from ortplugins.cli.advice import memory_kept, threads
 from ortplugins.cli.options import CacheDir, Format
 from ortplugins.cli.terminal import print_table
-from rewrite_rules.onnxruntime_version import OLDEST
+from rewrite_rules.onnxruntime_version import OLDEST, parse_version
+
+_THREADS, _THREADS_SINCE = "ORT_INTRA_OP_NUM_THREADS", (1, 29)
 
 
 def doctor(*, cache_dir: CacheDir = "", format: Format = "text") -> None:
@@ -52,22 +53,34 @@ def _runtime() -> _Rows:
 
 
 def _machine() -> _Rows:
-    import onnxruntime
-
     from ortplugins.runtime.machine import machine
 
     found = machine()
     yield "processor", found["processor"], ""
     yield "instruction sets", ", ".join(found["instruction_sets"]) or "none of note", ""
     yield "cores", str(found["cores"]), ""
-    default, usable, advice = threads(onnxruntime.__version__)
+    default, usable, advice = _threads()
     yield "threads of a session", f"{default}, on {usable} physical cores", advice
     memory = found["memory_bytes"]
     yield "memory", "unknown" if memory is None else decimal(memory), ""
     if limit := _memory_limit():
         yield "memory limit (cgroup)", decimal(limit), ""
-    for what, advice in memory_kept(onnxruntime.__version__):
-        yield "kept after the largest input", f"{what}: {advice}", ""
+
+
+def _threads() -> tuple[int, int, str]:
+    """Return the threads of a session by default, the cores it may use, and what to do."""
+    import onnxruntime
+
+    from ortplugins.runtime.machine import host_cores, usable_cores
+
+    default, usable = host_cores(), usable_cores()
+    known = parse_version(onnxruntime.__version__) >= _THREADS_SINCE
+    if known and (given := os.environ.get(_THREADS, "")).isdecimal():
+        default = int(given) or default
+    if default <= usable:
+        return default, usable, ""
+    environment = f", or {_THREADS}={usable} in the environment" if known else ""
+    return default, usable, f"set intra_op_num_threads={usable}{environment}"
 
 
 def _memory_limit() -> int | None:

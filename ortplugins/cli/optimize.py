@@ -88,9 +88,7 @@ def inspect(
         opt.refuse("without a model", onnxruntime=onnxruntime, **given)
         _print_keys(printing.format)
         return
-    from ortplugins.cli.advice import notes_on
     from ortplugins.optimization.optimize import optimize
-    from ortplugins.runtime.machine import versions
     from session_options.plan import plan_from_settings
 
     names, options = passes or opt.DEFAULT_PASSES, opt.parse_settings(settings)
@@ -107,13 +105,9 @@ def inspect(
             options=options,
         )
         report = result.report
-        notes = [
-            *report.notes,
-            *notes_on(result.model, onnxruntime or versions()["onnxruntime"]),
-        ]
         if passes is None and not (report.fired or report.refused):
-            notes += _firing_passes(model, onnxruntime)
-        report = dataclasses.replace(report, notes=tuple(notes))
+            notes = (*report.notes, *_firing_passes(model, onnxruntime))
+            report = dataclasses.replace(report, notes=notes)
     print_report(report, printing)
 
 
