@@ -80,6 +80,7 @@ def build(
     it is new. What else may be given is for :func:`save_with_data`.
     """
     runs = PassRuns(request)
+    runs.needs_of_session()  # raises before anything is written
     model, baked = loaded.model, False
     notes: list[str] = []
     if runs.take_part_in("rewrite"):
@@ -179,52 +180,54 @@ def _first_wrong(request: BuildRequest) -> Pass:
     return passes[-1]
 
 
-def without_pass(request: BuildRequest, error: FailedPass) -> tuple[BuildRequest, str]:
-    """Return a request without the pass that failed, and the note on it, which is warned of.
+def build_without_failing(
+    request: BuildRequest,
+    loaded: LoadedModel,
+    output: Path | None,
+    *,
+    is_entry: bool,
+    **settings: Any,
+) -> tuple[BuildResult, list[str]]:
+    """Build as :func:`build`; leave passes out that fail.
+
+    Of a cache entry all that fail; of a file those whose result is wrong, and which the file
+    can do without. Returns the result, and a note on each, of which there is a warning, too.
 
     Raises:
-        FailedPass: If the plan is strict.
+        FailedPass: Of others, and if the plan is strict.
     """
-    if request.plan.strict:
-        raise error
-    text = f"{error}; the model is optimised without this pass [ORP901]"
-    warn_caller(text, OrtpluginsWarning)
-    left = tuple(item for item in request.plan.passes if item.name != error.name)
-    return request._replace(plan=request.plan._replace(passes=left)), text
+    notes: list[str] = []
+    tolerated = FailedPass if is_entry else WrongResult
+    while True:
+        try:
+            return build(request, loaded, output, **settings), notes
+        except tolerated as error:
+            if request.plan.strict or (error.is_required and not is_entry):
+                raise
+            notes.append(f"{error}; the model is optimised without this pass [ORP901]")
+            warn_caller(notes[-1], OrtpluginsWarning)
+            left = tuple(item for item in request.plan.passes if item.name != error.name)
+            request = request._replace(plan=request.plan._replace(passes=left))
+            loaded = request.load()  # it may be half rewritten
 
 
 def build_artifact(
-    request: BuildRequest,
-    loaded: LoadedModel,
-    folder: Path | None,
-    *,
-    only_if_modified: bool = True,
+    request: BuildRequest, loaded: LoadedModel, folder: Path | None
 ) -> dict[str, Any]:
     """Make the files of a cache entry, where a pass that fails is left out.
 
     Returns its report, and fields of an :class:`.Artifact`; without a folder also ``content``,
     the new model as bytes, or None where nothing was modified.
     """
-    failed: list[str] = []
-    while True:
-        described = _described(loaded.model)
-        try:
-            output = None if folder is None else folder / "model.onnx"
-            result = build(
-                request,
-                loaded,
-                output,
-                only_if_modified=only_if_modified,
-                placed=_may_stay(loaded),
-            )
-            break
-        except FailedPass as error:
-            request, text = without_pass(request, error)
-            failed.append(text)
-            # It may have left the model half rewritten, and files.
-            loaded = request.load()
-            for path in () if folder is None else folder.iterdir():
-                path.unlink()
+    described = _described(loaded.model)
+    result, failed = build_without_failing(
+        request,
+        loaded,
+        None if folder is None else folder / "model.onnx",
+        is_entry=True,
+        only_if_modified=True,
+        placed=_may_stay(loaded),
+    )
     notes = (*result.report.notes, *failed)
     has_result = bool(result.files or result.content)
     return {

@@ -23,9 +23,8 @@ from ortplugins.model_io.loading import (
     same_kind,
 )
 from ortplugins.model_io.saving import Progress, check_output, has_data_file
-from ortplugins.optimization.build import build, without_pass
+from ortplugins.optimization.build import build_without_failing
 from ortplugins.optimization.request import BuildRequest
-from ortplugins.optimization.stages import WrongResult
 from ortplugins.report import Report
 from rewrite_rules.onnxruntime_version import OLDEST, parse_version
 from session_options import DqMatMulNBitsFusion, OptionError, Pass
@@ -131,30 +130,22 @@ def optimize_for(
     bake = request.bakes
     if target is not None:
         check_output(model, target, overwrite)
-    loaded, failed = request.load(), list[str]()
+    loaded = request.load()
     if external_data is None:
         external_data = has_data_file(loaded, loaded.model)
     finishing = bake or any(item.takes_part_in("finish") for item in request.plan.passes)
     scratch = None
     if target is None and finishing:
         scratch = tempfile.TemporaryDirectory(prefix="ortplugins-")
-    while True:
-        try:
-            result = build(
-                request,
-                loaded,
-                target if scratch is None else Path(scratch.name, "model.onnx"),
-                inline=not external_data,
-                overwrite=overwrite,
-                **others,
-            )
-            break
-        except WrongResult as error:
-            if error.is_required:
-                raise
-            request, text = without_pass(request, error)
-            failed.append(text)
-            loaded = request.load()
+    result, failed = build_without_failing(
+        request,
+        loaded,
+        target if scratch is None else Path(scratch.name, "model.onnx"),
+        is_entry=False,
+        inline=not external_data,
+        overwrite=overwrite,
+        **others,
+    )
     needs = dict(result.session_settings)
     if result.baked:
         needs["graph_optimization_level"] = "ORT_DISABLE_ALL"
