@@ -25,9 +25,9 @@ __all__ = [
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from ortplugins.errors import ModelFileError, PassError
+from ortplugins.errors import PassError
 from ortplugins.measurement import models
-from ortplugins.measurement.difference import find_violation
+from ortplugins.measurement.compare import compare
 from ortplugins.measurement.models import GivenModel, Inputs, ModelSource
 
 # Lines of a message about nodes; a model has thousands.
@@ -125,28 +125,25 @@ def assert_same_outputs(
         AssertionError: If an output differs or is in one model only; names it, the place, both
             values and the errors.
         CalibrationError: If a given input does not fit.
-        MissingFileError, ModelFileError: If a model cannot be used or run, or an output is no
-            tensor of a type that numpy has.
+        MissingFileError, ModelFileError: If a model cannot be used or run.
         UsageError: If an argument cannot be; names it.
     """
     __tracebackhide__ = True
-    first, second = GivenModel(a), GivenModel(b)
-    with models.scratch_folder() as scratch:
-        chosen = {"inputs": inputs, "dims": dims, "samples": samples, "seed": seed}
-        pair = models.ModelPair(first, second, scratch, providers, **chosen)
-        for name, why in pair.not_compared.items():
-            if "no such output" in why:
-                raise AssertionError(f"output {name!r}: {why}")
-            raise ModelFileError(f"output {name!r} {why}")
-        failures = []
-        for sample, name, x, y in pair.run():
-            item = find_violation(name, sample, x, y, rtol, atol)
-            failures += [str(item)] if item is not None else []
-        del pair
-    if failures:
+    found = compare(
+        a,
+        b,
+        inputs=inputs,
+        dims=dims,
+        samples=samples,
+        seed=seed,
+        providers=providers,
+        rtol=rtol,
+        atol=atol,
+    )
+    if found.failures:
         tolerance = f"rtol {rtol:g}, atol {'rtol * max |a|' if atol is None else f'{atol:g}'}"
-        head = f"{second.name} computes something else than {first.name} ({tolerance}):"
-        _fail(head, failures)
+        head = f"{found.b} computes something else than {found.a} ({tolerance}):"
+        _fail(head, found.failures)
 
 
 def _is_meant(name: str, key: tuple[str, str]) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -101,16 +101,6 @@ class DifferenceSum:
         return Difference(*kind, self._max_abs, rms, cosine, self._mismatch)
 
 
-def differences_of(
-    values: Iterable[tuple[int, str, npt.NDArray[Any], npt.NDArray[Any]]],
-) -> dict[str, Difference]:
-    """Return how far the values that :meth:`.ModelPair.run` yields are apart, over samples."""
-    sums: dict[str, DifferenceSum] = {}
-    for _, name, a, b in values:
-        sums.setdefault(name, DifferenceSum(name)).add(a, b)
-    return {name: item.result() for name, item in sums.items()}
-
-
 @dataclasses.dataclass(frozen=True)
 class Violation:
     """Where an output is further away than it may be."""
@@ -153,7 +143,9 @@ def find_violation(
     Nothing rounds integers of 32 and 64 bits (ids, indices, counts), booleans and strings, so
     rtol does not apply to them: without atol they must be equal.
     """
-    difference = differences_of([(sample, name, a, b)])[name]
+    total = DifferenceSum(name)
+    total.add(a, b)
+    difference = total.result()
     if difference.mismatch:
         return Violation(sample, a.size, a.size, (), "", "", 0.0, difference)
     if _is_exact(a) and _is_exact(b):
