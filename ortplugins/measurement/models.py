@@ -18,7 +18,7 @@ import onnx_ir as ir
 import onnxruntime
 
 from ortplugins.errors import ModelFileError, UsageError
-from ortplugins.model_io.loading import ModelLike, load_model, read_model_file
+from ortplugins.model_io.loading import ModelLike, load_model
 from ortplugins.model_io.saving import save_with_data
 from ortplugins.optimization.optimize import OptimizeResult
 from ortplugins.optimization.request import BuildRequest
@@ -94,22 +94,10 @@ class GivenModel:
 
     def graph(self) -> ir.Model:
         """Return its graph, for the caller to change; tensors stay where they are."""
-        with _quiet_about_packed_weights():
+        with warnings.catch_warnings():
+            # onnx has no place for the records of packed weights.
+            warnings.filterwarnings("ignore", message="Ignoring unknown external data")
             return load_model(self._source(), self._data_folder).model
-
-    def graph_as_written(self) -> ir.Model:
-        """Return the graph with constants as nodes, where they are not initializers yet."""
-        checked = self.graph()  # whatever is wrong with it is an error there
-        source = self._source()
-        if isinstance(source, ir.Model):
-            return checked
-        if isinstance(source, onnx.ModelProto):
-            proto: onnx.ModelProto = source
-        else:
-            content = source if isinstance(source, bytes) else read_model_file(source)
-            proto = onnx.ModelProto.FromString(content)
-        with _quiet_about_packed_weights():
-            return ir.from_proto(proto)
 
     def _source(self) -> Any:
         """Path, bytes or object; of a session what onnxruntime was given."""
@@ -172,14 +160,6 @@ def _settings_of(session: onnxruntime.InferenceSession) -> dict[str, str]:
         "enable_mem_pattern": str(int(options.enable_mem_pattern)),
         "enable_mem_reuse": str(int(options.enable_mem_reuse)),
     }
-
-
-@contextlib.contextmanager
-def _quiet_about_packed_weights() -> Iterator[None]:
-    """Keep onnx from warning of records of packed weights, which it has no place for."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Ignoring unknown external data")
-        yield
 
 
 @contextlib.contextmanager

@@ -74,18 +74,6 @@ def test_nodes_of_bodies_and_functions_count():
     assert_fused(model, {"Relu": 3, "Neg": 1, "If": 1, "f:twice": 1})
 
 
-def test_constants_count_as_they_are_in_the_file(tmp_path):
-    # Loading makes them initializers.
-    content = proto_of("""g (float[16] x) => (float[16] y) {
-        c = Constant <value = float[16] {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 5}> ()
-        y = Add(x, c)
-    }""").SerializeToString()
-    (tmp_path / "model.onnx").write_bytes(content)
-    session = ort.InferenceSession(content, providers=CPU)
-    for model in (tmp_path / "model.onnx", onnx.load_from_string(content), content, session):
-        assert_fused(model, {"Constant": 1, "Add": 1})
-
-
 @pytest.mark.parametrize(
     "made",
     [lambda x: x, ortplugins.optimize, lambda model: session_of(model, EXACT)],
