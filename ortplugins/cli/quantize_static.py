@@ -18,27 +18,10 @@ if TYPE_CHECKING:
 _SHOWN = 20
 
 
-def _share(text: str) -> float:
-    """Read 99.5% or 0.995."""
-    number = float(text.removesuffix("%").strip())
-    return number / 100 if text.endswith("%") else number
-
-
-def share(_: type, tokens: Sequence[Any]) -> float:
-    """Convert 99.5% or 0.995."""
-    try:
-        return _share(tokens[0].value)
-    except ValueError:
-        raise ValueError(f"{tokens[0].value!r} is not a number or a percentage") from None
-
-
 def number_or_share(_: type, tokens: Sequence[Any]) -> float:
-    """Convert 24 to a number and 25% to a share."""
+    """Convert 24 to a number and 0.25 to a share."""
     text = tokens[0].value
-    try:
-        return _share(text) if text.endswith("%") else int(text)
-    except ValueError:
-        raise ValueError(f"{text!r} is not a number, or a share such as 25%") from None
+    return float(text) if "." in text else int(text)
 
 
 def quantize_static(
@@ -51,7 +34,7 @@ def quantize_static(
     printing: opt.Printing = opt.Printing(),
     overrides: str = "{}",
     promote: tuple[str, ...] = (),
-    budget: Annotated[float | None, Parameter(converter=share)] = None,
+    budget: float | None = None,
     max_16bit: Annotated[
         float | None, Parameter("--max-16bit", converter=number_or_share)
     ] = None,
@@ -72,8 +55,8 @@ def quantize_static(
         overrides: JSON, {"TENSOR": [{"quant_type": "QUInt16"}]}, or @FILE with that.
         promote: A tensor or node to give 16 bits; repeatable.
         budget: Promote until the outputs have this cosine to those with unquantised
-            activations, for example 99.5%.
-        max_16bit: Activations that may be promoted: a number, or a share such as 25%.
+            activations, for example 0.995.
+        max_16bit: Activations that may be promoted: a number, or a share such as 0.25.
         mode: Promote to int16, or leave in float, which is faster on CPUs.
         target: qnn keeps every DQ -> Q pair, cpu only those that change values.
         per_channel: Give weights one scale per channel.

@@ -30,7 +30,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,7 @@ from ortplugins.model_io.saving import Progress
 from ortplugins.quantization.calibration import Calibration
 from ortplugins.quantization.codes import checked
 from ortplugins.quantization.files import QuantizedFile, QuantizeResult
-from ortplugins.quantization.methods.nearest import Floats
+from ortplugins.quantization.methods.nearest import BlockFormat, Floats
 from ortplugins.quantization.selection import Pattern
 from ortplugins.quantization.walk import Walk
 from ortplugins.quantization.weights.folds import divide
@@ -53,9 +53,9 @@ from ortplugins.quantization.weights.plan import (
     check_not_empty,
     plan_weights,
     report_of,
-    reported,
 )
 from ortplugins.quantization.weights.recipe import Recipe
+from ortplugins.quantization.weights.report import NodeReport, QuantizeReport
 from ortplugins.quantization.weights.uses import WeightUse
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.graph.nodes import label, remove_unused
@@ -68,6 +68,7 @@ _TOKENS, _MEASURED = 4096, 512
 _ALPHAS, _OUTLIERS, _WORTH = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9), (4, 8, 16, 32), 0.6
 _TOP = 127  # of codes of weights, and of two of them that are added in 16 bits
 _FIRST_OPSET, _IR_VERSION = 10, 10  # of QuantizeLinear
+_FORM = BlockFormat(bits=8, block_size=-1)
 _UNREACHED = "no token of the samples reaches it"
 
 
@@ -131,7 +132,7 @@ def quantize_encoder8(
     """
     if not 0 <= least_cosine <= 1:
         raise QuantizationError(f"least_cosine is {least_cosine!r}: 0 to 1 is expected")
-    recipe = Recipe(bits=8, block_size=-1, rules=[(each, "float") for each in keep_float])
+    recipe = Recipe(**vars(_FORM), rules=[(each, "float") for each in keep_float])
     file = QuantizedFile(
         model,
         output,
@@ -143,86 +144,55 @@ def quantize_encoder8(
     check_not_empty(plan, recipe)
     with file.scratch() as scratch:
         calibration = file.calibration(calibration_data_reader, calibration_providers, scratch)
-        _quantize_products(plan, least_cosine, calibration)
+        rows = _quantize_products(plan, least_cosine, calibration)
         file.model.ir_version = max(file.model.ir_version or 0, _IR_VERSION)
-        report = dataclasses.replace(reported(plan, recipe), method="w8a8")
-        return file.saved(report)
+        nodes = (row if isinstance(row, NodeReport) else rows[row] for row in plan.nodes)
+        return file.saved(QuantizeReport("w8a8", tuple(nodes), plan.floats, tuple(plan.notes)))
 
 
 def _quantize_products(
     plan: WeightPlan, least_cosine: float, calibration: Calibration
-) -> None:
-    """Quantise the products of a plan, in place, and note in it what became of each."""
+) -> dict[WeightUse, NodeReport]:
+    """Quantise the products of a plan, in place; report what became of each."""
     if (opset := plan.model.opset_imports.get("", 0)) < _FIRST_OPSET:
         raise ModelFileError(
             f"the model has opset {opset}: export it with {_FIRST_OPSET} or later for w8a8"
         )
-    layers, floats = _layers(plan)
-    if not layers:
-        raise ModelFileError(_nothing(floats))
-    found: dict[str, QuantizedProducts] = {}
-    errors: dict[WeightUse, float] = {}
-    walk = Walk(plan.model, calibration)
+    layers: dict[str, list[WeightUse]] = {}
+    rows: dict[WeightUse, NodeReport] = {}
+    weights = [weight for group in plan.groups for weight in group.weights]
+    for use in (use for weight in weights for use in weight.uses):
+        if why := use.no_statistics or _refusal(use, plan.model.graph):
+            rows[use] = report_of(use, reason=why)
+        else:
+            layers.setdefault(str(use.activation and use.activation.name), []).append(use)
+    walk, writer = Walk(plan.model, calibration), _Writer(plan.model)
     for name in sorted(layers, key=lambda name: walk.places.get(name, 0)):
-        known = walk.statistics(name, layers[name][0].K, max_tokens=_TOKENS)
+        uses = layers[name]
+        known = walk.statistics(name, uses[0].K, max_tokens=_TOKENS)
         if known is None:
-            floats |= dict.fromkeys(layers[name], _UNREACHED)
+            rows |= {use: report_of(use, reason=_UNREACHED) for use in uses}
             continue
-        found[name] = choose(known.tokens, [float_matrix(use) for use in layers[name]])
-        for use, error in zip(layers[name], found[name].errors, strict=True):
-            errors[use] = error
+        found = choose(known.tokens, [float_matrix(use) for use in uses])
+        for use, error in zip(uses, found.errors, strict=True):
             # Of two vectors that differ by a right-angled error of this relative size.
             cosine = 1 / math.sqrt(1 + error * error)
-            if not cosine >= least_cosine:  # NaN is not known to be near
-                floats[use] = (
-                    f"its output in 8 bits has a cosine of {cosine:.5f} with float's, below "
-                    f"least_cosine ({least_cosine})"
-                )
-    if not errors.keys() - floats:
-        raise ModelFileError(_nothing(floats))
-    writer = _Writer(plan.model)
-    for name, uses in layers.items():
-        if left := [use for use in uses if use not in floats]:
-            writer.write(found[name], left)
+            near = cosine >= least_cosine  # NaN is not known to be near
+            more: dict[str, Any] = {
+                "reason": f"its output in 8 bits has a cosine of {cosine:.5f} with float's, "
+                f"below least_cosine ({least_cosine})"
+            }
+            if near:
+                size = _FORM.stored_bytes(use.K, use.N)
+                more = {"bits": 8, "block_size": -1, "method": "w8a8", "bytes_after": size}
+            rows[use] = report_of(use, output_error=error if near else math.nan, **more)
+        if left := [use for use in uses if rows[use].quantized]:
+            writer.write(found, left)
+    if not any(row.quantized for row in rows.values()):
+        reasons = sorted({row.reason for row in rows.values()})
+        raise ModelFileError(f"nothing to quantise: {'; '.join(reasons)}")
     remove_unused(plan.model)
-    _note(plan, floats, errors)
-
-
-def _nothing(floats: Mapping[WeightUse, str]) -> str:
-    return f"nothing to quantise: {'; '.join(sorted({*floats.values()}))}"
-
-
-def _layers(plan: WeightPlan) -> tuple[dict[str, list[WeightUse]], dict[WeightUse, str]]:
-    """Return the products by activation, and why others stay in float."""
-    layers: dict[str, list[WeightUse]] = {}
-    floats: dict[WeightUse, str] = {}
-    for group in plan.groups:
-        for use in (use for weight in group.weights for use in weight.uses):
-            why = use.no_statistics or _refusal(use, plan.model.graph)
-            if why or use.activation is None:
-                floats[use] = why
-            else:
-                layers.setdefault(use.activation.name or "", []).append(use)
-    return layers, floats
-
-
-def _note(
-    plan: WeightPlan, floats: Mapping[WeightUse, str], errors: Mapping[WeightUse, float]
-) -> None:
-    """Leave in a plan what was quantised, and say why the rest was not."""
-    plan.nodes[:] = [
-        report_of(node, reason=floats[node])
-        if isinstance(node, WeightUse) and node in floats
-        else node
-        for node in plan.nodes
-    ]
-    for group in plan.groups:
-        group.reason = ""  # which holds for all uses of a weight, and here some are left out
-        for weight in group.weights:
-            weight.uses = [use for use in weight.uses if use not in floats]
-            found = [errors[use] for use in weight.uses]
-            weight.method, weight.output_error = "w8a8", max(found, default=math.nan)
-        group.weights = [weight for weight in group.weights if weight.uses]
+    return rows
 
 
 @np.errstate(over="ignore", invalid="ignore")  # errors are NaN then, and nothing is taken

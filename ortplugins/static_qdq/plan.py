@@ -120,7 +120,7 @@ def plan_precision(
 
     Args:
         model: Path of an .onnx file, ``onnx.ModelProto`` or ``onnx_ir.Model``; not changed.
-        data: Samples, as for :func:`.quantize`.
+        data: Samples, as for :func:`.quantize`; random ones give another ranking.
         budget: Cosine of the outputs to those of unquantised activations that is to be
             reached, above 0 and below 1, with as few activations as it takes.
         max_16bit: How many activations may be promoted: a number (int), or a share of all
@@ -131,14 +131,9 @@ def plan_precision(
     Raises:
         CalibrationError: If samples can't be used or onnxruntime fails.
         MissingFileError, ModelFileError: If a model can't be used.
-        QuantizationError: If the model has no 8-bit activation, an option is out of range, or
-            the budget can't be reached: tells the best that is.
+        QuantizationError: If the model has no 8-bit activation, or no promotion reaches the
+            budget: tells the best that is.
     """
-    _check_limits(budget, max_16bit)
-    if data is None:
-        raise QuantizationError(
-            "no data: planning takes real samples, as random ones give another ranking"
-        )
     # Weights stay where they are: sessions map them.
     switched = load_model(model, map_inline=True).model
     with tempfile.TemporaryDirectory(prefix="ortplugins-") as folder:
@@ -188,20 +183,6 @@ def plan_precision(
             activations=count,
             before=before,
             after=promoting(size),
-        )
-
-
-def _check_limits(budget: float | None, max_16bit: float | None) -> None:
-    if budget is None and max_16bit is None:
-        raise QuantizationError("give a budget, max_16bit or both")
-    if budget is not None and not 0 < budget < 1:
-        raise QuantizationError(
-            f"budget is {budget}: a cosine above 0 and below 1 is expected"
-        )
-    is_share = not isinstance(max_16bit, int)
-    if max_16bit is not None and (max_16bit < 0 or (is_share and max_16bit > 1)):
-        raise QuantizationError(
-            f"max_16bit is {max_16bit}: a number, or a share of 0.0 to 1.0, is expected"
         )
 
 

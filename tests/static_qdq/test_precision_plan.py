@@ -109,12 +109,8 @@ def test_tensors_of_one_grid_are_promoted_and_counted_together():
 @pytest.mark.parametrize(
     ("data", "options", "error_type", "message"),
     [
-        (None, {"max_16bit": 2}, QuantizationError, "no data"),
         ([], {"max_16bit": 2}, CalibrationError, "calibration data is empty"),
         ([{"X": 1}], {"max_16bit": 2}, CalibrationError, "sample 0 has 'X', .*mean 'x'"),
-        (feeds(), {}, QuantizationError, "give a budget, max_16bit or both"),
-        (feeds(), {"budget": 99.5}, QuantizationError, r"budget is 99\.5: a cosine above 0"),
-        (feeds(), {"max_16bit": 1.5}, QuantizationError, r"max_16bit is 1\.5"),
     ],
 )
 def test_what_cannot_be_planned_is_reported(data, options, error_type, message):
