@@ -234,30 +234,6 @@ def search_per_node(pack, inputs, **kwargs):
     )
 
 
-def test_clips_are_searched_with_the_activation_of_the_scaled_weight():
-    gains = np.linspace(0.01, 4, 48, dtype=np.float32)
-    x, w = numbers(1, 60, 48) * gains, numbers(2, 48, 6)
-    (helper,), clips = search_per_node(
-        [packed("a", w)], [{"x": x}], enable_weight_clipping=True, awqclip_bsz_col=4
-    )
-    expected = int4.AWQClipHelper(w * helper.best_scale[:, None], 16)
-    int4.clip_search(x / helper.best_scale, w * helper.best_scale[:, None], expected)
-    assert helper.best_alpha > 0
-    np.testing.assert_array_equal(clips["a"], expected.best_alpha)
-    assert len(set(expected.best_alpha)) > 1
-
-
-def test_the_fast_path_takes_activations_and_lets_them_go():
-    x, pack = numbers(1, 2, 9, 48), [packed("a", numbers(2, 48, 6))]
-    data = [[x[0]], [x[1]]]
-    fast, _ = search_per_node(
-        pack, [], enable_fast_path_using_high_sysram=True, output_data=data
-    )
-    slow, _ = search_per_node(pack, [{"x": x[:1]}, {"x": x[1:]}])
-    assert data == [[None], [None]]
-    np.testing.assert_array_equal(fast[0].best_scale, slow[0].best_scale)
-
-
 def test_samples_of_different_lengths_are_searched_per_node_and_per_subgraph():
     pack = [packed("a", numbers(2, 48, 6)), packed("b", numbers(3, 48, 9), transposed=True)]
     x = numbers(1, 1, 30, 48)
@@ -363,32 +339,6 @@ def test_float16_codes_are_the_nearest():
 
 
 # Keywords
-
-
-def test_keywords_reach_our_quantizer(monkeypatch):
-    seen = {}
-    original = int4.quantize_weights
-
-    def spy(model, **options):
-        seen.update(options)
-        return original(model, **options)
-
-    monkeypatch.setattr(int4, "quantize_weights", spy)
-    result = int4.quantize(
-        golden.model(),
-        "awq_lite",
-        samples(),
-        ["cpu", "cuda:1", "trt"],
-        # What stays as it is needs no warning.
-        enable_fast_path_using_high_sysram=False,
-        awqlite_run_per_subgraph=True,
-        enable_mixed_quant=False,
-        layers_8bit=[],
-        gather_quantize_axis=None,
-    )
-    assert (seen["block_size"], seen["grid"], seen["is_symmetric"]) == (128, "positive", True)
-    assert ("CPUExecutionProvider", {}) in seen["calibration_providers"]
-    assert products(result)["/lm_head/MatMul"] == 32
 
 
 def test_nodes_are_excluded_by_the_start_of_their_names(monkeypatch):

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """A cache of keys and values in int8: its scales, its numbers, and where it cannot be."""
 
-from functools import partial
-
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
@@ -17,7 +15,7 @@ from ortplugins.errors import (
     CalibrationError,
     ModelFileError,
 )
-from ortplugins.quantization import quantize, quantize_encoder8, quantize_kv_cache
+from ortplugins.quantization import quantize_kv_cache
 from ortplugins.runtime.stock_session import stock_options
 
 ROWS, PROMPT, STEPS, CAPACITY = 2, 9, 4, 20
@@ -105,16 +103,6 @@ def test_codes_are_those_of_the_greatest_numbers_in_the_samples(shared):
         stored = np.clip(np.rint(floats[name] / steps), -128, 127)
         assert np.abs(codes[name] - stored).max() <= 1  # a rounded tie
     assert any("int8" in note for note in result.report.notes)
-
-
-@pytest.mark.parametrize("quantise", [partial(quantize, bits=8), quantize_encoder8])
-def test_weights_and_cache_are_quantised_one_after_the_other(shared, quantise):
-    samples = [sample(session_on(shared), seed) for seed in range(3)]
-    weights = quantise(shared, calibration_data_reader=samples)
-    both = quantize_kv_cache(weights.model, calibration_data_reader=samples)
-    found, _ = generated(both.model)
-    expected, _ = generated(weights.model)
-    assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
 
 
 def test_the_graph_of_onnxruntimes_builder_is_taken_and_a_session_with_passes_opens_it():

@@ -433,18 +433,6 @@ def test_silent_channels_and_extremes_are_safe():
     assert alpha is None and {*losses.values()} == {0} and (scales == 1).all()
 
 
-@pytest.mark.parametrize("count", [100, 2000])  # all tokens are kept, or second moments
-def test_scales_of_blocks_fit_the_energy_of_their_channels(count):
-    x, (weight,) = inputs_and_weights(128, (64,), count)
-    [row] = quantize(
-        matmul_of(weight), method="awq_lite", calibration_data_reader=[{"x": x}]
-    ).report.nodes
-    scales, *_ = search_scales([weight], x)
-    nearest = scaled_loss(weight, gram_of(x), FORM, scales)
-    nearest /= np.square(x.astype(np.float64) @ weight).sum() / count
-    assert row.output_error**2 < 0.9 * nearest
-
-
 # Round-to-nearest.
 
 
@@ -536,12 +524,6 @@ def test_the_signed_extreme_gets_the_longer_end():
 def test_what_cannot_be_rounded_raises(shape, form, message):
     with pytest.raises(ValueError, match=message):
         quantize_blocks(np.full(shape, 1e6, np.float32), BlockFormat(**form))
-
-
-def test_an_asymmetric_range_may_be_wider_than_float32():
-    weight = np.array([[3e38], [-3e38]], np.float32)
-    _, scales, _ = quantize_blocks(weight, BlockFormat(is_symmetric=False))
-    assert np.isfinite(scales).all()
 
 
 @pytest.mark.parametrize("method", ["rtn", "awq_lite", "gptq"])

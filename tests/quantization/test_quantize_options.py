@@ -521,27 +521,6 @@ def test_an_older_opset_is_converted_where_the_form_needs_it(layout):
     assert relative_error(run(proto, {"x": x})[0], expected) < 1e-5
 
 
-def test_what_else_a_model_carries_survives():
-    model = chain("a", "b")
-    model.metadata_props["author"] = "nobody"
-    model.producer_name, model.doc_string = "pytest", "a chain"
-    model.graph.doc_string = "two products"
-    model.graph.opset_imports["ai.onnx.ml"] = 3
-    model.graph[0].doc_string = "the first"
-    model.graph[0].metadata_props["layer"] = "0"
-    for layout in FORMATS:
-        proto = read(quantize(model, quant_format=layout).model)
-        assert {p.key: p.value for p in proto.metadata_props} == {"author": "nobody"}
-        assert (proto.producer_name, proto.doc_string) == ("pytest", "a chain")
-        assert proto.graph.doc_string == "two products"
-        assert ("ai.onnx.ml", 3) in [(i.domain, i.version) for i in proto.opset_import]
-        assert [v.name for v in (*proto.graph.input, *proto.graph.output)] == ["x", "y"]
-        if layout != "MatMulNBits":
-            (first,) = [node for node in proto.graph.node if node.name == "a"]
-            assert first.doc_string == "the first"
-            assert {p.key: p.value for p in first.metadata_props} == {"layer": "0"}
-
-
 FUNCTIONS = """
 <ir_version: 10, opset_import: ["": 21, "own": 1]>
 g (float[T, 32] x) => (float[T, 32] y) {

@@ -7,7 +7,6 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from builders.encoders import encoder
 from builders.exports import exported
 from builders.quantized_files import arrays_of, kinds, read
 from builders.text_models import T, normal, text_model
@@ -150,34 +149,6 @@ def test_two_products_fit_into_16_bits(k: int, seed: int, kind: str):
             pair = np.sort(np.maximum(signed, 0), axis=0)[-2:].sum(axis=0)
             assert (255 * pair <= 32767).all()
     assert (abs(codes * scales - weight) <= scales * 0.501).all()
-
-
-def test_padding_does_not_stretch_ranges():
-    """The mask says which tokens count, as for every method."""
-    model = encoder()
-    rng = np.random.default_rng(0)
-    ids = rng.integers(1, 20, (8, 12))
-    mask = np.ones_like(ids)
-    whole = {"input_ids": ids, "attention_mask": mask}
-    names = [value.name for value in model.graph.input]
-    half = {"input_ids": ids.copy(), "attention_mask": mask.copy()}
-    half["attention_mask"][:, 6:] = 0
-    half["input_ids"][:, 6:] = 0
-    for feed in (whole, half):
-        for name in names:
-            feed.setdefault(name, np.zeros_like(ids))
-    cut = {name: array[:, :6] for name, array in half.items()}
-    padded, alone = (
-        quantize_encoder8(model, calibration_data_reader=[feed], least_cosine=0)
-        for feed in (half, cut)
-    )
-    scales = [
-        {k: v for k, v in arrays_of(read(r.model)).items() if k.endswith(".scale")}
-        for r in (padded, alone)
-    ]
-    assert scales[0] and scales[0].keys() == scales[1].keys()
-    for name, scale in scales[0].items():
-        np.testing.assert_allclose(scale, scales[1][name], rtol=1e-5)
 
 
 def uneven() -> np.ndarray:

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from builders.quantized_files import FORMATS, dequantised, kinds, read
+from builders.quantized_files import FORMATS, kinds, read
 from builders.same_numbers import session
 from builders.text_models import model_of, normal
 
@@ -90,27 +90,6 @@ def test_tables_of_cosines_and_sines_stay_in_float(angle, lines, bits):
     assert table.bits == 4
 
 
-def test_a_constant_node_is_a_weight_in_every_subgraph():
-    numbers = ", ".join(map(str, range(30)))
-    text = f"""g (float[3, 6] x) => (float[3, 5] y) {{
-        s = ReduceMax <keepdims = 0> (x) c = Equal(s, s)
-        y = If (c) <
-            then_branch = t () => (float[3, 5] u) {{
-                W = Constant <value = float[6, 5] {{ {numbers} }}> () [a] u = MatMul(x, W)
-            }},
-            else_branch = e () => (float[3, 5] v) {{
-                W2 = Constant <value = float[5, 6] {{ {numbers} }}> ()
-                [b] v = Gemm <transB = 1> (x, W2)
-            }}
-        >
-    }}"""
-    for layout in FORMATS:
-        matrices = dequantised(read(quantize(model_of(text, {}), quant_format=layout).model))
-        whole = np.arange(30.0)
-        assert abs(matrices["a"] - whole.reshape(6, 5)).max() < 2
-        assert abs(matrices["b"] - whole.reshape(5, 6).T).max() < 2
-
-
 REFUSED = {
     "a stack": ("MatMul(x, W)", normal(2, K, N), r"'W'.*\[2, 12, 5\]"),
     "double": ("MatMul(d, W)", normal(K, N, dtype=np.float64), "'W' is double"),
@@ -169,17 +148,6 @@ def test_a_weight_whose_sizes_are_read_is_quantised():
     assert "W" not in [tensor.name for tensor in proto.graph.initializer]
     _, *sizes = session(proto).run(None, {"x": normal(2, K)})
     assert [array.tolist() for array in sizes] == [[K, N], K * N, [K]]
-
-
-def test_what_is_between_is_looked_through_and_gone_where_nothing_reads_it():
-    text = """g (float[P, 12] x) => (float[P, 5] y) {
-        i = Identity(W) t = Transpose <perm = [1, 0]> (i)
-        u = Transpose <perm = [0, 1]> (t) [m] y = MatMul(x, u)
-    }"""
-    assert found(text, LEFT) == {"m": (1, "W", K, N, True)}
-    proto = read(quantize(model_of(text, LEFT)).model)
-    assert [node.op_type for node in proto.graph.node] == ["DequantizeLinear", "MatMul"]
-    assert all("W." in tensor.name for tensor in proto.graph.initializer)
 
 
 QUANTISED = {

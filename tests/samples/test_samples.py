@@ -10,7 +10,7 @@ import onnx.parser
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from builders.command_line import ortplugins_command, printed, refused
+from builders.command_line import printed, refused
 from builders.decoders import HEAD_SIZE, HEADS, PLACES, VOCABULARY, decoder
 from builders.samples import write_tokenizer
 from builders.text_models import model_of, normal, proto_of
@@ -48,30 +48,6 @@ def test_a_decoder_gets_tokens_and_then_one_more_with_a_past(form):
         assert (first["seqlens_k"].tolist(), first["total_sequence_length"]) == ([31], 32)
         assert (second["seqlens_k"].tolist(), second["total_sequence_length"]) == ([32], 33)
     session.run(None, second)
-
-
-CACHE_IN_A_BRANCH = """
-<ir_version: 10, opset_import: ["" : 21]>
-agraph (float[b, s, 32] x, float[b, h, p, d] past_key, bool c) => (float[b, h, t, d] y)
-<int64[4] shape = {0, 0, 4, 8}>
-{
-    y = If (c) <
-        then_branch = one () => (float[b, h, t, d] one) {
-            heads = Reshape (x, shape)
-            twice = Add (heads, heads)
-            key = Transpose <perm = [0, 2, 1, 3]> (twice)
-            one = Concat <axis = 2> (past_key, key)
-        },
-        else_branch = other () => (float[b, h, t, d] other) { other = Identity (past_key) }
-    >
-}
-"""
-
-
-def test_heads_of_a_cache_that_a_branch_reads():
-    model = ir.from_proto(onnx.parser.parse_model(CACHE_IN_A_BRANCH))
-    sizes = MadeUpInputs(model.graph.inputs).sizes
-    assert sizes == {"b": 1, "s": 32, "h": 4, "p": 0, "d": 8}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -116,20 +92,6 @@ def test_a_named_dimension_has_one_size_at_all_inputs():
 def test_one_size_is_enough_for_all_dimensions_that_count_the_same(dims, shapes):
     feed = feeds_of(decoder("torch"), dims=dims)[0]
     assert {name: feed[name].shape for name in shapes} == shapes
-
-
-@pytest.mark.filterwarnings("ignore:no calibration data")
-@pytest.mark.parametrize("form", ["torch", "genai"])
-def test_the_commands_take_a_decoder_as_it_is(form, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    onnx.save(decoder(form), "model.onnx")
-    for arguments in (
-        "compare model.onnx model.onnx --runs 1",
-        "quantize model.onnx -o q.onnx --method awq_lite --block-size 16",
-    ):
-        done = ortplugins_command(*arguments.split())
-        assert done.returncode == 0, (arguments, done.stderr)
-        assert "failed" not in done.stderr, done.stderr
 
 
 def test_what_cannot_be_solved_names_one_dimension():

@@ -19,15 +19,9 @@ from builders.samples import Reader
 from builders.text_models import proto_of
 from onnxruntime.quantization import (
     CalibrationMethod,
-    QDQQuantizer,
     QuantType,
     quantize_static,
 )
-from onnxruntime.quantization.calibrate import TensorData
-from onnxruntime.quantization.execution_providers.qnn.mixed_precision_overrides_utils import (
-    MixedPrecisionTensorQuantOverridesFixer,
-)
-from onnxruntime.quantization.tensor_quant_overrides import TensorQuantOverridesHelper
 
 from ortplugins import quantize_static_mixed
 from ortplugins.errors import CalibrationError, ModelFileError, QuantizationError
@@ -138,27 +132,6 @@ def op_types(model: onnx.ModelProto) -> Counter[str]:
     return Counter(node.op_type for node in model.graph.node)
 
 
-def onnxruntimes_own(
-    model: onnx.ModelProto,
-    ranges: dict[str, tuple[float, float]],
-    overrides: dict[str, Any],
-    dtype: Any = np.float32,
-) -> onnx.ModelProto:
-    data = {
-        name: TensorData(lowest=np.array(low, dtype), highest=np.array(high, dtype))
-        for name, (low, high) in ranges.items()
-    }
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
-    types = QuantType.QInt8, QuantType.QUInt8
-    extra = {"TensorQuantOverrides": overrides, "QDQKeepRemovableActivations": True}
-    quantizer = QDQQuantizer(copy, True, False, *types, data, [], [], kinds(model), extra)
-    quantizer.quantize_model()
-    quantizer.model.topological_sort()
-    result: onnx.ModelProto = quantizer.model.model
-    return result
-
-
 def kinds(model: onnx.ModelProto) -> list[str]:
     return sorted(op_types(model))
 
@@ -213,27 +186,6 @@ FIGURE_RANGES = {
     **dict.fromkeys(("op2_out", "op3_out", "op4_out", "op5_out", "out1"), (-1.0, 0.9)),
     **dict.fromkeys(("op1_out", "out0", "out2"), (0.0, 0.98)),
 }
-
-
-@pytest.mark.parametrize(
-    "promoted",
-    [["op4_out"], ["op4_out", "out0"], ["op4_out", "in0"], ["op2_out"], ["op3_out"]],
-)
-@pytest.mark.parametrize("activation", ["Relu", "Sin"])
-def test_regions_of_the_figure(promoted, activation):
-    model = figure(activation)
-    overrides = {name: [{"quant_type": QuantType.QUInt16}] for name in promoted}
-    helper = TensorQuantOverridesHelper({name: [dict(o[0])] for name, o in overrides.items()})
-    inferred = onnx.shape_inference.infer_shapes(model)
-    fixer = MixedPrecisionTensorQuantOverridesFixer.create_from_model(
-        helper, inferred, QuantType.QUInt8
-    )
-    fixer.apply(QuantType.QUInt8, default_activation_symmetric=False)
-    theirs = onnxruntimes_own(model, FIGURE_RANGES, helper.get_dict())
-    result = given(model, FIGURE_RANGES, overrides=overrides)
-    assert result.report.refused == ()
-    assert op_types(result.model) == op_types(theirs)
-    assert paths(result.model) == paths(theirs)
 
 
 U16 = [{"quant_type": "u16"}]
