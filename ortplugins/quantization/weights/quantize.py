@@ -10,7 +10,6 @@ find the weights -> one walk in the graph's order, and for each activation in it
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -61,8 +60,8 @@ _UNREACHED = "no token of the samples reaches it"
 # With fewer, error feedback fits them and nothing else. Four layers of SmolLM2, KL divergence
 # to float: .0576 by rounding to nearest; by GPTQ .0589 with 2 tokens, .0468 with 4.
 _LEAST_TOKENS = 4
-# Weights whose codes are waited for at a time.
-_AHEAD = 8
+# Weights whose codes are waited for, at least.
+_AT_A_TIME = 8
 # Operators whose results are as many as a run finds, and those that put rows back.
 _CHOOSING = frozenset({"Compress", "NonMaxSuppression", "NonZero", "TopK", "Unique"})
 _PUT_BACK = frozenset({"ScatterElements", "ScatterND"})
@@ -281,46 +280,34 @@ def _search_scales(group: Group, statistics: ActivationStatistics) -> None:
 def _chosen(
     known: Mapping[Weight, KnownInputs], executor: concurrent.futures.Executor | None
 ) -> Iterator[tuple[Weight, WeightCodes]]:
-    """Have an executor choose codes; yield them in order, a few ahead.
+    """Have an executor choose codes; yield them in order, of a few weights at a time.
 
     Without one, threads share weights, and columns where there are fewer weights than cores.
     """
-    cores = os.cpu_count() or 1
-    workers = max(1, min(cores, len(known)))
+    cores, items = os.cpu_count() or 1, list(known.items())
+    workers = max(1, min(cores, len(items)))
     threads, choose = 1, _in_a_worker
-    waiting: collections.deque[tuple[Weight, concurrent.futures.Future[WeightCodes]]]
-    waiting = collections.deque()
-
-    def first() -> tuple[Weight, WeightCodes]:
-        weight, future = waiting.popleft()
-        try:
-            return weight, future.result()
-        except QuantizationError as error:
-            raise QuantizationError(
-                f"weight {weight.name!r} cannot be quantised: {error}"
-            ) from error
-
     with contextlib.ExitStack() as stack:
         if executor is None:
             threads, choose = max(1, cores // workers), choose_codes
             pool = concurrent.futures.ThreadPoolExecutor(workers, "quantize")
             executor = stack.enter_context(pool)
-            for weight, inputs in known.items():
+            for weight, inputs in items:
                 if inputs.gptq is not None:  # before several threads ask for it
                     inputs.gptq.factor(weight.form)
-        try:
-            for weight, inputs in known.items():
-                task = (_matrix(weight), weight.form, inputs, threads)
-                waiting.append((weight, executor.submit(choose, *task)))
-                if len(waiting) > _AHEAD:
-                    yield first()
-            while waiting:
-                yield first()
-        except BaseException:
-            for _, future in waiting:
-                future.cancel()
-            concurrent.futures.wait([future for _, future in waiting])
-            raise
+        submit, step = functools.partial(executor.submit, choose), max(workers, _AT_A_TIME)
+        for start in range(0, len(items), step):
+            waiting = [
+                (weight, submit(_matrix(weight), weight.form, inputs, threads))
+                for weight, inputs in items[start : start + step]
+            ]
+            for weight, future in waiting:
+                try:
+                    yield weight, future.result()
+                except QuantizationError as error:
+                    raise QuantizationError(
+                        f"weight {weight.name!r} cannot be quantised: {error}"
+                    ) from error
 
 
 def _in_a_worker(*task: Any) -> WeightCodes:
