@@ -295,12 +295,12 @@ def _chosen(
             for weight, inputs in items:
                 if inputs.gptq is not None:  # before several threads ask for it
                     inputs.gptq.factor(weight.form)
-        submit, step = functools.partial(executor.submit, choose), max(workers, _AT_A_TIME)
+        step = max(workers, _AT_A_TIME)
         for start in range(0, len(items), step):
-            waiting = [
-                (weight, submit(_matrix(weight), weight.form, inputs, threads))
-                for weight, inputs in items[start : start + step]
-            ]
+            waiting = []
+            for weight, inputs in items[start : start + step]:
+                task = (_matrix(weight), weight.form, inputs, threads)
+                waiting.append((weight, executor.submit(choose, *task)))
             for weight, future in waiting:
                 try:
                     yield weight, future.result()
