@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Has Shape and Size read early and small; puts the nodes into an order of low peak memory.
 
-First the rules of :mod:`.simplify`; then the order that
-:mod:`.search` computes is compared with what onnxruntime would run by
-itself, and kept only if it holds less at its peak, or runs a Shape sooner and holds no more.
+First the rules of :mod:`.simplify`; then the order that :mod:`.search` computes is compared
+with what onnxruntime would run by itself, and kept only if it holds less at its peak.
 """
 
 from __future__ import annotations
@@ -157,7 +156,9 @@ def _run_in_file_order(model: ir.Model, order: GraphOrder, context: PassContext)
             "left in its order: onnxruntime's default runs a Shape late, and holds less so; "
         )
         context.remarks.refused(_GRAPH, Refusal("ORP401", text + _peaks(order)))
-    elif _is_better(order) or (context.final_graph and order.default.peak >= _LEAN_BYTES):
+    elif order.ours.peak < order.default.peak or (
+        context.final_graph and order.default.peak >= _LEAN_BYTES
+    ):
         # A session that makes the final graph itself gives its nodes other places than the
         # file has: what that one's default order would be, nobody knows.
         put_in_order(model, order)
@@ -168,28 +169,13 @@ def _run_in_file_order(model: ir.Model, order: GraphOrder, context: PassContext)
         context.remarks.refused(_GRAPH, Refusal("ORP401", text))
 
 
-def _is_better(order: GraphOrder) -> bool:
-    """Whether ours holds less, or runs a Shape sooner, whose bytes may come on top."""
-    ours, default = order.ours, order.default
-    if ours.peak < default.peak:
-        return True
-    if ours.peak > default.peak + order.chain_bytes:
-        return False
-    return sum(ours.distances) < sum(default.distances) or any(
-        map(_is_better, order.subgraphs)
-    )
-
-
 def _peaks(order: GraphOrder) -> str:
     orders = {
         "computed": order.ours,
         "onnxruntime's default": order.default,
         "its PRIORITY_BASED": order.priority,
     }
-    peaks = ", ".join(
-        f"{name} {_mb(item)} (Shape {item.mean_distance:.1f} steps behind its producer)"
-        for name, item in orders.items()
-    )
+    peaks = ", ".join(f"{name} {_mb(item)}" for name, item in orders.items())
     return f"peak of live bytes: {peaks}"
 
 

@@ -22,7 +22,7 @@ import onnx_ir as ir
 from rewrite_rules.graph.nodes import is_constant, subgraphs
 from rewrite_rules.shape_size_reorder.heuristics import candidate_orders
 from rewrite_rules.shape_size_reorder.memory_plan import MemoryModel, inner_bytes
-from rewrite_rules.shape_size_reorder.onnxruntime_orders import Dependencies, ranks
+from rewrite_rules.shape_size_reorder.onnxruntime_orders import ranks
 from rewrite_rules.shapes.proved_shapes import ConcreteShapes
 
 # A chain's tensors are shapes; anything larger is data.
@@ -36,25 +36,14 @@ class SimulatedOrder:
     Attributes:
         order: Positions of the nodes in the graph, as they run; Constant nodes don't count.
         live: Bytes held while each of them runs, int64 [nodes].
-        distances: For each Shape and Size that reads another node's output, the steps from
-            that node to it; 1 is directly after it or after another such one.
     """
 
     order: tuple[int, ...]
     live: npt.NDArray[np.int64]
-    distances: tuple[int, ...]
 
     @property
     def peak(self) -> int:
         return _peak(self.live)
-
-    @property
-    def mean_distance(self) -> float:
-        return sum(self.distances) / len(self.distances) if self.distances else 0.0
-
-    @property
-    def max_distance(self) -> int:
-        return max(self.distances, default=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,8 +135,7 @@ def memory_order(
     def simulated(
         order: Sequence[int], inside: Mapping[int, int], reuse: bool = True
     ) -> SimulatedOrder:
-        live = model.live(order, inside, reuse)
-        return SimulatedOrder(tuple(order), live, shape_distances(dependencies, order))
+        return SimulatedOrder(tuple(order), model.live(order, inside, reuse))
 
     def peak_of(order: Sequence[int]) -> int:
         return _peak(model.live(order, inside, reuse))
@@ -195,24 +183,6 @@ def memory_order(
         model=model,
         reuse=reuse,
     )
-
-
-def shape_distances(dependencies: Dependencies, order: Sequence[int]) -> tuple[int, ...]:
-    """Steps from each Shape's producer to it, other Shapes of that producer left out."""
-    step = ranks(order)
-    result = []
-    for node, reads_shape in enumerate(dependencies.shape_readers):
-        if not reads_shape or not dependencies.producers[node]:
-            continue
-        producer = dependencies.producers[node][0]
-        between = range(step[producer] + 1, step[node])
-        siblings = sum(
-            step[other] in between
-            for other in dependencies.consumers[producer]
-            if dependencies.shape_readers[other]
-        )
-        result.append(step[node] - step[producer] - siblings)
-    return tuple(result)
 
 
 def _peak(live: npt.NDArray[np.int64]) -> int:
