@@ -224,12 +224,12 @@ def _late_shapes(path: Path) -> int:
     pending = [order]
     while pending:
         item = pending.pop()
-        graph, order = item.model.dependencies, item.priority.order
+        graph, ran = item.model.dependencies, item.priority.order
         readers = {node for node, is_reader in enumerate(graph.shape_readers) if is_reader}
         for node in readers:
             if graph.producers[node]:
                 maker = graph.producers[node][0]
-                between = order[order.index(maker) + 1 : order.index(node)]
+                between = ran[ran.index(maker) + 1 : ran.index(node)]
                 found += not readers.intersection(graph.consumers[maker]).issuperset(between)
         pending += item.subgraphs
     return found
