@@ -103,7 +103,6 @@ class FuseAttention(RewriteRuleClassBase):
         self._order = TOKENS_FIRST if tokens_first else SPLIT_HEADS
         # What layers share.
         self._shared: dict[object, Any] = {}
-        self._places: dict[ir.Node, int] = {}
 
     def pattern(self, op, logits, zero, values):  # type: ignore[no-untyped-def]
         softmax = op.Softmax(logits, _allow_other_attributes=True, _outputs=["softmax"])
@@ -293,40 +292,17 @@ class FuseAttention(RewriteRuleClassBase):
         read = [before_split(found.query)]
         read += [before_split(found.new(heads), heads.split) for heads in found.both]
         held = [heads.source for heads in found.both]
-        graph = producer(end).graph
-        if producer(end) not in self._places:
-            self._places = {node: place for place, node in enumerate(graph or ())}
-        readers = [node for value in read for node in value.consumers()]
-        first = min((self._places[n] for n in readers if n in self._places), default=0)
-
-        def is_before(node: ir.Node) -> bool:
-            return self._places.get(node, first) < first
-
         if found.cached:
-            past = [value for value in found.past if value is not None]
-            nodes = own_nodes([end, *held], [*read, *past, *masks], is_before)
+            nodes = own_nodes([end, *held], [*read, *found.past, *masks])
             inside = {value for node in nodes for value in node.outputs}
-            inputs = {v for node in nodes for v in node.inputs if v is not None} - inside
-            if not self._depend([*inputs, *masks], [producer(whole) for whole in held]):
+            inputs = {value for node in nodes for value in node.inputs} - inside
+            # Nothing else is computed from the new cache.
+            if not own_nodes([*inputs, *masks], held):
                 joined = dataclasses.replace(found, joins=True)
                 return joined, lambda op: clone(op, nodes, [end, *held], self._facts)
             read[1:] = held
-        apart = own_nodes([end], [*read, *masks], is_before)
+        apart = own_nodes([end], [*read, *masks])
         return found, lambda op: clone(op, apart, [end], self._facts)
-
-    def _depend(self, values: Iterable[ir.Value], joins: Sequence[ir.Node]) -> bool:
-        """Whether values are computed from the new cache."""
-        first = min(self._places.get(node, 0) for node in joins)
-        pending, seen = [value.producer() for value in values], set[ir.Node | None]()
-        while pending:
-            node = pending.pop()
-            if node in joins:
-                return True
-            if node is None or node in seen or self._places.get(node, first) < first:
-                continue
-            seen.add(node)
-            pending += [value.producer() for value in node.inputs if value is not None]
-        return False
 
     def _once(self, key: object, emit: Callable[[], Any]) -> Any:
         """Return what was emitted for a key by an earlier layer, or emit it."""

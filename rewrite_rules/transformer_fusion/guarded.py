@@ -66,34 +66,32 @@ def _branch(build: Build) -> ir.Graph:
 
 
 def own_nodes(
-    results: Sequence[ir.Value],
-    read: Iterable[ir.Value],
-    is_before: Callable[[ir.Node], bool],
+    results: Iterable[ir.Value | None], read: Iterable[ir.Value | None]
 ) -> list[ir.Node]:
-    """Return the nodes, in order, between values that are read and what is made of them.
+    """Return the nodes, in their order, between values that are read and what is made of them.
 
-    None that ``is_before`` others depends on what is read.
+    The graph is sorted.
 
     Raises:
         Refusal: If a node holds a subgraph.
     """
-    inside, nodes = dict.fromkeys(read, True), list[ir.Node]()
-
-    def visit(value: ir.Value) -> bool:
-        node = value.producer()
-        if value in inside or node is None or is_before(node):
-            return inside.get(value, False)
-        found = sum(visit(each) for each in node.inputs if each is not None) > 0
-        inside.update(dict.fromkeys(node.outputs, found))
-        if found:
-            if any(subgraphs(node)):
-                raise Refusal("ORP603", f"{label(node)!r} between holds a subgraph")
+    ends = [node for value in results if value and (node := value.producer()) is not None]
+    needed, left, behind, nodes = set(ends), set(ends), set(read), list[ir.Node]()
+    for node in ends[0].graph or () if ends else ():
+        if not left:
+            break
+        left.discard(node)
+        if not behind.isdisjoint(node.inputs) and behind.isdisjoint(node.outputs):
+            behind.update(node.outputs)
             nodes.append(node)
-        return found
-
-    for value in results:
-        visit(value)
-    return nodes
+    for node in reversed(nodes):
+        if node in needed:
+            needed.update(v.producer() for v in node.inputs if v in behind and v is not None)
+    between = [node for node in nodes if node in needed]
+    for node in between:
+        if any(subgraphs(node)):
+            raise Refusal("ORP603", f"{label(node)!r} between holds a subgraph")
+    return between
 
 
 def clone(
