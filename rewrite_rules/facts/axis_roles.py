@@ -53,7 +53,6 @@ class AxisRoles:
         # What is joined along an axis, by its size.
         self._parts: dict[Dim, list[Dim]] = {}
         self._solved: dict[int, Dim] = {}
-        self._ends: list[tuple[Dim, Dim, int]] = []
         # The sizes of inputs, and where they are.
         self.places = {
             unknown: (value, axis)
@@ -71,13 +70,6 @@ class AxisRoles:
             if node in self.read:
                 self._note(node)
         self._solve()
-        # Lengths of Slices that take all of the tokens of masks that are not longer.
-        self.limits: list[int] = []
-        for whole, made, end in self._ends:
-            if any(self.same(whole, dims[1]) for dims in map(self.shapes.dims, masks) if dims):
-                self._pairs[whole, made] = True
-                self.limits.append(end)
-                self._solve()
 
     def dims(self, value: ir.Value) -> Dims | None:
         """Return the sizes of a value in the unknowns that stand for all equal ones."""
@@ -168,8 +160,6 @@ class AxisRoles:
                 self._equate((product(first), product(result)), may_be_1=False)
             elif kind == "Concat":
                 self._note_parts(inputs, result, int_attribute(node, "axis", 0))
-            elif kind == "Slice":
-                self._note_first(result)
 
     def _equate(
         self, sizes: Iterable[Dim], made: Dim | None = None, may_be_1: bool = True
@@ -213,14 +203,6 @@ class AxisRoles:
         parts = [dims[axis] for dims in shapes if dims and len(dims) == len(result)]
         if len(parts) == len(shapes) and result[axis][1] and self._is_followed(result[axis]):
             self._parts[result[axis]] = parts
-
-    def _note_first(self, result: Dims) -> None:
-        """Note how many places of an axis are taken, at most."""
-        for dim in result:
-            key = self.shapes.unknowns.key(dim[1][0]) if dim[0] == len(dim[1]) == 1 else ()
-            match key:
-                case ("Slice", (_, (_, *_)) as whole, (0, ()), (end, ()), 1) if end > 1:
-                    self._ends.append((whole, dim, end))
 
     def _solve(self) -> None:
         while sum(self._unify(*pair, may_be_1) for pair, may_be_1 in self._pairs.items()):

@@ -49,7 +49,7 @@ _KEEPS = frozenset({
     "Swish", "Tan", "Tanh", "TensorScatter", "ThresholdedRelu", "Trilu",
 })  # fmt: skip
 _MICROSOFT_KEEPS = frozenset({
-    "BiasGelu", "BiasSoftmax", "CausalConvWithState", "DequantizeLinear", "FastGelu", "Gelu",
+    "BiasGelu", "BiasSoftmax", "DequantizeLinear", "FastGelu", "Gelu",
     "GroupNorm", "QLinearLeakyRelu", "QLinearSigmoid", "QLinearSoftmax", "QuantizeLinear",
     "QuickGelu", "RotaryEmbedding", "SkipGroupNorm",
 })  # fmt: skip
@@ -503,31 +503,6 @@ def _conv(site: Site, weight: int = 1) -> Sequence[Shape]:
     return [(dims[0], kernel[0], *_window(site, dims, sizes))]
 
 
-def _causal_convolution(site: Site) -> Sequence[Shape]:
-    """A function: what was before, or zeros, in front of the input, and a convolution."""
-    dims, kernel = site.dims(0), site.dims(1)
-    if site.has(3):
-        before, reach = site.dims(3), number(kernel[2])
-        # Concat takes no notice of what is empty.
-        same = site.facts.nonempty or before[0] == dims[0]
-        if not same or reach is None or before[2] != known(reach - 1):
-            key = "CausalConvWithState", dims, before, kernel
-            batch, length = (site.unknowns.remembered(*key, axis) for axis in (0, 2))
-            return [(batch, kernel[0], length)]
-    return [(dims[0], kernel[0], dims[2])]
-
-
-def _linear_attention(site: Site) -> Sequence[Shape]:
-    query, value = site.dims(0), site.dims(2)
-    heads, groups = (site.integer(f"{kind}_num_heads", 0) for kind in ("q", "kv"))
-    if len(query) != 3 or len(value) != 3 or heads < 1 or groups < 1:
-        return []
-    width = site.unknowns.quotient(value[2], known(groups))
-    if site.node.domain == "" and value[:2] != query[:2]:  # it is reshaped to theirs
-        width = site.unknowns.fresh_dim()
-    return [(*query[:2], site.unknowns.product((known(max(heads, groups)), width)))]
-
-
 def _conv_transpose(site: Site) -> Sequence[Shape]:
     dims, kernel, rank = site.dims(0), site.dims(1), len(site.dims(0)) - 2
     channels = site.unknowns.product((kernel[1], known(site.integer("group", 1))))
@@ -629,7 +604,6 @@ _STANDARD: dict[str, _Rule] = {
     **dict.fromkeys(("GRU", "LSTM", "RNN"), _recurrent),
     **dict.fromkeys(("MatMul", "MatMulInteger"), _matmul()),
     **dict.fromkeys(REDUCTIONS, _reduce),
-    "CausalConvWithState": _causal_convolution,
     "Concat": _concat,
     "ConstantOfShape": lambda site: [_sizes(site, 0)],
     "Conv": _conv,
@@ -644,7 +618,6 @@ _STANDARD: dict[str, _Rule] = {
     "GatherND": _gather_nd,
     "Gemm": _fused_matmul,
     "GroupNormalization": _group_normalization,
-    "LinearAttention": _linear_attention,
     "NonZero": _non_zero,
     "OneHot": _one_hot,
     "Pad": _pad,
@@ -680,7 +653,6 @@ _CONTRIBUTED: dict[str, _Rule] = {
     "FusedConv": _conv,
     "GatherBlockQuantized": _gather_block_quantized,
     "GroupQueryAttention": _group_query_attention,
-    "LinearAttention": _linear_attention,
     "MatMulIntegerToFloat": _matmul(),
     "MatMulNBits": lambda site: [(*site.dims(0)[:-1], known(site.integer("N", 0)))],
     "MultiHeadAttention": _multi_head_attention,

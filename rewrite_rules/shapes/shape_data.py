@@ -191,18 +191,6 @@ def _constant_of_shape(site: Site) -> Integers | None:
     return Integers((known(int(tensor.numpy().item())),) * math.prod(shape), shape)
 
 
-def _one_hot(site: Site) -> Integers | None:
-    """Follow the repeats that torch gives to Tile: one axis gets a number, the others 1."""
-    indices, depths, values = site.constants(0), site.constants(1), _input(site, 2)
-    if values is None or len(indices) != 1 or len(depths) != 1 or site.dims(0) != (known(1),):
-        return None
-    off, on = values.numbers
-    (index,), (depth,) = indices, depths
-    if not 0 <= index < depth <= _MAX or site.integer("axis", -1) not in (-1, 1):
-        return None
-    return Integers(tuple(on if i == index else off for i in range(depth)), (1, depth))
-
-
 def _where(site: Site) -> Integers | None:
     condition, shape = site.input(0), site.shape(0)
     equal = condition.producer()
@@ -271,7 +259,6 @@ _RULES: dict[str, Callable[[Site], Integers | None]] = {
     "Gather": _gather,
     "Identity": _input,
     "Mul": _elementwise(_multiplied),
-    "OneHot": _one_hot,
     "ReduceProd": _product_of_all,
     "Reshape": _reshape,
     "Shape": _shape,

@@ -86,7 +86,7 @@ def own_nodes(
             nodes.append(node)
     for node in reversed(nodes):
         if node in needed:
-            needed.update(v.producer() for v in node.inputs if v in behind and v is not None)
+            needed.update(maker for v in node.inputs if v and (maker := v.producer()))
     between = [node for node in nodes if node in needed]
     for node in between:
         if any(subgraphs(node)):

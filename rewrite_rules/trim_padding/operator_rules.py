@@ -14,7 +14,6 @@ from collections.abc import Collection
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 
 from rewrite_rules.facts.operator_table import (
     ATTENTIONS,
@@ -44,7 +43,7 @@ from rewrite_rules.trim_padding.token_axes import (
     sequences_of,
     size_of,
 )
-from rewrite_rules.trim_padding.token_flow import Picks, Rule, Side, Site, TokenFlow
+from rewrite_rules.trim_padding.token_flow import Picks, Rule, Side, Site
 
 _MICROSOFT = "com.microsoft"
 _MOVED = "ORP503", "leaves positions out, so that others move: leave them out of the results"
@@ -560,38 +559,6 @@ def _gather_elements(site: Site) -> Axes:
     return (*kept[:axis], *plain(indices[axis : axis + 1]), *kept[axis:])
 
 
-def _scatter_elements(site: Site) -> Axes:
-    """Add weights of tokens up by their ids, or take the greatest: 0 leaves 0 as it is."""
-    data, indices, updates, axis = *map(site.tokens, range(3)), site.axis(0)
-    others = [i for i in range(len(data)) if i != axis]
-    if plain(indices) != plain(updates) or len(data) != len(indices):
-        raise Refusal(*UNFIT)
-    if sequences_of(*data, *(indices[i] for i in others)):
-        raise Refusal("ORP503", "is not known to work token by token")
-    if any(plain([data[i]]) != plain([indices[i]]) for i in others):
-        raise Refusal(*UNFIT)
-    how = site.text("reduction", "none")
-    keeps = how == "add" or (how == "max" and _is_zero(site.flow, site.input(0)))
-    wild = any(one.wild for one in sequences_of(updates[axis]))
-    site.mixes(
-        [updates[axis]], "zero" if keeps and not wild else "", [data[i] for i in others]
-    )
-    return data
-
-
-def _is_zero(flow: TokenFlow, value: ir.Value) -> bool:
-    """Whether a value is 0 everywhere, whatever its size."""
-    found, node = flow.value(value), value.producer()
-    if isinstance(found, Side) and not found.varies:
-        return not found.arrays[0].any()
-    if node is None or node.domain or node.op_type not in ("ConstantOfShape", "Expand"):
-        return False
-    filled, given = node.attributes.get("value"), node.inputs[0]
-    if node.op_type == "ConstantOfShape":
-        return filled is None or not filled.as_tensor().numpy().any()
-    return given is not None and _is_zero(flow, given)
-
-
 def _gather_nd(site: Site) -> Axes:
     data, skipped = site.tokens(), site.integer("batch_dims", 0)
     (depth,) = site.tokens(1)[-1] or (1,)
@@ -644,7 +611,6 @@ _STANDARD: dict[str, Rule] = {
     "Gather": _gather,
     "GatherElements": _gather_elements,
     "GatherND": _gather_nd,
-    "ScatterElements": _scatter_elements,
     **_rows(_sizes, "Shape Size"),
     "Slice": _slice,
     "Split": _split,

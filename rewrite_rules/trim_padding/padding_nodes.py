@@ -200,8 +200,6 @@ class PaddingNodes:
                 own.append(self._length if row is None else self._sizes)
         if found:
             yield op.Equal(op.joined(own), op.joined(found))
-        if limits := self._flow.roles.limits:
-            yield op.Less(self._length, op.integers([min(limits) + 1]))
 
     def _are_ordinary(self, inputs: Iterable[ir.Value]) -> Iterator[ir.Value]:
         """Ask floats that are fed: what leaves padding out multiplies it by 0."""

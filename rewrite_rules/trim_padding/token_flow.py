@@ -150,7 +150,7 @@ class TokenFlow:
         self.zeroed: dict[tuple[ir.Node, int], tuple[Axes, How]] = {}
         self.keeps_one = False
         self.picked: dict[tuple[ir.Node, int], Picks] = {}
-        self.unpackable = "the model ends at some length" if self.roles.limits else ""
+        self.unpackable = ""
         self._rules = rules
         self._functions = {identifier[:2] for identifier in model.functions}
         self._evaluator = NodeEvaluator()
