@@ -293,7 +293,7 @@ class FuseAttention(RewriteRuleClassBase):
         read += [before_split(found.new(heads), heads.split) for heads in found.both]
         held = [heads.source for heads in found.both]
         if found.cached:
-            nodes = own_nodes([end, *held], [*read, *found.past, *masks])
+            nodes = own_nodes([end, *held], read, [*found.past, *masks])
             inside = {value for node in nodes for value in node.outputs}
             inputs = {value for node in nodes for value in node.inputs} - inside
             # Nothing else is computed from the new cache.
@@ -301,7 +301,7 @@ class FuseAttention(RewriteRuleClassBase):
                 joined = dataclasses.replace(found, joins=True)
                 return joined, lambda op: clone(op, nodes, [end, *held], self._facts)
             read[1:] = held
-        apart = own_nodes([end], [*read, *masks])
+        apart = own_nodes([end], read, masks)
         return found, lambda op: clone(op, apart, [end], self._facts)
 
     def _once(self, key: object, emit: Callable[[], Any]) -> Any:

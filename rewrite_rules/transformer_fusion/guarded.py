@@ -66,11 +66,14 @@ def _branch(build: Build) -> ir.Graph:
 
 
 def own_nodes(
-    results: Iterable[ir.Value | None], read: Iterable[ir.Value | None]
+    results: Iterable[ir.Value | None],
+    read: Iterable[ir.Value | None],
+    beside: Iterable[ir.Value | None] = (),
 ) -> list[ir.Node]:
     """Return the nodes, in their order, between values that are read and what is made of them.
 
-    The graph is sorted.
+    The graph is sorted. Of values ``beside``, which all layers may share, it is nodes from the
+    first one that reads others.
 
     Raises:
         Refusal: If a node holds a subgraph.
@@ -82,7 +85,7 @@ def own_nodes(
             break
         left.discard(node)
         if not behind.isdisjoint(node.inputs) and behind.isdisjoint(node.outputs):
-            behind.update(node.outputs)
+            behind.update(node.outputs, () if nodes else beside)
             nodes.append(node)
     for node in reversed(nodes):
         if node in needed:
