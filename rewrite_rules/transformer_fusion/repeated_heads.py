@@ -50,8 +50,7 @@ class RepeatedHeads:
         split: Whether ``source`` is ``[B, T, G, D]`` instead; its heads are not repeated.
         scalings: Mul and Div nodes by a scalar on the way, and which input each scales.
         reshaped: What Reshapes make, and which axes are the last two: of all heads as one
-            batch, again of each, or with an axis for the query heads that share one. Readers
-            have to see that they do no more.
+            batch, or again of each. Readers have to see that they do no more.
     """
 
     source: ir.Value
@@ -95,12 +94,7 @@ def read_repeated_heads(
 
 
 def _moves_batch(node: ir.Node, facts: ProvedShapes) -> bool:
-    """Whether a Reshape may make ``[B * H, T, D]`` of ``[B, H, T, D]``, or split it again.
-
-    Or ``[B, H, 1, T, D]``, as an Unsqueeze does.
-    """
-    if before_unsqueeze(node.outputs[0], facts) is not None:
-        return True
+    """Whether a Reshape may make ``[B * H, T, D]`` of ``[B, H, T, D]``, or split it again."""
     ends = [facts.dims(value) or () for value in (node.inputs[0], node.outputs[0])]
     return node.op_type == "Reshape" and {_RANK - 1, _RANK} == {*map(len, ends)}
 
@@ -115,17 +109,15 @@ def _laid_out(
     axes, reshaped = [*range(_RANK)], list[tuple[ir.Value, tuple[int, ...]]]()
     for node, _ in chain[::-1]:
         rank = len(facts.dims(node.outputs[0]) or ())
-        if node.op_type in ("Reshape", "Unsqueeze"):
+        if node.op_type == "Reshape":
             reshaped.append((node.outputs[0], tuple(axes[2:])))
         elif node.op_type == "Transpose":
             perm = ints_attribute(node, "perm") or [*range(rank)][::-1]
             rank = rank or len(perm)
-            if not _RANK - 1 <= rank == len(perm) <= _RANK + 1:
+            if not _RANK - 1 <= rank == len(perm) <= _RANK:
                 raise Refusal("ORP602", f"how many axes {label(node)!r} has is not known")
             if rank < _RANK:  # [B * H, T, D]
                 perm = [perm[0], *(axis + 1 for axis in perm)]
-            elif rank > _RANK:  # [B, H, 1, T, D]
-                perm = [axis - (axis > 2) for axis in perm if axis != perm[2]]
             axes = [axes[axis] for axis in perm]
     dims = facts.dims(source, _RANK) or ((0, ()),) * _RANK  # none is known to be 1
     for order in (*_HEADS_FIRST, *_HEADS_SPLIT):

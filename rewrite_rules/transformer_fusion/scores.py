@@ -27,24 +27,23 @@ HIDDEN, VISIBLE = -1e8, -5e7
 # a number like this is what it was.
 LOWEST = -1e37
 _MAX_MASKS = 3
-_MASKED = frozenset({"Add", "Sub", "Where"})
+_MASKED = frozenset({"Add", "Where"})
 _ONE = (1, ())
 
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """A tensor that is added to scores, or subtracted, or says where ``lowest`` stands.
+    """A tensor that is added to scores, or says where ``lowest`` stands.
 
     That number hides a score as if it were added. ``hides`` is the value of a bool tensor that
     hides a score; ``scale`` multiplies what it makes of the scores. ``rank``: that of the
-    scores, ``[B * H, S, T]``, ``[B, H, S, T]`` or ``[B, G, H / G, S, T]``.
+    scores, ``[B * H, S, T]`` or ``[B, H, S, T]``.
     """
 
     value: ir.Value
     rank: int
     lowest: float | None = None
     hides: bool = True
-    subtracted: bool = False
     scale: float = 1.0
 
     def dims(self, facts: ProvedShapes, heads: int) -> Dims:
@@ -53,14 +52,11 @@ class Mask:
         # A number of heads broadcasts to no other: the sum fails unless it is that of scores.
         if dims is None or (self._has_heads(dims) and dims[0][0] % heads):
             raise Refusal("ORP602", f"the axes of mask {name!r} are not known")
-        if len(dims) > self.rank:
+        if len(dims) > min(self.rank, 4):
             raise Refusal("ORP603", f"mask {name!r} has {len(dims)} axes, not {self.rank}")
         if self._has_heads(dims):
             return (dims[0][0] // heads, dims[0][1]), (heads, ()), *dims[1:]
-        padded = (*[_ONE] * (max(4, self.rank) - len(dims)), *dims)
-        if self.rank > 4 and padded[1:3] != (_ONE, _ONE):
-            raise Refusal("ORP603", f"mask {name!r} may differ from head to head")
-        return (*padded[:2], *padded[-2:])
+        return (*[_ONE] * (4 - len(dims)), *dims)
 
     def _has_heads(self, dims: Dims) -> bool:
         return self.rank == len(dims) == 3 and dims[0] != _ONE
@@ -73,8 +69,6 @@ class Mask:
             texts = op.Div(op.Shape(value, start=0, end=1), ints(op, heads))
             sizes = ints(op, texts, heads, op.Shape(value, start=1))
             value = op.Reshape(value, sizes, allowzero=1)
-        elif len(dims) > 4:
-            value = op.Squeeze(value, ints(op, 2))
         elif len(dims) < 4:
             value = op.Unsqueeze(value, ints(op, *range(4 - len(dims))))
         if self.lowest is not None:
@@ -82,9 +76,7 @@ class Mask:
             numbers = [op.Constant(value_float=self.lowest), shown]
             value = op.Where(value, *numbers[:: 1 if self.hides else -1])
         elif total is not None:
-            value = op.Sub(total, value) if self.subtracted else op.Add(total, value)
-        elif self.subtracted:
-            value = op.Neg(value)
+            value = op.Add(total, value)
         return value if self.scale == 1 else op.Mul(value, op.Constant(value_float=self.scale))
 
 
@@ -112,10 +104,8 @@ def read_scores(
         rank = len(facts.dims(scores) or ())
         if node.op_type == "Where":
             mask = _chosen(node, other, other is a, rank)
-        elif node.op_type == "Add" or scores is a:
-            mask = Mask(other, rank, subtracted=node.op_type == "Sub")
         else:
-            return None
+            mask = Mask(other, rank)
         product, inner_scale, masks, before = found
         mask = dataclasses.replace(mask, scale=scale)
         return product, inner_scale * scale, (*masks, mask), (*before, *steps)

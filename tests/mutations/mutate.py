@@ -137,7 +137,7 @@ def constant_changed(m: Mutant) -> None:
         if array.dtype.kind == "f":
             new = m.pick([old * 1.01, old * 2, -old, 0, old + 1, 1, old / 2])
         else:
-            new = m.pick([int(old) + 1, int(old) - 1, 0, -1, 1, 2])
+            new = m.pick([old + old.dtype.type(1), old - old.dtype.type(1), 0, -1, 1, 2])
         flat[at] = np.asarray(new).astype(array.dtype)
     m.need(flat[at] != old)
     tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
