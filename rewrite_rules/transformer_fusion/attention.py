@@ -288,9 +288,8 @@ class FuseAttention(RewriteRuleClassBase):
     def _own_nodes(self, found: Attention, end: ir.Value) -> tuple[Attention, Build]:
         """Return whether the cache is joined with the rest, and what clones the nodes."""
         masks = [mask.value for mask in found.masks]
-        # Kernels read what is split into heads: a clone repeats the Transpose.
-        read = [before_split(found.query)]
-        read += [before_split(found.new(heads), heads.split) for heads in found.both]
+        read = [_read_here(found.query, False, end)]
+        read += [_read_here(found.new(heads), heads.split, end) for heads in found.both]
         held = [heads.source for heads in found.both]
         if found.cached:
             nodes = own_nodes([end, *held], read, [*found.past, *masks])
@@ -309,6 +308,17 @@ class FuseAttention(RewriteRuleClassBase):
         if key not in self._shared:
             self._shared[key] = emit()
         return self._shared[key]
+
+
+def _read_here(heads: ir.Value, are_split: bool, end: ir.Value) -> ir.Value:
+    """Return what nodes of one graph read of heads.
+
+    Kernels read what is split into heads: a clone repeats the Transpose.
+    """
+    first, graph = before_split(heads, are_split), producer(end).graph
+    while heads is not first and (node := producer(heads)).graph is graph and node.inputs[0]:
+        heads = node.inputs[0]
+    return heads
 
 
 def _mended(found: Attention, nodes: Build, kernel: Build) -> Build:
