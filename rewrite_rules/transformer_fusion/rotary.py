@@ -1,30 +1,30 @@
 # SPDX-License-Identifier: MIT
-"""Rotary embedding, whatever spells the rotation.
+"""Rotary embedding, as transformers spells it.
 
-    x * cos + turned(x) * sin -> RotaryEmbedding(x, positions, cos, sin)
+    x * cos + Concat(-x2, x1) * sin -> RotaryEmbedding(x, positions, cos, sin)
 
-``turned`` is ``[-x2, x1]`` of the halves of a head, or ``[-x1, x0, -x3, x2, ...]`` of pairs
-(interleaved), by nodes that only move elements.
-``cos`` and ``sin`` stay as the graph computes or gathers them, with each number once, and
-serve as the caches of the kernel: row ``b * S + s`` for token s of row b. A rotation of a part
-of each head rotates the Slice that the exporter wrote. Other rotations, and cosines that are
-not the same in both halves, get a remark.
+``x1`` and ``x2`` are the halves of a head. ``cos`` and ``sin`` stay as the graph computes or
+gathers them, with each number once, and serve as the caches of the kernel: row ``b * S + s``
+for token s of row b. A rotation of a part of each head rotates the Slice that the exporter
+wrote. Other rotations, and cosines that are not proved to be the same in both halves, get a
+remark.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
 
-from rewrite_rules.graph.nodes import label, producer
+from rewrite_rules.graph.nodes import input_of, label, made_by, producer
+from rewrite_rules.graph.parameters import constant, constant_ints, int_attribute
 from rewrite_rules.remarks import Refusal, Remarks
 from rewrite_rules.shapes.dimensions import number
-from rewrite_rules.shapes.evaluator import Array, CannotEvaluate
+from rewrite_rules.shapes.node_facts import Site, sliced
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
-from rewrite_rules.transformer_fusion.columns import columns, moved
 from rewrite_rules.transformer_fusion.head_layout import (
     SPLIT_HEADS,
     batch_and_length,
@@ -36,8 +36,9 @@ from rewrite_rules.transformer_fusion.head_layout import (
     token_dims,
     unsplit,
 )
+from rewrite_rules.transformer_fusion.repeated_heads import scaled_input
 
-_BEYOND = (1 << 63) - 1
+_BY_ELEMENT = frozenset({"Cast", "Cos", "Identity", "Neg", "Sin"})
 
 
 class Rotary(RewriteRuleClassBase):
@@ -55,74 +56,39 @@ class Rotary(RewriteRuleClassBase):
     def check(  # type: ignore[override]
         self, context: MatchContext, out: ir.Value, **bound: ir.Value
     ) -> MatchResult:
-        """Compare what the subgraph computes with a rotation, and look at the tables."""
+        """Look at the parts of x, and at the tables."""
         result, node = MatchResult(), producer(out)
         try:
-            is_rotation = self._is_interleaved(**bound) is not None
+            is_rotation = self._is_rotation(**bound)
         except Refusal as refusal:
             self._remarks.refused(label(node), refusal.behind("rotary: "))
             return result.fail(str(refusal), node)
         return result if is_rotation else result.fail("it is not a rotation", node)
 
-    def _is_interleaved(
+    def _is_rotation(
         self, x: ir.Value, cos: ir.Value, turned: ir.Value, sin: ir.Value
-    ) -> bool | None:
-        """Whether pairs of ``x``, ``[B, H, S, D]``, are turned, and not halves.
-
-        None for what is no rotation, a Refusal for another rotation.
-        """
-        sizes = self._facts.dims(x, 4)
-        if turned.producer() is None or cos is sin or sizes is None:
-            return None
-        if x.dtype != ir.DataType.FLOAT:
-            return None
-        size = number(sizes[3]) or 0
-        for dims in (self._facts.dims(table, 4) for table in (cos, sin)):
-            if dims is None or dims[1] != (1, ()) or dims[3] != (size, ()):
-                return None
-        interleaved = self._turns_pairs(x, turned, size)
-        if interleaved is None:
-            return None
-        if self._facts.dims(cos) != self._facts.dims(sin):
+    ) -> bool:
+        """Whether halves of ``x``, ``[B, H, S, D]``, are turned; refuse what looks like it."""
+        facts, sizes = self._facts, self._facts.dims(x, 4)
+        parts = made_by(turned, "Concat")
+        if parts is None or cos is sin or sizes is None or x.dtype != ir.DataType.FLOAT:
+            return False
+        size, tables = number(sizes[3]) or 0, [facts.dims(table, 4) for table in (cos, sin)]
+        if any(dims is None or dims[1::2] != ((1, ()), (size, ())) for dims in tables):
+            return False
+        found = [_part(value, x, size, facts) for value in parts.inputs]
+        if None in found or int_attribute(parts, "axis", 0) not in (-1, 3):
+            return False
+        if found != [(-1, range(size // 2, size)), (1, range(size // 2))] or size % 2:
+            raise Refusal("ORP603", f"what {x.name!r} becomes is not its halves turned")
+        dims, tokens = tables[0], token_dims(x, facts)
+        if dims is None or dims != tables[1]:
             raise Refusal("ORP603", "cos and sin are not known to have one shape")
-        dims, tokens = self._facts.dims(cos, 4), token_dims(x, self._facts)
-        if (
-            dims is None
-            or tokens is None
-            or not all(map(rows_are, (dims[0], dims[2]), tokens, [self._facts] * 2))
-        ):
+        if tokens is None or not all(map(rows_are, (dims[0], dims[2]), tokens, [facts] * 2)):
             raise Refusal("ORP602", "cos and sin may have more rows than there are tokens")
-        self._check_tables(cos, sin, interleaved)
-        return interleaved
-
-    def _turns_pairs(self, x: ir.Value, turned: ir.Value, size: int) -> bool | None:
-        """Whether pairs are turned; None for what is not computed from x alone."""
-        if size < 2 or size % 2:
-            return None
-        try:
-            array, actual = moved(turned, x, size, self._facts)
-        except CannotEvaluate:
-            return None
-        for interleaved in (False, True):
-            first, second = _halves(array, interleaved)
-            expected = np.empty_like(array)
-            low, high = _halves(expected, interleaved)
-            low[...], high[...] = -second, first
-            if np.array_equal(actual, expected):
-                return interleaved
-        raise Refusal(
-            "ORP603", f"what {x.name!r} becomes is neither its halves nor its pairs turned"
-        )
-
-    def _check_tables(self, cos: ir.Value, sin: ir.Value, interleaved: bool) -> None:
-        """Refuse tables that do not hold each number twice."""
-        for table in (cos, sin):
-            try:
-                first, second = _halves(columns(table, self._facts), interleaved)
-            except CannotEvaluate as error:
-                raise Refusal("ORP603", str(error)) from error
-            if not np.array_equal(first, second):
-                raise Refusal("ORP603", "the halves of cos or sin differ")
+        if not all(_is_doubled(table, facts) for table in (cos, sin)):
+            raise Refusal("ORP603", "the halves of cos or sin are not known to be the same")
+        return True
 
     def rewrite(
         self,
@@ -134,24 +100,23 @@ class Rotary(RewriteRuleClassBase):
         **bound: ir.Value,
     ) -> Any:
         """Rotate before heads are transposed, where they are."""
-        interleaved = self._is_interleaved(x=x, cos=cos, sin=sin, **bound)
         node, dims = producer(out), self._facts.dims(x, 4)
-        assert interleaved is not None and dims is not None
+        assert dims is not None
         size = dims[3][0]
         # Layers share the rows: the kernel fails where they are not those of its tokens.
-        key = (cos, sin, interleaved, token_dims(x, self._facts))
+        key = (cos, sin, token_dims(x, self._facts))
         if key not in self._tables:
-            self._tables[key] = _tables(op, self._facts, x, interleaved, (cos, sin))
-        attributes = {"interleaved": int(interleaved), "_domain": "com.microsoft"}
+            self._tables[key] = _tables(op, self._facts, x, (cos, sin))
+        attributes = {"_domain": "com.microsoft", "_name": node.name}
         self._remarks.fired(label(node), "RotaryEmbedding")
         if not is_transposed_heads(x):
-            return op.RotaryEmbedding(x, *self._tables[key], **attributes, _name=node.name)
+            return op.RotaryEmbedding(x, *self._tables[key], **attributes)
         split = unsplit(x)
         known = count_heads(x, self._facts)
         heads = known or op.Shape(split, start=2, end=3)
         width = known * size if known else op.Mul(heads, ints(op, size))
         flat, sizes = rows(op, x, self._facts, width), ints(op, 0, 0, heads, size)
-        turned = op.RotaryEmbedding(flat, *self._tables[key], **attributes, _name=node.name)
+        turned = op.RotaryEmbedding(flat, *self._tables[key], **attributes)
         before, split = split, op.Reshape(turned, sizes)
         dims = self._facts.dims(before, 4)
         if dims is not None and known:
@@ -159,19 +124,68 @@ class Rotary(RewriteRuleClassBase):
         return op.Transpose(split, perm=SPLIT_HEADS)
 
 
-def _halves(array: Array, interleaved: bool) -> tuple[Array, Array]:
-    """The two parts of each head that are turned into one another."""
-    if interleaved:
-        return array[..., 0::2], array[..., 1::2]
-    half = array.shape[-1] // 2
-    return array[..., :half], array[..., half:]
+def _part(
+    value: ir.Value | None, x: ir.Value, size: int, facts: ProvedShapes
+) -> tuple[int, range] | None:
+    """Return the sign and the places of a part of each head of x; None for other values."""
+    sign, node = 1, made_by(value, "Neg", "Slice", "Split")
+    if node is not None and node.op_type == "Neg":
+        sign, value = -1, node.inputs[0]
+        node = made_by(value, "Slice", "Split")
+    if node is None or node.inputs[0] is not x:
+        return None
+    if (
+        value is not None
+        and node.op_type == "Split"
+        and int_attribute(node, "axis", 0) in (-1, 3)
+    ):
+        widths = [number((facts.dims(part, 4) or (None,))[-1]) or 0 for part in node.outputs]
+        place = [*node.outputs].index(value)
+        start = sum(widths[:place])
+        return sign, range(start, start + widths[place])
+    if node.op_type == "Slice":
+        with contextlib.suppress(Refusal):
+            starts, ends, axes, steps = Site(node, facts, facts.opset(node)).slices()
+            first, last = number(starts[0]), number(ends[0])
+            if [*axes] in ([-1], [3]) and first is not None and last is not None:
+                return sign, sliced(size, first, last, steps[0])
+    return None
+
+
+def _is_doubled(table: ir.Value | None, facts: ProvedShapes) -> bool:
+    """Whether both halves of each row are proved to be the same."""
+    size = (facts.dims(table) or ((0, ()),))[-1]
+    while table is not None and (facts.dims(table) or ())[-1:] == (size,):
+        tensor, node = constant(table), table.producer()
+        if tensor is not None:
+            first, second = np.split(tensor.numpy(), 2, axis=-1)
+            return np.array_equal(first, second)
+        if node is None or node.domain:
+            return False
+        if node.op_type == "Concat":
+            on_last = int_attribute(node, "axis", 0) in (-1, len(facts.dims(table) or ()) - 1)
+            return on_last and len(node.inputs) == 2 and node.inputs[0] is node.inputs[1]
+        scaled = scaled_input(node)
+        if scaled is None and not (node.op_type in _BY_ELEMENT or _takes_rows(node, facts)):
+            return False
+        table = node.inputs[scaled or 0]
+    return False
+
+
+def _takes_rows(node: ir.Node, facts: ProvedShapes) -> bool:
+    """Whether a node takes whole rows, or adds axes."""
+    rank = len(facts.dims(node.inputs[0]) or ())
+    if node.op_type == "Slice":
+        axes = constant_ints(input_of(node, 3))
+        return bool(axes) and rank > 0 and rank - 1 not in {axis % rank for axis in axes or ()}
+    is_row = rank > 1 and int_attribute(node, "axis", 0) == 0
+    return node.op_type == "Unsqueeze" or (node.op_type == "Gather" and is_row)
 
 
 def _tables(
     op: Any,
     facts: ProvedShapes,
     x: ir.Value,
-    interleaved: bool,
     doubled: tuple[ir.Value, ir.Value],
 ) -> tuple[ir.Value, ...]:
     """Positions ``[B, S]`` into tables of a row for each token, and the tables.
@@ -181,8 +195,8 @@ def _tables(
     cos, dims, tokens = doubled[0], facts.dims(doubled[0], 4), token_dims(x, facts)
     assert dims is not None and tokens is not None
     half, sizes = dims[3][0] // 2, batch_and_length(op, x, facts)
-    bounds = [0, _BEYOND, 3, 2] if interleaved else [0, half, 3, 1]
-    once = [op.Slice(value, *(ints(op, number) for number in bounds)) for value in doubled]
+    bounds = [ints(op, number) for number in (0, half, 3)]
+    once = [op.Slice(value, *bounds) for value in doubled]
     flat = ints(op, -1, half)
     tables = [op.Reshape(value, flat) for value in once]
     if (dims[0], dims[2]) != ((1, ()), tokens[1]):
