@@ -17,7 +17,7 @@ import collections
 import contextlib
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 
 import onnx_ir as ir
 
@@ -47,8 +47,9 @@ class AxisRoles:
 
         A number that a mask declares says nothing of an input that declares it, too.
         """
-        with _opened(model.graph.inputs, masks):
-            self.shapes = ProvedShapes(model, nonempty=True)
+        declared = (dim for mask in masks for dim in mask.shape or ())
+        opened = frozenset(dim for dim in declared if isinstance(dim, int) and dim != 1)
+        self.shapes = ProvedShapes(model, nonempty=True, opened=opened)
         self._masks = masks
         # What is joined along an axis, by its size.
         self._parts: dict[Dim, list[Dim]] = {}
@@ -293,18 +294,3 @@ def _read(graph: ir.Graph) -> set[ir.Node]:
             found.add(node)
             values.update(v for v in (*node.inputs, *captures(node)) if v is not None)
     return found
-
-
-@contextlib.contextmanager
-def _opened(inputs: Iterable[ir.Value], masks: Iterable[ir.Value]) -> Iterator[None]:
-    """Leave out the numbers of masks from the declared shapes of inputs, for a while."""
-    numbers = {dim for mask in masks for dim in mask.shape or () if isinstance(dim, int)}
-    declared = {value: value.shape for value in inputs if value.shape is not None}
-    try:
-        for value, shape in declared.items():
-            opened = [None if dim in numbers - {1} else dim for dim in shape]
-            value.shape = ir.Shape(opened)
-        yield
-    finally:
-        for value, shape in declared.items():
-            value.shape = shape

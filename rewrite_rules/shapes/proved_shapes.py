@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 
@@ -46,6 +46,7 @@ class ProvedShapes(Facts):
     Without ``names``, everything that is found holds in every run. ``on_demand`` looks only at
     what a value that is asked for is computed from; else at the whole graph, and on demand at
     what was added since. ``nonempty``: what is found holds in runs that have no size of 0.
+    ``opened``: numbers in declared shapes of inputs that count as unknown.
     """
 
     def __init__(
@@ -54,10 +55,11 @@ class ProvedShapes(Facts):
         names: DeclaredNames | None = None,
         on_demand: bool = False,
         nonempty: bool = False,
+        opened: Container[int] = (),
     ) -> None:
         self.unknowns = Unknowns(arithmetic=names is None or names.arithmetic)
         self.estimates, self.nonempty = names is not None, nonempty
-        self._names = names
+        self._names, self._opened = names, opened
         self._main = model.opset_imports
         self._opsets: dict[object, Mapping[str, int]] = {}
         self._shapes: dict[ir.Value, Shape] = {}
@@ -245,7 +247,9 @@ class ProvedShapes(Facts):
         if not main or not isinstance(value.type, ir.TensorType) or not value.shape:
             return None
         return tuple(
-            known(dim) if isinstance(dim, int) and dim >= 0 else self.unknowns.fresh_dim()
+            known(dim)
+            if isinstance(dim, int) and dim >= 0 and dim not in self._opened
+            else self.unknowns.fresh_dim()
             for dim in value.shape
         )
 
