@@ -30,7 +30,8 @@ Array = NDArray[Any]
 _MAX_ELEMENTS = 1 << 22
 # Arrays up to this size are compared by their contents, others by identity.
 _MAX_INTERNED = 256
-_MAX_NODES = 2000
+# Nodes behind one another.
+_MAX_DEPTH = 12
 
 
 class CannotEvaluate(Exception):
@@ -87,51 +88,18 @@ class NodeEvaluator:
             self._kept += [array for array in arrays if array is not None]
         return found
 
-
-class GraphEvaluator:
-    """Evaluates values of one graph, from given arrays; ``nodes`` remembers, if shared."""
-
-    def __init__(
-        self, facts: ProvedShapes, given: Mapping[ir.Value, Array], nodes: NodeEvaluator
-    ) -> None:
-        self._facts = facts
-        self._arrays = {value: nodes.intern(array) for value, array in given.items()}
-        self._nodes = nodes
-
-    def array(self, value: ir.Value) -> Array:
-        """Return what a value holds, or raise CannotEvaluate."""
-        pending = [value]
-        for _ in range(_MAX_NODES):
-            if not pending:
-                return self._arrays[value]
-            current = pending[-1]
-            missing = self._compute(current)
-            pending.extend(missing)
-            if not missing:
-                pending.pop()
-        raise CannotEvaluate(f"{value.name!r} depends on too much")
-
-    def _compute(self, value: ir.Value) -> list[ir.Value]:
-        """Compute a value; return what has to be known first instead, if anything."""
-        if value in self._arrays:
-            return []
+    def array(self, value: ir.Value, facts: ProvedShapes, depth: int = _MAX_DEPTH) -> Array:
+        """Return what a value of a graph holds, or raise CannotEvaluate."""
         tensor, node = constant(value), value.producer()
         if tensor is not None:
-            self._arrays[value] = self._nodes.numbers(tensor)
-            return []
-        if node is None or node.graph is None:
-            raise CannotEvaluate(f"{value.name!r} is not known")
-        integers = self._facts.integers(value)
+            return self.numbers(tensor)
+        if node is None or node.graph is None or not depth:
+            raise CannotEvaluate(f"{value.name!r} is not known, or depends on too much")
+        integers = facts.integers(value)
         if integers is not None and integers.constants is not None:
-            numbers = np.array(integers.constants, np.int64)
-            self._arrays[value] = self._nodes.intern(numbers.reshape(integers.shape))
-            return []
-        missing = [v for v in node.inputs if v is not None and v not in self._arrays]
-        if not missing:
-            arrays = [None if v is None else self._arrays[v] for v in node.inputs]
-            outputs = self._nodes.run(node, self._facts.opset(node), arrays)
-            self._arrays.update(zip(node.outputs, outputs, strict=True))
-        return missing
+            return self.intern(np.array(integers.constants, np.int64).reshape(integers.shape))
+        read = [None if v is None else self.array(v, facts, depth - 1) for v in node.inputs]
+        return self.run(node, facts.opset(node), read)[value.index() or 0]
 
 
 def _signature(node: ir.Node, opset: int, arrays: Sequence[Array | None]) -> Hashable:
