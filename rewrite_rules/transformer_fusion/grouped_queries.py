@@ -19,7 +19,7 @@ from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
 
 from rewrite_rules.graph.nodes import label, producer
 from rewrite_rules.remarks import Refusal, Remarks
-from rewrite_rules.shapes.dimensions import Dims, number
+from rewrite_rules.shapes.dimensions import Dims, known, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.head_layout import count_query_heads, ints
 from rewrite_rules.transformer_fusion.repeated_heads import (
@@ -94,6 +94,11 @@ class GroupQueries(RewriteRuleClassBase):
         if heads is None:
             return None
         query_heads = heads.groups * heads.repeats
+        if heads.merge is not None:
+            once = self._nonempty.dims(heads.source, 4) or ()
+            asked = self._nonempty.numbers(heads.merge.inputs[1]) or ()
+            if any(a == known(1) != b for a, b in zip(once[::2], asked[::2], strict=False)):
+                raise Refusal("ORP603", f"{heads.source.name!r} is stretched, too")
         if not _keeps_layout(heads, self._nonempty):
             raise Refusal("ORP603", f"{right.name!r} is laid out in another way")
         if rows is None or len(rows) != len(columns):

@@ -60,6 +60,14 @@ def test_a_repetition_that_stretches_other_axes_fails_as_loudly():
         run(result, inputs)
 
 
+def test_keys_of_one_text_for_all_are_left():
+    keys = f"float[{{}}, {G}, T, {D}] k,"
+    model = attention("expand elsewhere", change=(keys.format("B"), keys.format(1)))
+    result, remarks, _ = fused(model)
+    assert "'k' is stretched" in "".join(remarks["refused"])
+    check(result, model, feeds(2, 3, 5) | {"k": normal(1, G, 5, D)})
+
+
 def test_one_head_is_repeated_by_matmul():
     model = proto_of(f"""g (float[B, {H}, S, {D}] q, float[B, 1, {D}, T] k)
         => (float[B, {H}, S, T] y) {{ y = MatMul(q, k) }}""")
