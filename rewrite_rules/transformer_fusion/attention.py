@@ -394,7 +394,7 @@ def read_attention(
     )
     if size is None or (size, keys.groups) != (others, values.groups):
         raise Refusal("ORP602", "keys and values are not known to have heads of one size")
-    heads = _count_heads(query, keys, facts)
+    heads = _count_heads(query, keys, product, facts)
     cached, sizes = _is_cached(keys, values, producer(mixed)), Sizes(facts)
     found = Attention(
         query, keys, values, masks, scale * more, heads, keys.groups, size, cached,
@@ -415,10 +415,14 @@ def _heads(operand: ir.Value | None, what: str, facts: ProvedShapes) -> Repeated
     return heads
 
 
-def _count_heads(query: ir.Value, keys: RepeatedHeads, facts: ProvedShapes) -> int:
+def _count_heads(
+    query: ir.Value, keys: RepeatedHeads, product: ir.Node, facts: ProvedShapes
+) -> int:
     """Return H: as many as keys have, where they have more than one."""
     heads, shared = count_query_heads(query, facts), keys.groups * keys.repeats
-    if heads is None or shared not in (1, heads):
+    # Keys may have an axis to be repeated on.
+    spread = facts.dims(product.inputs[1], 5) is not None and (heads or 1) % shared == 0
+    if heads is None or (heads != shared and shared != 1 and not spread):
         raise Refusal("ORP602", f"how many heads {query.name!r} has is not known")
     return heads
 
@@ -469,9 +473,11 @@ def _check_layout(
     for mask in found.masks:
         sizes.mask("B H S T", mask.dims(found.facts, found.heads))
     forms: list[tuple[ir.Value | None, tuple[str, ...]]] = [
-        (step, ("B H S T", "B*H S T")) for step in steps
+        (step, ("B H S T", "B*H S T", "B G R S T")) for step in steps
     ]
-    forms += [(reshaped, ("B*H S D",)), (kept, ("B H S D",))]
+    forms += [(reshaped, ("B*H S D", "B G R S D")), (kept, ("B H S D",))]
+    sizes.know("G", known(found.groups))
+    sizes.know("R", known(found.heads // found.groups))
     for heads in found.both:
         forms += sizes.forms_of(heads)
     for step, form in forms:

@@ -50,7 +50,8 @@ class RepeatedHeads:
         split: Whether ``source`` is ``[B, T, G, D]`` instead; its heads are not repeated.
         scalings: Mul and Div nodes by a scalar on the way, and which input each scales.
         reshaped: What Reshapes make, and which axes are the last two: of all heads as one
-            batch, or again of each. Readers have to see that they do no more.
+            batch, again of each, or with an axis for the query heads that share one. Readers
+            have to see that they do no more.
     """
 
     source: ir.Value
@@ -94,7 +95,12 @@ def read_repeated_heads(
 
 
 def _moves_batch(node: ir.Node, facts: ProvedShapes) -> bool:
-    """Whether a Reshape may make ``[B * H, T, D]`` of ``[B, H, T, D]``, or split it again."""
+    """Whether a Reshape may make ``[B * H, T, D]`` of ``[B, H, T, D]``, or split it again.
+
+    Or ``[B, H, 1, T, D]``, as an Unsqueeze does.
+    """
+    if before_unsqueeze(node.outputs[0], facts) is not None:
+        return True
     ends = [facts.dims(value) or () for value in (node.inputs[0], node.outputs[0])]
     return node.op_type == "Reshape" and {_RANK - 1, _RANK} == {*map(len, ends)}
 
@@ -109,15 +115,17 @@ def _laid_out(
     axes, reshaped = [*range(_RANK)], list[tuple[ir.Value, tuple[int, ...]]]()
     for node, _ in chain[::-1]:
         rank = len(facts.dims(node.outputs[0]) or ())
-        if node.op_type == "Reshape":
+        if node.op_type in ("Reshape", "Unsqueeze"):
             reshaped.append((node.outputs[0], tuple(axes[2:])))
         elif node.op_type == "Transpose":
             perm = ints_attribute(node, "perm") or [*range(rank)][::-1]
             rank = rank or len(perm)
-            if not _RANK - 1 <= rank == len(perm) <= _RANK:
+            if not _RANK - 1 <= rank == len(perm) <= _RANK + 1:
                 raise Refusal("ORP602", f"how many axes {label(node)!r} has is not known")
             if rank < _RANK:  # [B * H, T, D]
                 perm = [perm[0], *(axis + 1 for axis in perm)]
+            elif rank > _RANK:  # [B, H, 1, T, D]
+                perm = [axis - (axis > 2) for axis in perm if axis != perm[2]]
             axes = [axes[axis] for axis in perm]
     dims = facts.dims(source, _RANK) or ((0, ()),) * _RANK  # none is known to be 1
     for order in (*_HEADS_FIRST, *_HEADS_SPLIT):

@@ -37,7 +37,7 @@ class Mask:
 
     That number hides a score as if it were added. ``hides`` is the value of a bool tensor that
     hides a score; ``scale`` multiplies what it makes of the scores. ``rank``: that of the
-    scores, ``[B * H, S, T]`` or ``[B, H, S, T]``.
+    scores, ``[B * H, S, T]``, ``[B, H, S, T]`` or ``[B, G, H / G, S, T]``.
     """
 
     value: ir.Value
@@ -52,11 +52,14 @@ class Mask:
         # A number of heads broadcasts to no other: the sum fails unless it is that of scores.
         if dims is None or (self._has_heads(dims) and dims[0][0] % heads):
             raise Refusal("ORP602", f"the axes of mask {name!r} are not known")
-        if len(dims) > min(self.rank, 4):
+        if len(dims) > self.rank:
             raise Refusal("ORP603", f"mask {name!r} has {len(dims)} axes, not {self.rank}")
         if self._has_heads(dims):
             return (dims[0][0] // heads, dims[0][1]), (heads, ()), *dims[1:]
-        return (*[_ONE] * (4 - len(dims)), *dims)
+        padded = (*[_ONE] * (max(4, self.rank) - len(dims)), *dims)
+        if self.rank > 4 and padded[1:3] != (_ONE, _ONE):
+            raise Refusal("ORP603", f"mask {name!r} may differ from head to head")
+        return (*padded[:2], *padded[-2:])
 
     def _has_heads(self, dims: Dims) -> bool:
         return self.rank == len(dims) == 3 and dims[0] != _ONE
@@ -69,6 +72,8 @@ class Mask:
             texts = op.Div(op.Shape(value, start=0, end=1), ints(op, heads))
             sizes = ints(op, texts, heads, op.Shape(value, start=1))
             value = op.Reshape(value, sizes, allowzero=1)
+        elif len(dims) > 4:
+            value = op.Squeeze(value, ints(op, 2))
         elif len(dims) < 4:
             value = op.Unsqueeze(value, ints(op, *range(4 - len(dims))))
         if self.lowest is not None:

@@ -109,11 +109,12 @@ class Sizes:
 
     def forms_of(self, heads: RepeatedHeads) -> list[tuple[ir.Value, tuple[str, ...]]]:
         """Return what Reshapes on the way of heads have to make."""
+        self.know("1", known(1))
         self.know("K", known(heads.groups * heads.repeats))
         found = list[tuple[ir.Value, tuple[str, ...]]]()
         for value, axes in heads.reshaped:
             last = " ".join(("BTKD" if heads.split else "BKTD")[axis] for axis in axes)
-            found.append((value, (f"B*K {last}", f"B K {last}")))
+            found.append((value, (f"B*K {last}", f"B K {last}", f"B K 1 {last}")))
         return found
 
     def _is_size(self, name: str, dim: Dim) -> bool:
