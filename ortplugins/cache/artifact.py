@@ -294,18 +294,18 @@ def find_artifact(wanted: Wanted, key: str) -> Artifact | None:
     if artifact is None or not is_private(root, os.path.dirname(folder), folder):
         return None
     try:
-        if changed_files(artifact, wanted) or not note_use(folder):
+        if changed_files(artifact, reads_files=wanted.reads_files) or not note_use(folder):
             return None
     except OSError:  # it was removed meanwhile
         return None
     return artifact
 
 
-def changed_files(artifact: Artifact, wanted: Wanted) -> list[str]:
+def changed_files(artifact: Artifact, *, reads_files: bool) -> list[str]:
     """Return which of an entry's files are not as published.
 
-    By their content where only times differ, as those of copies do; and where a start has to
-    read them.
+    By their content where only times differ, as those of copies do; of all files if a start
+    has to read them.
 
     Raises:
         OSError: If one is not there.
@@ -313,13 +313,14 @@ def changed_files(artifact: Artifact, wanted: Wanted) -> list[str]:
     changed = []
     for name, (size, published) in artifact.files.items():
         path = os.path.join(artifact.folder, name)
-        status = os.stat(path)
+        status, digest = os.stat(path), artifact.digests[name]
         if status.st_size != size:
             changed.append(name)
-        elif wanted.reads_files:
-            changed += [name] * (read_digest(path) != artifact.digests[name])
+        elif reads_files:
+            changed += [name] * (read_digest(path) != digest)
         elif not _is_same_time(status.st_mtime_ns, published):
-            changed += [name] * (file_digest(path, wanted.root) != artifact.digests[name])
+            root = os.path.dirname(os.path.dirname(artifact.folder))
+            changed += [name] * (file_digest(path, root) != digest)
     return changed
 
 

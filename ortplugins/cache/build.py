@@ -81,14 +81,15 @@ def _read_errors(name: str) -> Iterator[None]:
 def _warn_of_changes(folder: str, wanted: Wanted) -> None:
     with contextlib.suppress(OSError):
         artifact = Artifact.read(folder)
-        if artifact is not None and (changed := changed_files(artifact, wanted)):
-            warn_rebuilt(folder, changed)
+        if artifact is not None:
+            _warn_rebuilt(folder, changed_files(artifact, reads_files=wanted.reads_files))
 
 
-def warn_rebuilt(folder: str, damaged: list[str]) -> None:
+def _warn_rebuilt(folder: str, changed: list[str]) -> None:
     """Warn that an entry is built again because files of it changed on disk."""
-    text = f"{folder}: {', '.join(damaged)} changed on disk, and is built again [ORP905]"
-    warn_caller(text, OrtpluginsWarning)
+    if changed:
+        text = f"{folder}: {', '.join(changed)} changed on disk, and is built again [ORP905]"
+        warn_caller(text, OrtpluginsWarning)
 
 
 def discard_if_damaged(artifact: Artifact, wanted: Wanted) -> bool:
@@ -99,8 +100,7 @@ def discard_if_damaged(artifact: Artifact, wanted: Wanted) -> bool:
         damaged = ArtifactCache(Path(wanted.root)).discard_damaged(artifact)
     except (OSError, ImportError):  # it is read-only, or filelock is not installed
         return False
-    if damaged:
-        warn_rebuilt(artifact.folder, list(damaged))
+    _warn_rebuilt(artifact.folder, damaged)
     return bool(damaged)
 
 

@@ -27,6 +27,7 @@ from ortplugins.cache.artifact import (
     REPORT,
     USE_SECONDS,
     Artifact,
+    changed_files,
 )
 from ortplugins.cache.folder import read_digest
 from ortplugins.errors import OrtpluginsWarning
@@ -92,31 +93,6 @@ class Entry(NamedTuple):
     def created(self) -> float:
         """When it was published, seconds since the epoch."""
         return self.artifact.made if self.artifact else 0.0
-
-    def damage(self) -> dict[str, str]:
-        """Read every file; return what is wrong, by name, with those not as published."""
-        if self.artifact is None:
-            is_there = (self.folder / ARTIFACT).exists()
-            return {ARTIFACT: "cannot be used" if is_there else "missing"}
-        digests = self.artifact.digests
-        found = {
-            name: self._difference(name, size, digests[name])
-            for name, (size, _) in self.artifact.files.items()
-        }
-        return {name: what for name, what in found.items() if what is not None}
-
-    def _difference(self, name: str, published: int, digest: str) -> str | None:
-        try:
-            size = os.stat(self.folder / name).st_size
-            if size != published:
-                return f"other size: {size} bytes, published with {published}"
-            if read_digest(self.folder / name) != digest:
-                return "other digest"
-        except FileNotFoundError:
-            return "missing"
-        except OSError as error:
-            return f"cannot be read: {error.strerror}"
-        return None
 
 
 class ArtifactCache:
@@ -249,21 +225,22 @@ class ArtifactCache:
         assert artifact is not None
         return artifact
 
-    def discard_damaged(self, artifact: Artifact) -> dict[str, str]:
-        """Take an entry out if files of it changed on disk; return what is wrong, by name.
+    def discard_damaged(self, artifact: Artifact) -> list[str]:
+        """Take an entry out if files of it changed on disk; return which.
 
-        Unless it was built again since the artifact was read.
+        Of one that was removed, or built again, since the artifact was read, that file.
         """
         with self.lock(artifact.key):
+            found = Artifact.read(self.root / "entries" / artifact.key)
+            if found is None or found.made != artifact.made:
+                return [ARTIFACT]
             try:
-                entry = Entry.at(self.root / "entries" / artifact.key)
-            except FileNotFoundError:  # removed a moment ago
-                return {ARTIFACT: "missing"}
-            if entry.artifact is not None and entry.artifact.made != artifact.made:
-                return {ARTIFACT: "built again"}
-            if damaged := entry.damage():
+                changed = changed_files(found, reads_files=True)
+            except FileNotFoundError as error:
+                changed = [os.path.basename(error.filename)]
+            if changed:
                 self.remove(artifact.key)
-        return damaged
+        return changed
 
     def remove(self, key: str) -> None:
         """Hide an entry from readers by one rename, then unlink it."""

@@ -269,7 +269,7 @@ def test_a_pass_that_fails_is_a_warning(model_path, tmp_path, stage, capfd):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_broken_artifact_is_no_provider_fallback(model_path, strict, capfd, monkeypatch):
-    def discard(*_: object) -> dict[str, str]:  # else it would be built again
+    def discard(*_: object) -> list[str]:  # else it would be built again
         raise PermissionError("read-only")
 
     monkeypatch.setattr(ArtifactCache, "discard_damaged", discard)
