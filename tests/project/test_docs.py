@@ -182,6 +182,14 @@ def test_every_page_is_in_the_navigation_and_on_the_first_page():
         assert page.name == "index.md" or f"({page.name})" in index
 
 
+def test_pages_are_short():
+    long = {"benchmarks.md", "quantization-figures.md"}
+    sizes = {
+        page.name: len(page.read_text("utf-8").splitlines()) for page in DOCS.glob("*.md")
+    }
+    assert not {name for name, lines in sizes.items() if lines > 200} - long
+
+
 def test_tables_of_figures_are_short_and_their_commands_start():
     sections = (DOCS / "benchmarks.md").read_text(encoding="utf-8").split("\n## ")[1:]
     for section in sections:
