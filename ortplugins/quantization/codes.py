@@ -40,22 +40,6 @@ _LEAST_SQUARE = 1e-20
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class KnownInputs:
-    """What is known of a weight's inputs, and how its codes are chosen by that.
-
-    Attributes:
-        statistics: Of the activation, divided by the channel scales; None for rounding to
-            nearest as if every channel mattered as much.
-        scales: float32 ``[K]``, what rows of the weight are multiplied by; None for 1.
-        gptq: Feeds errors back.
-    """
-
-    statistics: ActivationStatistics | None = None
-    scales: Floats | None = None
-    gptq: Gptq | None = None
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class WeightCodes:
     """The codes of a weight, and what they lose; NaN where it was not measured.
 
@@ -86,65 +70,78 @@ class WeightCodes:
 
 
 def choose_codes(
-    matrix: npt.NDArray[Any], form: BlockFormat, known: KnownInputs, threads: int = 1
+    matrix: npt.NDArray[Any],
+    form: BlockFormat,
+    statistics: ActivationStatistics | None = None,
+    gptq: Gptq | None = None,
+    threads: int = 1,
 ) -> WeightCodes:
-    """Quantise a weight, float ``[K, N]``.
+    """Quantise a weight, float ``[K, N]``, by what is known of its inputs.
+
+    Without statistics, it is rounded to nearest as if every channel mattered as much; ``gptq``
+    feeds errors back.
 
     Raises:
         QuantizationError: If it holds NaN or infinite values, or its codes leave its type.
     """
     k, n = matrix.shape
-    if known.gptq is not None:
-        known.gptq.factor(form)
+    if gptq is not None:
+        gptq.factor(form)
+    scales = None if statistics is None else statistics.scales
     codes, blocks = np.empty((k, n), form.code_dtype), (form.blocks(k), n)
     grid = np.empty(blocks, np.float32)
     zero_points = None if form.is_symmetric else np.empty(blocks, np.uint8)
 
     def strip(columns: slice) -> list[float]:
         floats = checked(matrix[:, columns])
-        scaled = floats if known.scales is None else floats * known.scales[:, None]
-        found = _codes(floats, scaled, form, known)
+        scaled = floats if scales is None else floats * scales[:, None]
+        found = _codes(floats, scaled, form, statistics, gptq)
         codes[:, columns], grid[:, columns] = found[:2]
         if zero_points is not None and found[2] is not None:
             zero_points[:, columns] = found[2]
         difference = dequantize_blocks(*found, form)
         _check_type_holds(difference, found[1], form, matrix.dtype)
         difference -= scaled
-        return _squares(floats, scaled, difference, known)
+        return _squares(floats, scaled, difference, statistics)
 
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        sums = np.sum(list(pool.map(strip, _strips(k, n, known.gptq is not None))), axis=0)
+        sums = np.sum(list(pool.map(strip, _strips(k, n, gptq is not None))), axis=0)
     weight, output = np.sqrt(sums[:4:2] / np.where(sums[1:4:2] > 0, sums[1:4:2], 1)).tolist()
     if weight > _LOST and matrix.dtype.name != form.scale_type == "float16":
         raise QuantizationError(
             "its scales are below float16's least number; leave out scale_type"
         )
-    if known.statistics is None:
+    if statistics is None:
         return WeightCodes(codes, grid, zero_points, weight)
     return WeightCodes(codes, grid, zero_points, weight, output, float(sums[4]))
 
 
 def _codes(
-    floats: Floats, scaled: Floats, form: BlockFormat, known: KnownInputs
+    floats: Floats,
+    scaled: Floats,
+    form: BlockFormat,
+    statistics: ActivationStatistics | None,
+    gptq: Gptq | None,
 ) -> tuple[Codes, Floats, ZeroPoints | None]:
     """Quantise columns; ``scaled`` are those times the scales."""
-    statistics = known.statistics
-    if known.gptq is not None and statistics is not None:
+    if gptq is not None and statistics is not None:
         residual = None if statistics.drift is None else statistics.drift @ floats
-        return known.gptq.quantize(scaled, form, residual)
+        return gptq.quantize(scaled, form, residual)
     counts = statistics is not None and statistics.gram is not None
     return search_blocks(scaled, form, statistics.energy if statistics and counts else None)
 
 
 def _squares(
-    floats: Floats, scaled: Floats, difference: Floats, known: KnownInputs
+    floats: Floats,
+    scaled: Floats,
+    difference: Floats,
+    statistics: ActivationStatistics | None,
 ) -> list[float]:
     """Return squares: of errors and the weight, of errors and the product for each token.
 
     The last of five is the product's error by the energy of the channels.
     """
     error = wanted_square = added = 0.0
-    statistics = known.statistics
     if statistics is not None:
         sample = statistics.tokens
         product = wanted = sample @ scaled
@@ -154,8 +151,8 @@ def _squares(
         wanted_square = _square(wanted) / len(sample)
         if statistics.gram is not None:
             added = float(statistics.energy @ np.square(difference).sum(axis=1))
-    if known.scales is not None:
-        difference /= known.scales[:, None]
+        if statistics.scales is not None:
+            difference /= statistics.scales[:, None]
     return [_square(difference), _square(floats), error, wanted_square, added]
 
 

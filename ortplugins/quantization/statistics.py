@@ -44,6 +44,8 @@ class ActivationStatistics:
     # X^T (X_float - X) / count.
     float_tokens: Floats | None = None
     drift: Floats | None = None
+    # [K], what the activation was divided by, and rows of its weights are multiplied by.
+    scales: Floats | None = None
 
     @property
     def energy(self) -> Floats:
@@ -56,8 +58,9 @@ class ActivationStatistics:
         gram = None if self.gram is None else self.gram / scales
         if gram is not None:
             gram /= scales if gram.ndim == 1 else scales[:, None]
+        mean_abs, tokens = self.mean_abs / scales, self.tokens / scales
         return dataclasses.replace(
-            self, mean_abs=self.mean_abs / scales, tokens=self.tokens / scales, gram=gram
+            self, mean_abs=mean_abs, tokens=tokens, gram=gram, scales=scales
         )
 
 

@@ -40,62 +40,56 @@ _ALIGNMENT = 64
 _CHUNK_BYTES = 1 << 22
 
 
-class CodesFile:
-    """A file that tensors are appended to; without one they stay in memory.
+def store_codes(weight: Weight, found: WeightCodes, path: Path | None) -> None:
+    """Append the codes of a weight to a file; note them, and the errors, in the weight.
 
-    The file lies beside the output, and has all codes before the output is written.
+    The file lies beside the output, and has all codes before the output is written. Without
+    one they stay in memory.
     """
+    form, kind = weight.form, f"{'' if weight.form.is_symmetric else 'U'}INT"
+    code = ir.DataType[f"{kind}{form.bits}"]
+    arrays = [(found.codes, code), (found.grid.astype(form.scale_type), None)]
+    if found.zero_points is not None:
+        arrays.append((found.zero_points, code))
+    weight.tensors = []
+    for array, packed in arrays:
+        rows = array.T if weight.k_last else array
+        chunks = iter([np.ascontiguousarray(rows)])
+        if packed is not None:
+            chunks = _packed(rows, form.bits)
+        dtype = packed or ir.DataType.from_numpy(rows.dtype)
+        weight.tensors.append(_stored(chunks, dtype, rows.shape, path))
+    weight.weight_error, weight.output_error = found.weight_error, found.output_error
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
 
-    def add(self, weight: Weight, found: WeightCodes) -> None:
-        """Store the codes of a weight, and the errors with them."""
-        form, kind = weight.form, f"{'' if weight.form.is_symmetric else 'U'}INT"
-        code = ir.DataType[f"{kind}{form.bits}"]
-        scales = found.grid.astype(form.scale_type)
-        weight.tensors = [self._packed(weight, found.codes, code), self._plain(weight, scales)]
-        if found.zero_points is not None:
-            weight.tensors.append(self._packed(weight, found.zero_points, code))
-        weight.weight_error, weight.output_error = found.weight_error, found.output_error
+def _packed(rows: npt.NDArray[Any], bits: int) -> Iterator[npt.NDArray[np.uint8]]:
+    """Yield codes as they are stored, eight rows at least: whole bytes, whatever they hold."""
+    step = max(8, _CHUNK_BYTES // rows.shape[1] // 8 * 8)
+    for start in range(0, len(rows), step):
+        part = np.ascontiguousarray(rows[start : start + step])
+        yield pack_rows(part.reshape(-1).view(np.uint8) & np.uint8((1 << bits) - 1), bits)
 
-    def _packed(
-        self, weight: Weight, array: npt.NDArray[Any], dtype: ir.DataType
-    ) -> ir.TensorProtocol:
-        rows, bits = array.T if weight.k_last else array, weight.form.bits
-        # Eight rows are whole bytes, whatever their length.
-        step = max(8, _CHUNK_BYTES // rows.shape[1] // 8 * 8)
 
-        def chunks() -> Iterator[npt.NDArray[np.uint8]]:
-            for start in range(0, len(rows), step):
-                part = np.ascontiguousarray(rows[start : start + step])
-                yield pack_rows(
-                    part.reshape(-1).view(np.uint8) & np.uint8((1 << bits) - 1), bits
-                )
-
-        return self._stored(chunks(), dtype, rows.shape)
-
-    def _plain(self, weight: Weight, array: npt.NDArray[Any]) -> ir.TensorProtocol:
-        rows = np.ascontiguousarray(array.T if weight.k_last else array)
-        return self._stored([rows], ir.DataType.from_numpy(rows.dtype), rows.shape)
-
-    def _stored(
-        self, chunks: Iterable[npt.NDArray[Any]], dtype: ir.DataType, shape: Sequence[int]
-    ) -> ir.TensorProtocol:
-        if self._path is None:
-            array = np.concatenate([chunk.reshape(-1) for chunk in chunks])
-            if dtype.bitwidth < 8:
-                return ir.PackedTensor(array, dtype, shape=ir.Shape(shape))
-            return ir.Tensor(array.view(dtype.numpy()).reshape(shape), dtype=dtype)
-        with open(self._path, "ab") as file:
-            start = file.tell()
-            for chunk in chunks:
-                file.write(chunk.data)
-            end = file.tell()
-            file.write(bytes(-end % _ALIGNMENT))
-        place = (self._path.name, start, end - start, dtype)
-        name, folder = self._path.name, str(self._path.parent)
-        return ir.ExternalTensor(*place, shape=ir.Shape(shape), name=name, base_dir=folder)
+def _stored(
+    chunks: Iterable[npt.NDArray[Any]],
+    dtype: ir.DataType,
+    shape: Sequence[int],
+    path: Path | None,
+) -> ir.TensorProtocol:
+    if path is None:
+        array = np.concatenate([chunk.reshape(-1) for chunk in chunks])
+        if dtype.bitwidth < 8:
+            return ir.PackedTensor(array, dtype, shape=ir.Shape(shape))
+        return ir.Tensor(array.view(dtype.numpy()).reshape(shape), dtype=dtype)
+    with open(path, "ab") as file:
+        start = file.tell()
+        for chunk in chunks:
+            file.write(chunk.data)
+        end = file.tell()
+        file.write(bytes(-end % _ALIGNMENT))
+    place = (path.name, start, end - start, dtype)
+    folder = str(path.parent)
+    return ir.ExternalTensor(*place, shape=ir.Shape(shape), name=path.name, base_dir=folder)
 
 
 def write_codes(plan: WeightPlan) -> None:
@@ -182,7 +176,7 @@ def _unfuse(node: ir.Node) -> None:
 
 
 def _as(tensor: ir.TensorProtocol, shape: Sequence[int], name: str) -> ir.TensorProtocol:
-    """Return a tensor that :class:`CodesFile` made with another shape and name."""
+    """Return a tensor that :func:`store_codes` made with another shape and name."""
     if isinstance(tensor, ir.ExternalTensor):
         place = (tensor.location, tensor.offset, tensor.length, tensor.dtype)
         folder = tensor.base_dir

@@ -48,7 +48,7 @@ class Weight:
     form: BlockFormat
     method: str
     k_last: bool
-    tensors: Sequence[ir.TensorProtocol] = ()
+    tensors: list[ir.TensorProtocol] = dataclasses.field(default_factory=list)
     weight_error: float = math.nan
     output_error: float = math.nan
 

@@ -30,14 +30,14 @@ from ortplugins.model_io.loading import ModelLike
 from ortplugins.model_io.opset import raise_opset
 from ortplugins.model_io.saving import Progress
 from ortplugins.quantization.calibration import Calibration
-from ortplugins.quantization.codes import KnownInputs, WeightCodes, choose_codes
+from ortplugins.quantization.codes import WeightCodes, choose_codes
 from ortplugins.quantization.files import QuantizedFile, QuantizeResult
 from ortplugins.quantization.methods.awq import search_scales
 from ortplugins.quantization.methods.gptq import Gptq
 from ortplugins.quantization.methods.nearest import BlockFormat, Floats
 from ortplugins.quantization.statistics import ActivationStatistics
 from ortplugins.quantization.walk import Walk
-from ortplugins.quantization.weights.graph import CodesFile, write_codes
+from ortplugins.quantization.weights.graph import store_codes, write_codes
 from ortplugins.quantization.weights.plan import (
     Group,
     Weight,
@@ -60,6 +60,9 @@ _UNREACHED = "no token of the samples reaches it"
 # With fewer, error feedback fits them and nothing else. Four layers of SmolLM2, KL divergence
 # to float: .0576 by rounding to nearest; by GPTQ .0589 with 2 tokens, .0468 with 4.
 _LEAST_TOKENS = 4
+# What is known of a weight's inputs, and what feeds its errors back.
+Known = tuple[ActivationStatistics | None, Gptq | None]
+_NOTHING: Known = (None, None)
 # Weights whose codes are waited for, at least.
 _AT_A_TIME = 8
 # Operators whose results are as many as a run finds, and those that put rows back.
@@ -143,7 +146,7 @@ def quantize(
             calibration = file.calibration(
                 calibration_data_reader, calibration_providers, scratch
             )
-        codes = CodesFile(None if file.in_memory else scratch / "codes")
+        stored = None if file.in_memory else scratch / "codes"
         # What a sum of floats gives depends on how BLAS's threads share it out: strips of
         # columns are shared out instead.
         with threadpoolctl.threadpool_limits(1, user_api="blas"):
@@ -152,7 +155,7 @@ def quantize(
             weights = [weight for group in plan.groups for weight in group.weights]
             total, done = sum(weight.K * weight.N for weight in weights), 0
             for weight, found in _walked(plan, calibration, executor):
-                codes.add(weight, found)
+                store_codes(weight, found, stored)
                 done += weight.K * weight.N
                 if progress is not None:
                     progress(done, total, weight.uses[0].label)
@@ -182,7 +185,7 @@ def _walked(
     met = [group for group in plan.groups if group not in alone]
     # The copy of the model is run for weights that make up for its errors, and no others.
     pairs = not ranks and any(group.method == "gptq" for group in met)
-    batches = [(alone, {w: KnownInputs() for group in alone for w in group.weights})]
+    batches = [(alone, {w: _NOTHING for group in alone for w in group.weights})]
     reached = [] if walk is None else _met(walk, met, ranks)
     for groups, known in itertools.chain(batches, reached):
         group_of = {weight: group for group in groups for weight in group.weights}
@@ -197,7 +200,7 @@ def _walked(
 
 def _met(
     walk: Walk, groups: Sequence[Group], ranks: bool
-) -> Iterator[tuple[list[Group], dict[Weight, KnownInputs]]]:
+) -> Iterator[tuple[list[Group], dict[Weight, Known]]]:
     """Yield a group with what its weights are to know, where the walk meets its activation."""
     names = {group: str(group.activation and group.activation.name) for group in groups}
     feeding = not ranks and any(group.method == "gptq" for group in groups)
@@ -217,21 +220,21 @@ def _met(
 
 def _known(
     group: Group, statistics: ActivationStatistics | None, ranks: bool
-) -> dict[Weight, KnownInputs]:
+) -> dict[Weight, Known]:
     """Return what the weights of a group are to know, and search their channel scales."""
     if statistics is None:
         _round(group, _UNREACHED)
     elif group.method == "gptq" and statistics.count < _LEAST_TOKENS:
         _round(group, f"gptq wants {_LEAST_TOKENS} tokens, not {statistics.count}")
     if statistics is None or ranks:
-        return dict.fromkeys(group.weights, KnownInputs(statistics))
+        return dict.fromkeys(group.weights, (statistics, None))
     if group.method == "awq_lite":
         _search_scales(group, statistics)
     if group.channel_scales is not None:
         statistics = statistics.over(group.channel_scales)
     nearest = dataclasses.replace(statistics, gram=None, drift=None)
     feedback: dict[int, Gptq] = {}
-    known = {}
+    known: dict[Weight, Known] = {}
     for weight in group.weights:
         gptq = None
         if weight.method == "gptq":
@@ -239,7 +242,7 @@ def _known(
             size = weight.form.size_along(weight.K)
             gptq = feedback.setdefault(size, Gptq(statistics.gram))
         used = nearest if weight.method == "rtn" else statistics
-        known[weight] = KnownInputs(used, group.channel_scales, gptq)
+        known[weight] = used, gptq
     return known
 
 
@@ -278,7 +281,7 @@ def _search_scales(group: Group, statistics: ActivationStatistics) -> None:
 
 
 def _chosen(
-    known: Mapping[Weight, KnownInputs], executor: concurrent.futures.Executor | None
+    known: Mapping[Weight, Known], executor: concurrent.futures.Executor | None
 ) -> Iterator[tuple[Weight, WeightCodes]]:
     """Have an executor choose codes; yield them in order, of a few weights at a time.
 
@@ -293,13 +296,13 @@ def _chosen(
             pool = concurrent.futures.ThreadPoolExecutor(workers, "quantize")
             executor = stack.enter_context(pool)
             for weight, inputs in items:
-                if inputs.gptq is not None:  # before several threads ask for it
-                    inputs.gptq.factor(weight.form)
+                if (gptq := inputs[1]) is not None:  # before several threads ask for it
+                    gptq.factor(weight.form)
         step = max(workers, _AT_A_TIME)
         for start in range(0, len(items), step):
             waiting = []
             for weight, inputs in items[start : start + step]:
-                task = (_matrix(weight), weight.form, inputs, threads)
+                task = (_matrix(weight), weight.form, *inputs, threads)
                 waiting.append((weight, executor.submit(choose, *task)))
             for weight, future in waiting:
                 try:
