@@ -9,7 +9,6 @@ behind the arrow on the right read what their plan says.
     Entry            DQ(codes, a), read as b        ->  DQ(Q(DQ(codes, a), b), b)
     Float            DQ(Q(x, a))                    ->  x, or Clip(x) to the range of a
     Constant         DQ(constant, a), read as b     ->  DQ(constant', b)
-    MovedFloat       moved(DQ(codes, int8))         ->  moved(Clip(DQ(codes, int8)))
 
 Types, grids and new constants are planned before (:mod:`.place`), and nothing here refuses. A
 pair stands at every change of type; :mod:`.fold_rules` take out what changes no value.
@@ -17,15 +16,13 @@ pair stands at every change of type; :mod:`.fold_rules` take out what changes no
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import onnx_ir as ir
 from onnxscript.rewriter import MatchContext, RewriteRule, RewriteRuleClassBase
 
 from rewrite_rules.graph.nodes import (
-    dequantizer,
-    input_of,
     producer,
     remove_unused,
     sort_nodes,
@@ -34,32 +31,20 @@ from rewrite_rules.graph.rule_set import DispatchingRuleSet, own
 from rewrite_rules.mixed_precision_boundaries.boundary_nodes import (
     DQ,
     FLOAT,
-    OPSET_OF_16_BITS,
     Boundaries,
     Q,
 )
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
-from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedTensor, read_grid
+from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedTensor
 from rewrite_rules.mixed_precision_boundaries.regions import TensorPlan
-from rewrite_rules.remarks import Refusal
-
-# Over these, onnxruntime repeats a DequantizeLinear; Identity nodes it has removed by then.
-_PASSED_OPERATORS = frozenset(
-    {"Identity", "MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"}
-)
 
 
 def write_boundaries(boundaries: Boundaries) -> None:
     """Write what was planned, and remove what nothing reads."""
     sort_nodes(boundaries.model.graph)  # a Q is rewritten before what reads it
-    # What computes a tensor that is float from now on.
-    left = [t.producer for t, plan in boundaries.plans.values() if plan.produced == FLOAT]
     laws: list[type[BoundaryRule]] = [Inside, Exit, Float, Entry, Constant]
     candidates = boundaries.plans.keys() | boundaries.constants.keys()
     _apply(boundaries.model, [law.rule(boundaries) for law in laws], candidates)
-    if boundaries.opset >= OPSET_OF_16_BITS:
-        moved = _moved_int8(left)
-        _apply(boundaries.model, [MovedFloat.rule(boundaries, moved)], moved.keys())
 
 
 def _apply(
@@ -223,34 +208,6 @@ class Constant(BoundaryRule):
         return out
 
 
-class MovedFloat(BoundaryRule):
-    """``moved(DQ(codes, int8))`` -> ``moved(Clip(DQ(codes, int8)))``, to all its values.
-
-    Over data movement, onnxruntime repeats the DequantizeLinear before it, towards the readers
-    (PropagateDQForward of qdq_propagation.cc, 1.31). Of int8 codes from opset 21 on it makes a
-    QuantizeLinear of two types, with which no session loads. It does not pass a Clip.
-    """
-
-    def __init__(
-        self, boundaries: Boundaries, moved: Mapping[ir.Node, Sequence[ir.Node]]
-    ) -> None:
-        super().__init__(boundaries)
-        self._moved = moved
-
-    def check(self, context: MatchContext, out: ir.Value, **_: Any) -> bool:  # type: ignore[override]
-        """Whether the graph holds initializers."""
-        return isinstance(producer(out).graph, ir.Graph)
-
-    def rewrite(self, op: Any, codes: ir.Value, out: ir.Value) -> ir.Value:
-        node = producer(out)
-        assert isinstance(node.graph, ir.Graph)
-        grid, stem = read_grid(node), out.name or "moved"
-        clip = self._boundaries.clip(op, node.graph, out, grid, stem)
-        for reader in self._moved[node]:
-            reader.replace_input_with(0, clip)
-        return out
-
-
 def _keeps_codes(tensor: QuantizedTensor, plan: TensorPlan) -> bool:
     """Whether the codes of a tensor of another type are read as they were."""
     own_type = tensor.grid.dtype
@@ -273,27 +230,3 @@ def _readers(
         dtype = plan.produced if dtype == FLOAT else dtype
         found.setdefault(dtype, []).append((reader, index))
     return found
-
-
-def _moved_int8(left: Sequence[ir.Node | None]) -> dict[ir.Node, list[ir.Node]]:
-    """Return each DequantizeLinear of int8 from which data movement leads to some nodes.
-
-    With the nodes that read it on these ways.
-    """
-    found: dict[ir.Node, list[ir.Node]] = {}
-    for node in left:
-        while node is not None and node.op_type in _PASSED_OPERATORS:
-            value = input_of(node, 0)
-            if (before := dequantizer(value)) is not None:
-                if _is_int8(before) and node not in found.setdefault(before, []):
-                    found[before].append(node)
-                break
-            node = None if value is None else value.producer()
-    return found
-
-
-def _is_int8(dequantize: ir.Node) -> bool:
-    try:
-        return read_grid(dequantize).dtype == ir.DataType.INT8
-    except Refusal:
-        return False  # per axis, for instance: stays where it is

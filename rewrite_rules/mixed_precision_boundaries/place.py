@@ -25,8 +25,16 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from rewrite_rules.closest_name import did_you_mean
-from rewrite_rules.graph.nodes import is_dequantize_linear, is_quantize_linear, label
-from rewrite_rules.mixed_precision_boundaries.boundary_nodes import Boundaries
+from rewrite_rules.graph.nodes import (
+    input_of,
+    is_dequantize_linear,
+    is_quantize_linear,
+    label,
+)
+from rewrite_rules.mixed_precision_boundaries.boundary_nodes import (
+    OPSET_OF_16_BITS,
+    Boundaries,
+)
 from rewrite_rules.mixed_precision_boundaries.boundary_rules import write_boundaries
 from rewrite_rules.mixed_precision_boundaries.grids import Grids, choose_grids
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
@@ -140,7 +148,7 @@ def _planned(
         # Beside calibrated ranges, the Relu and Clip nodes that a grid replaces have stayed.
         ranged = not options.ranges.keys().isdisjoint(tensor.names)
         plan.clipped = not ranged and _may_clip(graph, tensor)
-        _check_plan(graph, tensor, plan, grids)
+        _check_plan(graph, region, tensor, grids)
         _check_sharing(graph, groups, region, tensor)
     constants = list(constant_changes(region, graph))
     # With 16 bits a CPU computes in float, or on the 8 bits that a folded entry leaves.
@@ -174,9 +182,9 @@ def _add(boundaries: Boundaries, planned: _Planned, remarks: Remarks) -> None:
 
 
 def _check_plan(
-    graph: QuantizedGraph, tensor: QuantizedTensor, plan: TensorPlan, grids: Grids
+    graph: QuantizedGraph, region: Region, tensor: QuantizedTensor, grids: Grids
 ) -> None:
-    own = tensor.grid.dtype
+    own, plan = tensor.grid.dtype, region.plans[tensor]
     fixed = tensor.quantize is None or tensor.codes_are_read
     if fixed and grids.get((tensor, own), tensor.grid) != tensor.grid:
         raise Refusal(
@@ -187,6 +195,12 @@ def _check_plan(
     if plan.produced == ir.DataType.FLOAT and plan.types() - {own, ir.DataType.FLOAT}:
         raise Refusal(
             "ORP305", f"tensor {tensor.name!r} would be float and of another type at once"
+        )
+    if plan.produced == ir.DataType.FLOAT and _is_moved_int8(graph, tensor, region):
+        raise Refusal(
+            "ORP313",
+            f"tensor {tensor.name!r} would be float, moved from int8 codes: no session loads "
+            "that from opset 21 on",
         )
     if plan.produced == ir.DataType.FLOAT and plan.clipped and graph.opset < _OPSET_OF_CLIP:
         raise Refusal(
@@ -214,6 +228,30 @@ def _check_sharing(
                     f"{tensor.name!r} as {type_name(read)} and write {other.name!r} as "
                     f"{type_name(written)}; give both one type",
                 )
+
+
+# Over these, onnxruntime repeats a DequantizeLinear, towards the readers; Identity nodes it
+# has removed by then.
+_PASSED_OPERATORS = frozenset(
+    {"Identity", "MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"}
+)
+
+
+def _is_moved_int8(graph: QuantizedGraph, tensor: QuantizedTensor, region: Region) -> bool:
+    """Whether data movement makes a tensor of one that stays in int8.
+
+    From opset 21 on, onnxruntime makes a QuantizeLinear of two types of that, with which no
+    session loads (PropagateDQForward of qdq_propagation.cc, 1.31 and 1.32).
+    """
+    node = tensor.producer if graph.opset >= OPSET_OF_16_BITS else None
+    while node is not None and node.op_type in _PASSED_OPERATORS:
+        for read in graph.read_by(node):
+            plan = region.plans.get(read)
+            left = read.grid.dtype if plan is None else plan.produced
+            return left == ir.DataType.INT8
+        value = input_of(node, 0)
+        node = None if value is None else value.producer()
+    return False
 
 
 # What operators compute, whatever they read.

@@ -277,7 +277,7 @@ def test_bodies_beside_each_other_keep_their_equal_names(nodes):
 
 
 # onnxruntime 1.31 aborts, and pytest with it, where a body reads what is moved behind a
-# DequantizeLinear; of int8 codes at opset 21 it loads no such model, body or not.
+# DequantizeLinear; of int8 codes at opset 21 it loads no such model, body or not: refused.
 @pytest.mark.parametrize("into_a_body", [False, True])
 @pytest.mark.parametrize("opset", [13, 21])
 @pytest.mark.parametrize("kind", ["uint8", "int8"])
@@ -300,10 +300,13 @@ def test_onnxruntime_takes_data_movement_to_floats(kind, opset, into_a_body, mov
         opset,
     )
     feeds = {"q": np.arange(4, dtype=kind).reshape(2, 2), "c": np.array(True)}
-    place(model, promote=frozenset({"t"}), mode="float")
+    remarks = place(model, promote=frozenset({"t"}), mode="float")
+    if (kind, opset) == ("int8", 21):
+        assert [remark.code for remark in remarks] == ["ORP313"]
+        return
     # What a quantiser may have removed is only ruled out right behind equal parameters.
     clipped = move.startswith("Identity")
-    assert count(model, "Clip") == clipped + ((kind, opset) == ("int8", 21))
+    assert count(model, "Clip") == clipped
     # Where nothing else stands before the body, a QuantizeLinear stays.
     assert count(model, "QuantizeLinear") == (into_a_body and not clipped)
     exact = run(model, feeds)[0]
