@@ -365,14 +365,6 @@ def test_the_options_of_a_session_can_open_another(model_path):
         opened.get_session_options().add_initializer(name, value)
 
 
-def test_options_made_before_the_import_count(model_path):
-    code = START.replace("import onnxruntime as ort, ortplugins", "import onnxruntime as ort")
-    code = code.replace("session = ", "import ortplugins\nsession = ")
-    for expected in ("built", "cache", "cache"):
-        done = python("-c", f"import sys\n{code}", str(model_path), "on", expected)
-        assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.parametrize(
     ("hint", "name", "default", "expected"),
     [

@@ -2,7 +2,6 @@
 """What a caller's ``SessionOptions`` hold counts as in a stock session, and stays theirs."""
 
 import os
-import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,6 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 from builders.dequantized_models import DequantizedMatMul
-from builders.processes import python
 from builders.sessions import CPU, EXACT, options, source, start
 from builders.text_models import model_of
 from onnx import helper, numpy_helper
@@ -98,14 +96,6 @@ def test_weights_given_by_hand_count(path, give: Give, warmed):
 
 
 @GIVEN
-def test_weights_given_before_the_entries(path, give: Give):
-    so = onnxruntime.SessionOptions()
-    give(so, path)
-    ortplugins.configure(so, EXACT)
-    assert first(start(path, so)) == 21
-
-
-@GIVEN
 def test_weights_given_to_sessions_of_others(path, give: Give):
     so = onnxruntime.SessionOptions()
     give(so, path)
@@ -127,46 +117,6 @@ def test_weights_given_for_a_model_as_bytes(path, monkeypatch):
     so = options()
     add_external(so, path)
     assert first(start(path.read_bytes(), so)) == 21
-
-
-HELD = """
-import sys
-import numpy as np
-import onnxruntime as ort
-held = ort.SessionOptions.{name}
-import ortplugins
-from ortplugins.cache import folder
-folder.SETTLED_SECONDS = -1
-value = ort.OrtValue.ortvalue_from_numpy(np.zeros({shape}, np.float32))
-def run(cls, *given):
-    so = ort.SessionOptions()
-    so.add_session_config_entry("ortplugins.enable_dq_matmulnbits_fusion", "1")
-    for arguments in given:
-        held(so, *arguments)
-    session = cls(sys.argv[1], so, providers=["CPUExecutionProvider"])
-    return session.run(None, {{"x": np.ones((1, 128), np.float32)}})[0]
-ours = [run(ortplugins.InferenceSession, *given) for given in ((), (), ({given},))]
-assert (ours[0] == ours[1]).all() and (ours[0] != ours[2]).all()
-np.testing.assert_array_equal(ours[2], run(ort.InferenceSession, {given}))
-"""
-
-
-@pytest.mark.parametrize(
-    ("name", "given", "shape", "error"),
-    [
-        ("add_external_initializers", "(['c'], [value])", (1, 64), ""),
-        ("add_initializer", "('scales', value)", (4, 64), ""),
-        (
-            "add_session_config_entry",
-            "('ortplugins.enable_dq_matmulnbits_fusion', '2')",
-            (),
-            "OptionError: ortplugins.enable_dq_matmulnbits_fusion is '2'",
-        ),
-    ],
-)
-def test_a_method_held_before_the_import_counts(path, name, given, shape, error):
-    done = python("-c", HELD.format(name=name, given=given, shape=shape), path)
-    assert error in done.stderr and bool(error) == bool(done.returncode), done.stderr
 
 
 ENTRIES = {
@@ -193,26 +143,6 @@ def test_no_other_entry_is_taken_for_external_weights(tmp_path):
 
 
 # The object stays as it is.
-
-
-def test_sessions_made_meanwhile_get_nothing_borrowed(path):
-    """Whenever a stock session is made from the options, it is the user's."""
-    so, stop, levels = options(), threading.Event(), set()
-    start(path, so)
-
-    def make_stock_sessions() -> None:
-        while not stop.is_set():
-            levels.add(so.graph_optimization_level.name)
-            made = onnxruntime.InferenceSession(path, so, providers=CPU)
-            levels.add(made.get_session_options().graph_optimization_level.name)
-
-    thread = threading.Thread(target=make_stock_sessions)
-    thread.start()
-    for _ in range(100):
-        assert first(start(path, so)) == 3
-    stop.set()
-    thread.join()
-    assert levels == {"ORT_ENABLE_ALL"}
 
 
 def test_constructing_changes_no_options(path, monkeypatch):
