@@ -62,9 +62,8 @@ def _read(text: str) -> dict[str, str]:
     for item in _split(text, ","):
         name, colon, options = item.partition(":")
         name, (first, more, rest) = name.strip(), options.partition(":")
-        if (
-            name not in BUILTIN_PASSES and first.strip().isidentifier()
-        ):  # the class of a module
+        # Behind a module, its class.
+        if name not in BUILTIN_PASSES and first.strip().isidentifier():
             name, colon, options = f"{name}:{first.strip()}", more, rest
         if not name:
             raise OptionError(f"no pass in front of {item!r}")

@@ -264,6 +264,7 @@ def entries_of(
         keys.check_choice(f"{PREFIX}.{name}", value, specs[name])
         entries[f"{PREFIX}.{name}"] = keys.format_value(value)
     classes: dict[str, type[Pass]] = {}
+    names: dict[str, str] = {}  # of classes, by what they are given as
     for item in passes:
         if not isinstance(item, Pass | str):
             raise OptionError(f"{item!r} is neither a pass nor the name of one")
@@ -274,10 +275,12 @@ def entries_of(
         if cls.name in classes:
             raise OptionError(f"pass {cls.name!r} is given twice")
         classes[cls.name] = cls
+        names[item if isinstance(item, str) else cls.name] = cls.name
         entries |= _entries_of_pass(item) if isinstance(item, Pass) else {}
     entries |= _enabling(classes.values())
     for key, value in settings.items():
-        name, _, option = key.removeprefix(f"{PREFIX}.").partition(".")
+        name, _, option = key.removeprefix(f"{PREFIX}.").rpartition(".")
+        name = names.get(name, name)
         if name not in classes:
             raise OptionError(
                 f"option {key!r}: {name!r} is not among the passes {list(classes)}"

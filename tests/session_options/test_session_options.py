@@ -30,6 +30,7 @@ from session_options import (
     Pass,
     Plan,
     configure,
+    environment,
     option,
     our_passes,
     read,
@@ -337,7 +338,7 @@ def test_a_class_that_is_no_pass_is_an_error_wherever_it_is_named(
         assert words in str(caught.value)
 
 
-def test_a_pass_is_given_as_an_object_or_by_its_place(acme):
+def test_a_pass_is_given_as_an_object_or_by_its_place(acme, monkeypatch):
     acme(STAMP)
     stamp = importlib.import_module("acme").Stamp
     options = ort.SessionOptions()
@@ -347,6 +348,8 @@ def test_a_pass_is_given_as_an_object_or_by_its_place(acme):
     assert read(options) == plan
     assert plan_from_settings([FUSION, "acme:Stamp"], {"stamp.text": "hi"}) == plan
     assert Plan.from_entries(plan.to_entries()) == plan
+    monkeypatch.setenv("ORTPLUGINS", f"{FUSION.name},acme:Stamp:text=hi")
+    assert Plan.from_entries(environment.plan_entries()) == plan
     with pytest.raises(OptionError, match="did you mean 'text'"):
         Plan.from_entries({**PLACE, "ortplugins.stamp.txt": "hi"})
     with pytest.raises(OptionError, match="pass 'stamp' is given twice"):
