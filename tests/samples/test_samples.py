@@ -58,15 +58,6 @@ def test_ids_and_positions_stay_below_the_rows_of_their_tables(seed):
     assert max(feed["position_ids"].max() for feed in feeds) < PLACES
 
 
-@pytest.mark.parametrize(("axis", "size"), [(0, 4), (1, 3), (-1, 3), (-2, 4)])
-def test_ids_stay_below_the_size_of_the_axis_that_they_pick_along(axis, size):
-    model = model_of(f"""g (int64[s] ids) => (float[a, b] y) <float[4, 3] table = {{
-        1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12}}> {{
-        y = Gather<axis = {axis}>(table, ids) }}""")
-    (feed,) = MadeUpInputs(model.graph.inputs).feeds()
-    assert set(feed["ids"].tolist()) == set(range(size))
-
-
 def test_a_named_dimension_has_one_size_at_all_inputs():
     """What input_ids says of B and S counts for an input that says nothing."""
     model = proto_of(

@@ -83,7 +83,6 @@ class Group:
         activation: What they read, the first of several; None where nothing is calibrated.
         reason: Why nothing is known, or what else happened.
         channel_scales: float32 ``[K]``, of rows; what the activation is divided by, or None.
-        alpha: Their exponent; NaN without.
         folded: As in :class:`NodeReport`.
     """
 
@@ -92,7 +91,6 @@ class Group:
     activation: ir.Value | None = None
     reason: str = ""
     channel_scales: Floats | None = None
-    alpha: float = math.nan
     folded: str = ""
 
 
@@ -243,7 +241,6 @@ def reported(plan: WeightPlan, recipe: Recipe) -> QuantizeReport:
                 bits=weight.form.bits,
                 block_size=weight.form.block_size,
                 method=weight.method,
-                alpha=group.alpha,
                 folded=group.folded,
                 weight_error=weight.weight_error,
                 output_error=weight.output_error,

@@ -277,7 +277,6 @@ def _search_scales(group: Group, statistics: ActivationStatistics) -> None:
     inverse = inverse.astype(np.float32)
     inverse[~(np.isfinite(inverse) & (inverse > 0))] = 1
     group.channel_scales = (1 / inverse).astype(np.float32)
-    group.alpha = alpha
 
 
 def _chosen(

@@ -22,9 +22,8 @@ class NodeReport:
         bits: Of the codes; 0 where the weight stays in float.
         block_size: -1 for a scale per column; 0 likewise.
         method: What was done: ``"rtn"``, ``"awq_lite"`` and so on; empty likewise.
-        alpha: Exponent of the scales of input channels; NaN where there are none.
-        folded: Where the activation is divided by them: ``"folded"`` into the constants that
-            it comes from, ``"mul"`` by a node of its own; empty where there are none.
+        folded: Where the activation is divided by scales of its channels: ``"folded"`` into
+            the constants that it comes from, ``"mul"`` by a node; empty where there are none.
         weight_error: Frobenius norm of the difference over the weight's; NaN where it was not
             measured.
         output_error: The same of the node's product with sampled tokens; NaN likewise.
@@ -41,7 +40,6 @@ class NodeReport:
     bits: int = 0
     block_size: int = 0
     method: str = ""
-    alpha: float = math.nan
     folded: str = ""
     weight_error: float = math.nan
     output_error: float = math.nan
