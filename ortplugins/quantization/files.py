@@ -53,7 +53,8 @@ class QuantizedFile:
     """A model that is loaded, quantised in place and written.
 
     Attributes:
-        loaded: As it was given; large tensors of a path are mapped.
+        given: A path, or an object.
+        loaded: What was given; large tensors of a path are mapped.
         model: What is written: the same model, unless another takes its place.
     """
 
@@ -76,7 +77,7 @@ class QuantizedFile:
                 self._folder.check()
         if self._folder is None and self._target is not None:
             check_output(model, self._target, overwrite)
-        self._given, self.loaded = model, load_model(model, map_inline=True)
+        self.given, self.loaded = model, load_model(model, map_inline=True)
         self.model = self.loaded.model
         self._external_data, self._overwrite = external_data, overwrite
         self._progress = progress
@@ -111,7 +112,7 @@ class QuantizedFile:
         """Return the path written, None for an object, and the model as it was given."""
         if self._target is None:
             _into_memory(self.model)
-            return None, same_kind(self._given, self.model)
+            return None, same_kind(self.given, self.model)
         external = self._external_data
         if external is None:
             external = has_data_file(self.loaded, self.model)
@@ -124,11 +125,11 @@ class QuantizedFile:
         )
         if self._folder is None:
             save(self._target)
-            return self._target, same_kind(self._given, self.model)
+            return self._target, same_kind(self.given, self.model)
         with self._folder.staged(without=self.loaded.data_files.values()) as staged:
             save(staged)
         path = self._folder.written_model
-        return path, same_kind(self._given, load_model(path).model)
+        return path, same_kind(self.given, load_model(path).model)
 
 
 def _into_memory(model: ir.Model) -> None:

@@ -55,7 +55,7 @@ from ortplugins.quantization.weights.plan import (
     report_of,
 )
 from ortplugins.quantization.weights.recipe import Recipe
-from ortplugins.quantization.weights.report import NodeReport, QuantizeReport
+from ortplugins.quantization.weights.report import FloatWeights, NodeReport, QuantizeReport
 from ortplugins.quantization.weights.uses import WeightUse
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.graph.nodes import label, remove_unused
@@ -147,7 +147,13 @@ def quantize_encoder8(
         rows = _quantize_products(plan, least_cosine, calibration)
         file.model.ir_version = max(file.model.ir_version or 0, _IR_VERSION)
         nodes = (row if isinstance(row, NodeReport) else rows[row] for row in plan.nodes)
-        return file.saved(QuantizeReport("w8a8", tuple(nodes), plan.floats, tuple(plan.notes)))
+        kept = (
+            FloatWeights(row.op_type, 1, row.K * row.N, row.reason)
+            for row in rows.values()
+            if not row.quantized
+        )
+        floats = (*plan.floats, *kept)
+        return file.saved(QuantizeReport("w8a8", tuple(nodes), floats, tuple(plan.notes)))
 
 
 def _quantize_products(

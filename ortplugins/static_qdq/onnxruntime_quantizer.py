@@ -123,6 +123,7 @@ def quantize_to_eight_bits(
             f"onnxruntime's quantiser failed: {type(error).__name__}: {error}"
         ) from error
     model = ir.load(output)
+    ir.external_data.load_to_model(model)  # its folder goes
     model.graph.sort()  # onnxruntime's own overlooks what subgraphs read
     for made in model.graph:
         if (made.name or "").startswith(_UNNAMED):

@@ -198,7 +198,7 @@ def quantize_static_mixed(
     left = _left_over(wanted.overrides, graph.initializers, activation)
     with file.scratch() as scratch:
         file.model, floats = quantizer.quantize_to_eight_bits(
-            _staged(loaded.model if raised else model_input, loaded, scratch),
+            _staged(loaded.model if raised else file.given, loaded, scratch),
             samples,
             graph,
             wanted.overrides,

@@ -108,6 +108,16 @@ def test_models_and_data_may_be_objects_and_files(tmp_path):
         assert arrays(quantize_static_mixed(proto, None, data).model) == wanted
 
 
+def test_a_model_in_memory_holds_large_weights():
+    weight = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+    model = proto_of(
+        "g (float[2,64] x) => (float[2,64] y) { y = MatMul(x, W) }", {"W": weight}
+    )
+    feed = {"x": np.random.default_rng(1).normal(size=(2, 64)).astype(np.float32)}
+    (found,) = run(quantize_static_mixed(model, None, [feed]).model, feed)
+    np.testing.assert_allclose(found, feed["x"] @ weight, atol=0.5)
+
+
 def test_onnxruntime_is_kept_quiet(capfd):
     root = logging.getLogger()
     handlers, filters = list(root.handlers), list(root.filters)
