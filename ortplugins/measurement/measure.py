@@ -228,13 +228,11 @@ class SessionProcess:
         seconds: float = 0.0,
         watched: bool = False,
         callers: int = 1,
-        outputs: Path | None = None,
     ) -> float:
         """Run the session on inputs that :func:`write_feed` wrote; return seconds of a run.
 
         That is run again for as many ``seconds``, and their median returned; of several
         ``callers`` at the same time it is over their number. Watching the memory costs time.
-        ``outputs`` is an .npz file to write: ``output0``, ``output1``, ... in their order.
         """
         answer = self._ask(
             "onnxruntime failed to run it",
@@ -243,7 +241,6 @@ class SessionProcess:
             feed=os.path.abspath(feed),
             seconds=seconds,
             callers=callers,
-            outputs=None if outputs is None else os.path.abspath(outputs),
         )
         return float(answer["seconds"])
 
