@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -55,15 +54,6 @@ def read_model_file(path: str | os.PathLike[str]) -> bytes:
     if not content:
         raise ModelFileError(f"{os.fspath(path)}: the file is empty")
     return content
-
-
-def digest_of_files(files: Iterable[Path]) -> str:
-    """Return a digest of what files hold, in their order."""
-    digest = hashlib.blake2b(digest_size=20)
-    for path in files:
-        with open(path, "rb") as file:
-            digest.update(hashlib.file_digest(file, hashlib.blake2b).digest())
-    return digest.hexdigest()
 
 
 def load_model(

@@ -145,14 +145,6 @@ def captures(node: ir.Node) -> list[ir.Value]:
     return [value for value in found if owner(value) not in inside]
 
 
-def remove_node(node: ir.Node) -> None:
-    """Take out a node that nothing reads, with the initializers that only it read."""
-    assert node.graph is not None
-    inputs = list(node.inputs)
-    node.graph.remove(node, safe=True)
-    drop_unused_initializers(inputs)
-
-
 def is_custom(node: ir.Node, model: ir.Model) -> bool:
     """Whether a node's operator is neither onnxruntime's nor a function of the model."""
     own = not node.domain or node.domain.startswith(_OWN_DOMAINS)

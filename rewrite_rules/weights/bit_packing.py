@@ -29,13 +29,6 @@ def unpack(packed: Bytes, bits: int, indices: npt.NDArray[np.int64]) -> Bytes:
     return codes
 
 
-def unpack_rows(packed: Bytes, bits: int) -> Bytes:
-    """Return the codes of packed rows, uint8 ``[..., bytes * 8 / bits]``; see pack_rows."""
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)
-    codes = packed[..., None] >> shifts & np.uint8((1 << bits) - 1)
-    return codes.reshape(*packed.shape[:-1], -1)
-
-
 def pack_rows(codes: Bytes, bits: int) -> Bytes:
     """Pack uint8 ``[..., n]`` to ``[..., ceil(n * bits / 8)]``, low bits first."""
     if bits == 8:
