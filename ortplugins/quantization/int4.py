@@ -548,7 +548,8 @@ def _losses(
     """Return the squared error of products for each exponent, on all columns."""
     x = x.astype(np.float32, copy=False)
     mean_abs, forms = np.abs(x).mean(axis=0, dtype=np.float32), [form] * len(weights)
-    found = search_scales(weights, mean_abs, x, None, forms, alphas=alphas, all_columns=True)
+    gram = (x.T @ x / len(x)).astype(np.float32, copy=False)
+    found = search_scales(weights, mean_abs, gram, forms, alphas=alphas, all_columns=True)
     return found[2]
 
 

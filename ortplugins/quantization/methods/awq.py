@@ -59,8 +59,7 @@ _STRIP = 1 << 18
 def search_scales(
     weights: Sequence[npt.NDArray[Any]],
     mean_abs: Floats,
-    tokens: Floats | None,
-    gram: Floats | None,
+    gram: Floats,
     forms: Sequence[BlockFormat],
     *,
     alphas: Sequence[float] | None = None,
@@ -68,9 +67,8 @@ def search_scales(
 ) -> tuple[Floats, float | None, dict[float, float]]:
     """Search the scales of one activation, for all weights ``[K, N_i]`` that read it.
 
-    Errors are those of ``gram``, or its diagonal, where there is one, else of ``tokens``: it
-    comes from all tokens, where a sample of 128 costs 0.3 of perplexity. A channel that is 0
-    throughout keeps its scale, 1; of equal losses the first wins, no scales before any. The
+    ``gram`` comes from all tokens: a sample of 128 costs 0.3 of perplexity. A channel that is
+    0 throughout keeps its scale, 1; of equal losses the first wins, no scales before any. The
     default exponents are 0 to 1 in tenths, and then a twentieth to both sides of the best.
 
     Returns:
@@ -81,12 +79,12 @@ def search_scales(
     k = len(mean_abs)
     sample = _sampled_columns(weights, forms, all_columns)
     one = np.ones(k, np.float32)
-    without = _loss(sample, one, tokens, gram)
+    without = _loss(sample, one, gram)
     w_mean = _relative_magnitude(weights, [form.size_along(k) for form in forms])
 
     def loss(alpha: float) -> float:
         try:
-            return _loss(sample, _scales(mean_abs, w_mean, alpha), tokens, gram)
+            return _loss(sample, _scales(mean_abs, w_mean, alpha), gram)
         except QuantizationError:  # s W is too large for the type of its scales
             return math.inf
 
@@ -154,23 +152,13 @@ def _scales(mean_abs: Floats, w_mean: Doubles, alpha: float) -> Floats:
     return scales.astype(np.float32)
 
 
-def _loss(
-    strips: Iterable[tuple[Floats, BlockFormat]],
-    scales: Floats,
-    tokens: Floats | None,
-    gram: Floats | None,
-) -> float:
-    """Return tr(D^T H D), of products with the tokens where there is no H."""
+def _loss(strips: Iterable[tuple[Floats, BlockFormat]], scales: Floats, gram: Floats) -> float:
+    """Return tr(D^T H D)."""
     column, total = scales[:, None], 0.0
     for strip, form in strips:
         difference = dequantize_blocks(*quantize_blocks(strip * column, form), form)
         difference /= column
         difference -= strip
-        if gram is not None:
-            # Rounding may leave a hair less than nothing.
-            products = gram[:, None] * difference if gram.ndim == 1 else gram @ difference
-            total += max(0.0, float(np.vdot(difference, products)))
-        elif tokens is not None:
-            product = tokens @ difference
-            total += float(np.vdot(product, product)) / len(tokens)
+        # Rounding may leave a hair less than nothing.
+        total += max(0.0, float(np.vdot(difference, gram @ difference)))
     return total

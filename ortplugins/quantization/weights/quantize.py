@@ -256,12 +256,12 @@ def _round(group: Group, reason: str) -> None:
 
 
 def _search_scales(group: Group, statistics: ActivationStatistics) -> None:
-    """Note the scales of the input channels, and their exponent."""
+    """Note the scales of the input channels."""
+    assert statistics.gram is not None
     try:
         scales, alpha, _ = search_scales(
             [_matrix(weight) for weight in group.weights],
             statistics.mean_abs,
-            statistics.tokens,
             statistics.gram,
             [weight.form for weight in group.weights],
         )
