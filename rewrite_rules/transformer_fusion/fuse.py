@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import onnx_ir as ir
 from onnxscript.rewriter import RewriteRule
@@ -39,8 +39,6 @@ from rewrite_rules.transformer_fusion.equal_values import (
 from rewrite_rules.transformer_fusion.grouped_queries import GroupQueries
 from rewrite_rules.transformer_fusion.norms_and_activations import (
     GELU_ENDS,
-    MAX_NORM_STEPS,
-    MAX_TANH_STEPS,
     RmsNorm,
     SkipNorm,
     TanhGelu,
@@ -103,15 +101,12 @@ def fuse_transformer(
         _apply(
             model, [GroupQueries.rule(shapes, nonempty, quiet)], lambda node: node not in own
         )
-    rules, candidates = list[RewriteRule](), set[ir.Node]()
+    rules = list[RewriteRule]()
     if options.norms and context.cpu_only:
         rules += [*RmsNorm.rule(shapes, remarks).commute(), SkipNorm.rule(shapes, remarks)]
-        candidates |= _behind(nodes["ReduceMean"], MAX_NORM_STEPS)
     if options.activations and context.cpu_only and nodes["Tanh"]:
         rules += (TanhGelu.rule(shapes, remarks, *end) for end in GELU_ENDS)
-        candidates |= _behind(nodes["Tanh"], MAX_TANH_STEPS)
-    kind = "SimplifiedLayerNormalization"
-    _apply(model, rules, lambda node: node in candidates or node.op_type == kind)
+    _apply(model, rules)
     if options.projections and context.cpu_only:
         merge_projections(model, remarks)
     remove_unused(model)
@@ -154,15 +149,6 @@ def _by_operator(model: ir.Model) -> Mapping[str, list[ir.Node]]:
     found = collections.defaultdict[str, list[ir.Node]](list)
     for node in walk(model.graph):
         found[node.op_type].append(node)
-    return found
-
-
-def _behind(ends: Iterable[ir.Node], steps: int) -> set[ir.Node]:
-    """The nodes that read what others make, directly or in up to that many steps."""
-    found = set[ir.Node]()
-    for _ in range(steps):
-        ends = {reader for node in ends for v in node.outputs for reader in v.consumers()}
-        found |= ends
     return found
 
 
@@ -232,7 +218,7 @@ def _graphs(graph: ir.Graph) -> Iterator[ir.Graph]:
 def _apply(
     model: ir.Model,
     rules: Sequence[RewriteRule],
-    is_candidate: Callable[[ir.Node], bool],
+    is_candidate: Callable[[ir.Node], bool] = lambda node: True,
 ) -> None:
     """Apply rules, if any; unused nodes and equal names are left for the end."""
     if rules:

@@ -40,10 +40,6 @@ _KERNELS: dict[ir.DataType | None, bool] = {
 }
 _ROOT = 0.79788456  # of 2 / pi
 _CUBIC = 0.044715
-# From ReduceMean to the end: sum, root, inverse, product, Cast, product.
-MAX_NORM_STEPS = 6
-# From Tanh to the end: the sum with 1, and two products.
-MAX_TANH_STEPS = 3
 
 
 class _Rule(RewriteRuleClassBase):
