@@ -189,8 +189,6 @@ _SPARE: dict[str, Any] = {
     "far_back": [-1000],
     "any_rows": [0, -1, 32],
     "any_width": [0, 0, -1],
-    "pair_sizes": [0, 0, 0, 4, 2],
-    "head_sizes": [0, 0, 0, 8],
     "in_turn": [0, 1, 0, 1],
     "backwards": [1, 1, 0, 0],
     "axis_sizes": [0, 2, 2, -1, 8],

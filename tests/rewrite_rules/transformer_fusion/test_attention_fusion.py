@@ -31,10 +31,10 @@ from builders.exports import (
     fused,
     greatest_difference,
 )
-from builders.made_up_batches import DecoderInputs, Run
+from builders.made_up_batches import Run
 from builders.same_numbers import session as opened
 from builders.sessions import CPU, options, start
-from builders.text_models import model_of, normal, proto_of
+from builders.text_models import normal, proto_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -451,26 +451,6 @@ def test_another_rotation_stays():
     assert counts(result)["GroupQueryAttention"] == 2 * LAYERS
 
 
-def test_what_an_encoder_made_has_a_length_of_its_own():
-    """A mask as long as the cache would fit no scores of cross attention."""
-    inputs = DecoderInputs(
-        model_of("""g (int64[B, S] ids, float[B, T, 8] encoder_states,
-            int64[B, T] encoder_mask, float[B, 2, T, 4] past_encoder_key,
-            float[B, 2, P, 4] past_decoder_key) => (y) { y = Identity(ids) }""")
-    )
-    assert inputs.has_cache
-    assert not inputs.has_mask
-    feeds = inputs.feeds(Run(2, 3, 7))
-    shapes = {str(value.name): array.shape for value, array in feeds.items()}
-    assert shapes == {
-        "ids": (2, 3),
-        "encoder_states": (2, 5, 8),
-        "encoder_mask": (2, 5),
-        "past_encoder_key": (2, 2, 5, 4),
-        "past_decoder_key": (2, 2, 7, 4),
-    }
-
-
 @pytest.mark.parametrize("past", [-1, 0])
 def test_sizes_of_minus_1_are_open(past: int):
     model = exported("llama-dynamo-eager")
@@ -481,14 +461,6 @@ def test_sizes_of_minus_1_are_open(past: int):
     result = ortplugins.optimize(model, passes=[ortplugins.TransformerFusion()])
     reasons = [remark.reason for remark in result.report.fired]
     assert sum(reason.startswith("attention: ") for reason in reasons) == LAYERS
-
-
-def test_ids_without_a_name_have_their_declared_sizes():
-    inputs = DecoderInputs(
-        model_of("""g (int64[2, 4] x) => (float[a, b, c] y)
-            <float[3, 2] table = {1, 2, 3, 4, 5, 6}> { y = Gather(table, x) }""")
-    )
-    assert {(run.batch, run.length) for run in inputs.runs(RUNS)} == {(2, 4)}
 
 
 SHARED = [name for name in UNCAPPED if name.endswith(("dynamo-sdpa", "torchscript-eager"))]
