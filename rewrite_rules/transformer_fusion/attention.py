@@ -454,6 +454,10 @@ def _name_sizes(found: Attention) -> None:
     sizes.know("H", known(found.heads))
     sizes.know("D", known(found.size))
     for heads in found.both if found.cached else ():
+        new = found.facts.dims(found.new(heads), 4)
+        # A Concat takes any heads where nothing is cached.
+        if new is not None and number(new[1]) not in (None, found.groups):
+            raise Refusal("ORP602", f"{heads.source.name!r} is joined of other heads")
         # What is appended has the batch of what is there: a run fails where it has not.
         dims = found.facts.dims(heads.source, 4)
         if dims is not None:

@@ -169,7 +169,7 @@ def _cache(node: ir.Node, facts: ProvedShapes) -> RepeatedHeads | None:
     """Read Concat(past, new) of ``[B, G, T, D]`` on T."""
     if len(node.inputs) != 2:
         return None
-    # What is fed has as many heads as declared; new ones that have others fit no MatMul.
+    # What is fed has as many heads as declared.
     groups = number((facts.match(node.inputs[0], "_ G _ _") or {}).get("G"))
     if groups is None or int_attribute(node, "axis", 0) % _RANK != 2:
         return None
