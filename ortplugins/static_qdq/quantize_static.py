@@ -177,10 +177,13 @@ def quantize_static_mixed(
     loaded = file.loaded
     _check_float_model(loaded)
     least = (13, "a scale per channel") if per_channel else (10, "QuantizeLinear")
-    if _has_float16(loaded.model):
+    infer_shapes(loaded.model)
+    read = (value for node in all_nodes(loaded.model) for value in node.inputs)
+    if any(value is not None and value.dtype is ir.DataType.FLOAT16 for value in read):
         least = (19, "QuantizeLinear of float16")
     raised = raise_opset(loaded.model, *least)
-    infer_shapes(loaded.model)
+    if raised:
+        infer_shapes(loaded.model)
     graph = loaded.model.graph
     _check_names_given(graph, wanted.overrides, wanted.promote, activation)
     weights = _quant_type_of(weight_type, "weight_type", _WEIGHTS)
@@ -233,18 +236,6 @@ def quantize_static_mixed(
     notes = (*raised, f"ranges from {len(samples)} samples, {method}", *floats)
     report = Report(passes, "built", notes, os.fspath(artifact or ""))
     return StaticMixedResult(artifact, report, written, plan)
-
-
-def _has_float16(model: ir.Model) -> bool:
-    """Whether any tensor of a model is float16: given, stored or made by a Cast."""
-    values = [
-        *model.graph.inputs,
-        *(x for g in model.graphs() for x in g.initializers.values()),
-    ]
-    return any(value.dtype == ir.DataType.FLOAT16 for value in values) or any(
-        node.op_type == "Cast" and node.attributes.get_int("to", 0) == ir.DataType.FLOAT16
-        for node in all_nodes(model)
-    )
 
 
 def _quant_type_of(given: object, what: str, known: Sequence[ir.DataType]) -> ir.DataType:
