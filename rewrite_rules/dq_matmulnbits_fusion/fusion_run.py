@@ -15,14 +15,13 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
 
-from rewrite_rules.dq_matmulnbits_fusion.kernels import NoKernel
 from rewrite_rules.graph.initializers import DerivedInitializers
 from rewrite_rules.graph.nodes import label, producer
 from rewrite_rules.remarks import PassContext, Refusal
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.weights.dequantized_operand import (
     DequantizedOperand,
-    Unrepresentable,
+    NoKernel,
     dequantize_chain,
     read_operand,
 )
@@ -168,36 +167,33 @@ class OperandRule(RewriteRuleClassBase):
                 self._operand = operand = read_operand(chain)
                 try:
                     self._emit = self._plan(node, chain, operand)
-                except (NoKernel, Unrepresentable) as reason:
+                except NoKernel as reason:
                     self._emit = self._without_kernel(node, operand, reason)
-            except _Deferred as deferred:
-                return result.fail(str(deferred), node)
             except Refusal as refusal:
                 run.refused(node, chain[0], refusal)
                 return result.fail(str(refusal), node)
-        return result
+        return result if self._emit else result.fail("it is for another rule", node)
 
     def rewrite(self, op: Any, out: ir.Value, **_: object) -> ir.Value:
         node, operand = producer(out), self._operand
         with self._run.context.remarks.at(label(node)):
+            assert self._emit is not None  # looked at by check
             value, outcome = self._emit(op)
             self._run.fired(node, operand.dequantize, f"{operand.layout} -> {outcome}")
         return value
 
-    def _plan(self, node: ir.Node, chain: list[ir.Node], operand: DequantizedOperand) -> Emit:
-        """Return what emits g, or raise the first refusal that applies."""
+    def _plan(
+        self, node: ir.Node, chain: list[ir.Node], operand: DequantizedOperand
+    ) -> Emit | None:
+        """Return what emits g, or raise the first refusal that applies; None: not for it."""
         raise NotImplementedError
 
     def _without_kernel(
         self, node: ir.Node, operand: DequantizedOperand, reason: Refusal
-    ) -> Emit:
+    ) -> Emit | None:
         """Leave what no kernel takes to :class:`FloatConstant`, the last rule of f."""
         self._run.without_kernel[node, self.index] = reason
-        raise _Deferred(str(reason))
-
-
-class _Deferred(Exception):
-    """The last rule of an operator is for what matched, or another one has refused it."""
+        return None
 
 
 class FloatConstant(OperandRule):
@@ -207,10 +203,12 @@ class FloatConstant(OperandRule):
         self.index = index
         super().__init__(run, op_type)
 
-    def _plan(self, node: ir.Node, chain: list[ir.Node], operand: DequantizedOperand) -> Emit:
+    def _plan(
+        self, node: ir.Node, chain: list[ir.Node], operand: DequantizedOperand
+    ) -> Emit | None:
         reason = self._run.without_kernel.get((node, self.index))
         if reason is None:
-            raise _Deferred("another rule has refused it")
+            return None  # another rule has refused it
         raise reason
 
     def _without_kernel(

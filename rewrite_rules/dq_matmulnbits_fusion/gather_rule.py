@@ -26,7 +26,6 @@ import onnx_ir as ir
 
 from rewrite_rules.dq_matmulnbits_fusion.fusion_run import Emit, OperandRule, check_type
 from rewrite_rules.dq_matmulnbits_fusion.kernels import (
-    NoKernel,
     check_table,
     fitting_block_size,
     repacked,
@@ -40,7 +39,11 @@ from rewrite_rules.graph.parameters import axis_of, int_attribute
 from rewrite_rules.onnxruntime_version import Version
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.weights.bit_packing import Bytes
-from rewrite_rules.weights.dequantized_operand import BlockQuantizedWeight, DequantizedOperand
+from rewrite_rules.weights.dequantized_operand import (
+    BlockQuantizedWeight,
+    DequantizedOperand,
+    NoKernel,
+)
 
 _SMALLEST_BLOCK = 16
 

@@ -30,19 +30,19 @@ from rewrite_rules.graph.initializers import DerivedInitializers
 from rewrite_rules.graph.lazy_tensors import ChunkedTensor, packed_bytes, relabel
 from rewrite_rules.graph.nodes import owner
 from rewrite_rules.onnxruntime_version import Version
-from rewrite_rules.remarks import PassContext, Refusal
+from rewrite_rules.remarks import PassContext
 from rewrite_rules.weights.bit_packing import SIGN_BITS, Bytes, pack_rows, repack
-from rewrite_rules.weights.dequantized_operand import BlockQuantizedWeight, DequantizedOperand
+from rewrite_rules.weights.dequantized_operand import (
+    BlockQuantizedWeight,
+    DequantizedOperand,
+    NoKernel,
+)
 
 # What the kernels take (anything else fails when the session is created), with what a weight
 # costs in each, relative to the others: measured on the CPU, 2048 x 2048, one row.
 _COST = {16: 1.6, 32: 1.15, 64: 1.1, 128: 1.02, 256: 1.0}
 _UINT8 = ir.DataType.UINT8
 _CUDA = "CUDAExecutionProvider"
-
-
-class NoKernel(Refusal):
-    """No kernel computes on these codes; a float constant might do."""
 
 
 def takes_bias(context: PassContext) -> bool:

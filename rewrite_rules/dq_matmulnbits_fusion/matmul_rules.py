@@ -32,7 +32,6 @@ from rewrite_rules.dq_matmulnbits_fusion.fusion_run import (
     check_type,
 )
 from rewrite_rules.dq_matmulnbits_fusion.kernels import (
-    NoKernel,
     check_version,
     kernel_block_size,
     slow_kernel,
@@ -51,7 +50,7 @@ from rewrite_rules.graph.nodes import is_dequantize_linear, label, producer
 from rewrite_rules.graph.parameters import constant
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.weights.dequantized_operand import BlockQuantizedWeight as Weight
-from rewrite_rules.weights.dequantized_operand import DequantizedOperand
+from rewrite_rules.weights.dequantized_operand import DequantizedOperand, NoKernel
 
 # Operators that onnxruntime moves a DequantizeLinear past before it fuses QLinearMatMul.
 _TRANSPARENT = frozenset(

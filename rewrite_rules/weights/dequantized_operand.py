@@ -70,8 +70,8 @@ class Run(NamedTuple):
         return Run(size, inner.step, inner.block) if even else None
 
 
-class Unrepresentable(Refusal):
-    """The weight is sound, but its layout has no description; a float constant might do."""
+class NoKernel(Refusal):
+    """No kernel computes on these codes as they are stored; a float constant might do."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -130,16 +130,14 @@ class DequantizedOperand:
         """
         name, shape = self.codes.name, self.shape
         if len(shape) != 2:
-            raise Unrepresentable(
-                "ORP106", f"weight {name!r} has shape {list(shape)}: rank 2 fuses"
-            )
+            raise NoKernel("ORP106", f"weight {name!r} has shape {list(shape)}: rank 2 fuses")
         if self.is_turned is None:
-            raise Unrepresentable(
+            raise NoKernel(
                 "ORP103", f"weight {name!r} is stored neither as [K, N] nor as [N, K]"
             )
         runs = _cut(self.runs, shape[0 if self.is_turned else 1])
         if runs is None:
-            raise Unrepresentable(
+            raise NoKernel(
                 "ORP103",
                 f"weight {name!r} of shape {list(shape)} is cut in the middle of blocks",
             )
