@@ -30,10 +30,8 @@ from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.remarks import PassContext, Refusal
 
 # What the rules end in, and what has to be there for any of them to gain.
-_ANCHORS = frozenset({"Clip", "Conv", "ConvInteger", "ConvTranspose", "Min", "STFT"})
+_ANCHORS = frozenset({"Clip", "Conv", "ConvInteger", "ConvTranspose", "STFT"})
 _SUMS_AND_PRODUCTS = frozenset({"Add", "Div", "Mul", "Sub"})
-# Of what a rule looks for behind a sum or product, whatever its other operand is.
-_MAKERS = frozenset({"Cast", "Clip", "Max", "Min"})
 # Folds make room for others; chains are shorter.
 _MAX_ROUNDS = 50
 _MIN_OPSET = 7  # constants broadcast as they do in numpy
@@ -73,7 +71,8 @@ def _may_match(node: ir.Node) -> bool:
     if node.op_type not in _SUMS_AND_PRODUCTS:
         return True
     makers = {maker.op_type for v in node.inputs if v and (maker := v.producer())}
-    if not makers.isdisjoint(_MAKERS) or any(map(is_given, node.inputs)):
+    # A product of a clipped value is looked at whatever its other operand is.
+    if "Clip" in makers or any(map(is_given, node.inputs)):
         return True
     products = (made_by(value, "Mul") for value in node.inputs)
     return any(

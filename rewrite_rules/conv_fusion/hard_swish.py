@@ -5,7 +5,7 @@
     clip(y + 3, 0, 6) / 6, or * (1/6)      -> HardSigmoid(y)
 
 with HardSigmoid(y) = max(0, min(1, y / 6 + 0.5)). onnxruntime makes the product a HardSwish,
-and from 1.32 on part of the convolution before it. clip is a Clip, or a Min and a Max.
+and from 1.32 on part of the convolution before it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ _CLIPS: Mapping[str, Callable[..., Any]] = {
     "attributes": lambda op, y, low, high: op.Clip(
         y, _allow_other_attributes=True, _outputs=["clip"]
     ),
-    "min max": lambda op, y, low, high: op.Min(op.Max(y, low), high),
-    "max min": lambda op, y, low, high: op.Max(op.Min(y, high), low),
 }
 
 
