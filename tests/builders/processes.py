@@ -2,13 +2,12 @@
 """Processes of their own, sessions in them that say what they did, and a small disk."""
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,20 +106,3 @@ def disk(folder: Path, size: int) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def keep_mapped_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have this process neither unlink nor rename files that it maps, as on Windows."""
-
-    def guarded(change: Callable[..., None]) -> Callable[..., None]:
-        def attempt(path: Any, *args: Any, dir_fd: int | None = None, **others: Any) -> None:
-            maps = Path("/proc/self/maps").read_text().splitlines()
-            if str(os.stat(path, dir_fd=dir_fd).st_ino) in {line.split()[4] for line in maps}:
-                raise PermissionError(errno.EACCES, "mapped", path)
-            given = {} if dir_fd is None else {"dir_fd": dir_fd}
-            change(path, *args, **given, **others)
-
-        return attempt
-
-    for name in ("unlink", "replace", "rename"):
-        monkeypatch.setattr(os, name, guarded(getattr(os, name)))
