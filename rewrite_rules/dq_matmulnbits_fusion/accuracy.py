@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: MIT
 """The accuracy level of a node: onnxruntime's own where it is sure to fuse it, 0 elsewhere.
 
-"Sure" is the form that quantisers write, MatMul by ``[K, N]`` in blocks along K, which every
-version's ``DQMatMulNodeGroupSelector`` takes (onnxruntime/core/optimizer/qdq_transformer/
-selectors_actions/qdq_selectors.cc), and behind which no optimiser that runs before it looks:
-those make Gemm of MatMul and Add, and take a Relu or Clip before QuantizeLinear for redundant.
-Of other forms the result is more exact than onnxruntime's, never less.
+"Sure" are the forms that quantisers write, MatMul or Gemm by ``[K, N]`` in blocks along K, with
+a scale for each column, or with one scale, which ``DQMatMulNodeGroupSelector`` takes
+(onnxruntime/core/optimizer/qdq_transformer/selectors_actions/qdq_selectors.cc; before 1.27
+blocks of 4 bits alone), and behind which no optimiser that runs before it looks: those make
+Gemm of MatMul and Add, and take a Relu or Clip before QuantizeLinear for redundant. Of other
+forms the result is more exact than onnxruntime's, never less.
 """
 
 from __future__ import annotations
@@ -43,15 +44,16 @@ def _why_not_native(
     node: ir.Node, chain: Sequence[ir.Node], operand: DequantizedOperand, run: FusionRun
 ) -> str:
     dequantize, version = operand.dequantize, run.context.onnxruntime
-    block_size = dequantize.attributes.get_int("block_size", 0)
-    along_k = dequantize.attributes.get_int("axis", 1) == 0 and len(chain) == 1
+    in_blocks = dequantize.attributes.get_int("block_size", 0) > 0
     read = (operand.codes, operand.scales, dequantize.outputs[0])
     stored = [value for value in (*read[:2], operand.zero_points) if value is not None]
     recent = version is None or version >= (1, 27)
-    plain, x = operand.bits == 4 and operand.dtype is ir.DataType.FLOAT, node.inputs[0]
+    first = in_blocks and operand.bits == 4 and node.op_type == "MatMul"
+    plain, x = first and operand.dtype is ir.DataType.FLOAT, node.inputs[0]
     refusals = (
-        (node.op_type != "MatMul", f"it is a {node.op_type}"),
-        (not along_k or block_size not in _NATIVE_BLOCKS, "it reads other layouts"),
+        (node.op_type not in ("MatMul", "Gemm"), f"it is a {node.op_type}"),
+        (not _is_plain(node, operand.shape[1]), "its attributes or its bias"),
+        (len(chain) > 1 or not _reads_layout(operand), "it reads other layouts"),
         (operand.dtype != operand.scale_tensor.dtype, "the weight is of another type"),
         (not (recent or plain), "it is older than 1.27"),
         (any(len(value.uses()) > 1 for value in read), "the weight is shared"),
@@ -64,6 +66,27 @@ def _why_not_native(
     )
     found = next((reason for refused, reason in refusals if refused), "")
     return found or _what_follows(node, run)
+
+
+def _is_plain(node: ir.Node, columns: int) -> bool:
+    """Whether a Gemm is a product and a bias for each column; any MatMul is a product."""
+    if node.op_type == "MatMul":
+        return True
+    numbers = [node.attributes.get_float(name, 1.0) for name in ("alpha", "beta")]
+    turned = [node.attributes.get_int(name, 0) for name in ("transA", "transB")]
+    bias = node.inputs[2] if len(node.inputs) > 2 else None
+    tensor = constant(bias)
+    fits = bias is None or (tensor is not None and tuple(tensor.shape.numpy()) == (columns,))
+    return numbers == [1.0, 1.0] and turned == [0, 0] and fits
+
+
+def _reads_layout(operand: DequantizedOperand) -> bool:
+    """Whether onnxruntime reads the scales of codes ``[K, N]``."""
+    attributes, scales = operand.dequantize.attributes, operand.scale_tensor.shape.numpy()
+    axis, block_size = attributes.get_int("axis", 1), attributes.get_int("block_size", 0)
+    if block_size:
+        return axis == 0 and block_size in _NATIVE_BLOCKS
+    return not scales or (axis == 1 and tuple(scales) == (operand.shape[1],))
 
 
 def _what_follows(node: ir.Node, run: FusionRun) -> str:

@@ -116,6 +116,10 @@ def _text(version: Version) -> str:
     return f"{version[0]}.{version[1]}"
 
 
+# What onnxruntime cuts columns with one scale into.
+_BLOCK_OF_ONE_SCALE = 32
+
+
 def kernel_block_size(weight: BlockQuantizedWeight, accuracy_level: int) -> int:
     """Choose the block size that costs least among those that keep every number.
 
@@ -123,8 +127,9 @@ def kernel_block_size(weight: BlockQuantizedWeight, accuracy_level: int) -> int:
     scale may be cut anywhere.
     """
     stored = weight.operand.dequantize.attributes.get_int("block_size", 0)
-    if accuracy_level == 4 and stored in _COST:
-        return stored  # activations are rounded in blocks: in those of onnxruntime
+    if accuracy_level == 4 and (stored in _COST or weight.block_size >= weight.K):
+        # Activations are rounded in blocks: in those of onnxruntime.
+        return stored or _BLOCK_OF_ONE_SCALE
     size = fitting_block_size(weight.block_size, weight.K)
     if size is None:
         sizes = ", ".join(map(str, _COST))
