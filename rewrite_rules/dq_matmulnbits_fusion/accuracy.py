@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """The accuracy level of a node: onnxruntime's own where it is sure to fuse it, 0 elsewhere.
 
-"Sure" are the forms that quantisers write, MatMul or Gemm by ``[K, N]`` in blocks along K, with
-a scale for each column, or with one scale, which ``DQMatMulNodeGroupSelector`` takes
+"Sure" are the forms that quantisers write, MatMul or Gemm by ``[K, N]`` in blocks along K,
+with a scale for each column, or with one, which ``DQMatMulNodeGroupSelector`` takes
 (onnxruntime/core/optimizer/qdq_transformer/selectors_actions/qdq_selectors.cc; before 1.27
 blocks of 4 bits alone), and behind which no optimiser that runs before it looks: those make
 Gemm of MatMul and Add, and take a Relu or Clip before QuantizeLinear for redundant. Of other

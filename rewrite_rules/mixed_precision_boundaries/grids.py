@@ -8,7 +8,6 @@ The tensors that data movement passes on have one grid for each type: the first 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -25,12 +24,7 @@ from rewrite_rules.remarks import Refusal
 Grids = dict[tuple[QuantizedTensor, ir.DataType], QuantizationGrid]
 
 
-def choose_grids(
-    region: Region,
-    groups: Groups,
-    overridden: Overridden,
-    ranges: Mapping[str, tuple[float, float]],
-) -> Grids:
+def choose_grids(region: Region, groups: Groups, overridden: Overridden) -> Grids:
     """Choose the grids of all that a region touches; one for each group and type.
 
     Refused: 8 bits of a 16-bit activation without parameters, and a scale that its float type
@@ -44,15 +38,11 @@ def choose_grids(
         types = dict.fromkeys(
             dtype for tensor in group for dtype in sorted(region.plans[tensor].types())
         )
-        spans = [ranges[name] for tensor in group for name in tensor.names if name in ranges]
-        span = (
-            (min(low for low, _ in spans), max(high for _, high in spans)) if spans else None
-        )
         for dtype in types:
             if dtype == ir.DataType.FLOAT:
                 continue
             try:
-                grid = _shared_grid(_Wanted(group, dtype, region, overridden, span))
+                grid = _shared_grid(_Wanted(group, dtype, region, overridden))
             except Refusal as refusal:
                 raise Refusal(refusal.code, f"tensor {group[0].name!r}: {refusal}") from None
             for tensor in group:
@@ -62,16 +52,12 @@ def choose_grids(
 
 @dataclasses.dataclass(frozen=True)
 class _Wanted:
-    """A type that tensors of one grid are to have.
-
-    ``span`` is their calibrated range, if there is one.
-    """
+    """A type that tensors of one grid are to have."""
 
     tensors: list[QuantizedTensor]
     dtype: ir.DataType
     region: Region
     overridden: Overridden
-    span: tuple[float, float] | None
 
     @property
     def own(self) -> QuantizationGrid:
@@ -93,7 +79,7 @@ class _Wanted:
             _, override = self.overridden.get(tensor, ("", TensorOverride()))
             for entry in filter(None, (override, override.convert)):
                 if (entry.quant_type or tensor.grid.dtype) == dtype:
-                    grid = _asked_grid(tensor.grid, dtype, entry, self.span)
+                    grid = _asked_grid(tensor.grid, dtype, entry)
                     if grid is not None:
                         asked.setdefault(grid, tensor.name)
         if len(asked) > 1:
@@ -122,17 +108,15 @@ def _other_sign(wanted: _Wanted) -> QuantizationGrid | None:
 
 
 def _whole_range(wanted: _Wanted) -> QuantizationGrid | None:
-    """The whole range of the type over calibrated values.
+    """The whole range of a type of more bits, over a range that begins or ends at 0.
 
-    More bits than it has: also over a range that is known to begin or end at 0, and only if
-    nothing converts it.
+    Only if nothing converts it.
     """
-    span, own = wanted.span, wanted.own
-    if wanted.dtype.bitwidth > own.bits:
-        span = None if wanted.is_converted else span or _known_range(own)
-    if span is None:
+    own = wanted.own
+    if wanted.dtype.bitwidth <= own.bits or wanted.is_converted:
         return None
-    return QuantizationGrid.of_range(wanted.dtype, *span, own.float_dtype)
+    span = _known_range(own)
+    return span and QuantizationGrid.of_range(wanted.dtype, *span, own.float_dtype)
 
 
 def _refined(wanted: _Wanted) -> QuantizationGrid | None:
@@ -168,16 +152,13 @@ def _known_range(grid: QuantizationGrid) -> tuple[float, float] | None:
 
 
 def _asked_grid(
-    own: QuantizationGrid,
-    dtype: ir.DataType,
-    entry: TensorOverride,
-    span: tuple[float, float] | None,
+    own: QuantizationGrid, dtype: ir.DataType, entry: TensorOverride
 ) -> QuantizationGrid | None:
     if entry.scale is not None and entry.zero_point is not None:
         return QuantizationGrid(dtype, own.float_dtype.type(entry.scale), entry.zero_point)
     if entry.rmin is None and entry.rmax is None and entry.symmetric is None:
         return None
-    low, high = span or tuple(map(float, own.dequantize([own.low, own.high])))
+    low, high = map(float, own.dequantize([own.low, own.high]))
     low = low if entry.rmin is None else entry.rmin
     high = high if entry.rmax is None else entry.rmax
     return QuantizationGrid.of_range(dtype, low, high, own.float_dtype, bool(entry.symmetric))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import onnx_ir as ir
@@ -81,14 +81,12 @@ class BoundaryOptions:
         mode: ``"int16"``, or ``"float"``: where 16 bits are asked for, nothing is quantised.
         target: What runs the model, ``"cpu"``, or ``"qnn"``, whose kernels want biases of the
             scale of their input.
-        ranges: Calibrated smallest and greatest values of float tensors.
     """
 
     overrides: Overrides = dataclasses.field(default_factory=dict)
     promote: frozenset[str] = frozenset()
     mode: str = "int16"
     target: str = "cpu"
-    ranges: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for field, known in (("target", _TARGETS), ("mode", _MODES)):
@@ -143,11 +141,9 @@ def _planned(
     """Choose the grids and constants of a region; refused where the graph forbids it."""
     if region.refusal is not None:
         raise region.refusal
-    grids = choose_grids(region, groups, overridden, options.ranges)
+    grids = choose_grids(region, groups, overridden)
     for tensor, plan in region.plans.items():
-        # Beside calibrated ranges, the Relu and Clip nodes that a grid replaces have stayed.
-        ranged = not options.ranges.keys().isdisjoint(tensor.names)
-        plan.clipped = not ranged and _may_clip(graph, tensor)
+        plan.clipped = _may_clip(graph, tensor)
         _check_plan(graph, region, tensor, grids)
         _check_sharing(graph, groups, region, tensor)
     constants = list(constant_changes(region, graph))

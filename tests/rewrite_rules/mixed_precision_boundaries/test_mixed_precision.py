@@ -84,11 +84,6 @@ def read_grid(text: str) -> QuantizationGrid:
     return grid(float(scale), int(zero_point), ir.DataType[dtype], getattr(np, real))
 
 
-def read_ranges(text: str) -> dict[str, tuple[float, ...]]:
-    pairs = (each.split("=") for each in text.split())
-    return {name: tuple(map(float, ends.split(".."))) for name, ends in pairs}
-
-
 @pytest.mark.parametrize("name", REGIONS)
 def test_regions(name: str):
     """A case has the paths between operators and the grids; or codes of refusals, or an error.
@@ -120,7 +115,6 @@ def test_regions(name: str):
     before = serialized(model)
     options["promote"] = frozenset(filter(None, options.pop("promote", "").split(", ")))
     options["overrides"] = read_overrides(options.pop("overrides", "{}"))
-    options["ranges"] = read_ranges(options.pop("ranges", ""))
     try:
         remarks = place(model, **options)
     except OverrideError as error:
