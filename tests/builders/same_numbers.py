@@ -5,7 +5,7 @@ import contextlib
 import math
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,8 @@ import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 import onnxruntime as ort
+
+from ortplugins.runtime.copied_options import apply_settings
 
 from .text_models import graphs
 
@@ -26,14 +28,14 @@ def session(
     optimised: bool = False,
     accuracy_level: int | None = None,
     final: Path | None = None,
-    reuse: bool = True,
+    settings: Mapping[str, str] = {},
 ) -> ort.InferenceSession:
     """Open a model, or a path, as it stands; a level is that of onnxruntime's own fusion.
 
-    ``final`` is a file for the graph that runs; ``reuse`` is of buffers.
+    ``final`` is a file for the graph that runs; ``settings`` are what a result asks for.
     """
     options = ort.SessionOptions()
-    options.enable_mem_reuse = reuse
+    apply_settings(options, settings)
     if final is not None:
         options.optimized_model_filepath = str(final)
     if accuracy_level is not None:

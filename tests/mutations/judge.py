@@ -128,7 +128,7 @@ def _compared(
         failed = [r.reason for r in reports if "failed" in r.reason]
         return Verdict("raised", failed[0][:400]) if failed else Verdict("refused")
     try:
-        rewritten = session(result.model)
+        rewritten = session(result.model, settings=result.session_settings)
     except Exception as error:
         return Verdict("wrong", f"{chosen.name}: it does not open: {error}"[:400])
     for run in runs:
@@ -153,7 +153,8 @@ def _reads_unwritten(model: onnx.ModelProto, run: _Run, at: int) -> bool:
     As onnxruntime's Concat does where one of its inputs is empty and fits none of the others.
     What that memory holds depends on which buffers are reused.
     """
-    found = (session(model, reuse=reuse).run(None, run.feeds)[at] for reuse in (True, False))
+    settings = ({}, {"enable_mem_reuse": "0"})
+    found = (session(model, settings=each).run(None, run.feeds)[at] for each in settings)
     return any(_apart(run.outputs[at], again, run) > _BOUND for again in found)
 
 

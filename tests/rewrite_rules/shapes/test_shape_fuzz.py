@@ -127,7 +127,7 @@ def run(
 ) -> dict[str, np.ndarray] | None:
     """The outputs by name; None where onnxruntime refuses the model or the sizes."""
     with contextlib.suppress(Exception):
-        opened = session(model, reuse=reuse)
+        opened = session(model, settings={"enable_mem_reuse": str(int(reuse))})
         names = [value.name for value in opened.get_outputs()]
         return dict(zip(names, opened.run(names, dict(feeds)), strict=True))
     return None
