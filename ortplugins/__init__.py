@@ -56,9 +56,9 @@ from ortplugins._version import __version__
 
 
 def _check_package(name: str, module: str) -> None:
-    """Raise ImportError if a program has a module of its own under a name of ours.
+    """Raise ImportError if a module of the program hides a package of ours.
 
-    No wheel can avoid that: whoever asked for these packages asked for their names.
+    A wheel cannot prevent it: the names of the packages were asked for.
     """
     for folder in sys.path:
         package = os.path.join(str(folder), name)

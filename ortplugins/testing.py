@@ -37,7 +37,7 @@ _SHOWN = 30
 def assert_fused(model: ModelSource, counts: Mapping[str, int]) -> None:
     """Assert how many nodes of each operator a model has, subgraphs and functions included.
 
-    Counted is what onnxruntime is given; its own fusions come later. Constants are no nodes.
+    Counted is what onnxruntime is given; its own fusions come later. Constants do not count.
 
     Args:
         model: The model.

@@ -17,11 +17,11 @@ __all__ = [
     "ShapeSizeReorder",
     "TransformerFusion",
     "TrimPadding",
-    "our_passes",
     "configure",
     "enable_key",
     "option",
     "option_key",
+    "our_passes",
     "read",
 ]
 
@@ -57,11 +57,11 @@ _MODULES = {
     "ShapeSizeReorder": f"{_BUILTIN}.shape_size_reorder",
     "TransformerFusion": f"{_BUILTIN}.transformer_fusion",
     "TrimPadding": f"{_BUILTIN}.trim_padding",
-    "our_passes": "session_options.registry",
     "configure": "session_options.plan",
     "enable_key": "session_options.entries",
     "option": "session_options.keys",
     "option_key": "session_options.entries",
+    "our_passes": "session_options.registry",
     "read": "session_options.plan",
 }
 

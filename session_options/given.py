@@ -38,9 +38,8 @@ def given_entries(ask: Lookup, switched: Mapping[str, str] | None = None) -> dic
         switched: Entries that count for options which name no pass themselves.
     """
     own = _found(ask, (HINT_KEY, PASSES_KEY, *_ENABLING))
-    entries = own
-    if switched is not None and not any(own.get(key) for key in (HINT_KEY, PASSES_KEY)):
-        entries = own if own.keys() & _ENABLING.keys() else {**switched}
+    names_passes = own.get(HINT_KEY) or own.get(PASSES_KEY) or own.keys() & _ENABLING.keys()
+    entries = own if switched is None or names_passes else {**switched}
     on = [name for key, name in _ENABLING.items() if entries.get(key, "0") != "0"]
     places = entries.get(PASSES_KEY)
     if hint := entries.get(HINT_KEY):

@@ -185,8 +185,12 @@ def _versions(places: str | None) -> list[tuple[str, str]]:
         return []
     from session_options.registry import loaded
 
-    files = [(cls.version, sys.modules[cls.__module__].__file__) for cls in loaded(places)]
-    return [(version, digest_of(_content(file or ""))) for version, file in files]
+    found = []
+    for cls in loaded(places):
+        # None in a program that lies in no file: python -c, a notebook.
+        file = getattr(sys.modules[cls.__module__], "__file__", None)
+        found.append((cls.version, digest_of(_content(file or ""))))
+    return found
 
 
 class Artifact:

@@ -226,9 +226,10 @@ class ArtifactCache:
         return artifact
 
     def discard_damaged(self, artifact: Artifact) -> list[str]:
-        """Take an entry out if files of it changed on disk; return which.
+        """Take an entry out if files of it changed on disk; return their names.
 
-        Of one that was removed, or built again, since the artifact was read, that file.
+        An entry that was removed or built again since the artifact was read is left alone:
+        then the artifact is what changed.
         """
         with self.lock(artifact.key):
             found = Artifact.read(self.root / "entries" / artifact.key)
@@ -236,8 +237,8 @@ class ArtifactCache:
                 return [ARTIFACT]
             try:
                 changed = changed_files(found, reads_files=True)
-            except FileNotFoundError as error:
-                changed = [os.path.basename(error.filename)]
+            except OSError as error:  # one is missing, or can't be read
+                changed = [os.path.basename(error.filename or found.folder)]
             if changed:
                 self.remove(artifact.key)
         return changed

@@ -14,8 +14,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from ortplugins.cli.options import Passes, Settings, parse_settings
+from session_options.entries import PASSES_KEY, PREFIX
 from session_options.environment import plan_entries
-from session_options.keys import PREFIX
 from session_options.plan import entries_of
 
 
@@ -86,4 +86,5 @@ def _entries(passes: Sequence[str], settings: dict[str, str]) -> dict[str, str]:
     found = entries_of(passes) or plan_entries()
     enabling = f"{PREFIX}.enable_"
     names = [key.removeprefix(enabling) for key in found if key.startswith(enabling)]
+    names += filter(None, found.get(PASSES_KEY, "").split(","))
     return {**found, **entries_of(names, settings)}

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from rewrite_rules.dq_matmulnbits_fusion.fusion_run import NATIVE_PROVIDERS, FusionRun
+from rewrite_rules.dq_matmulnbits_fusion.matmul_operands import Product
 from rewrite_rules.graph.nodes import dequantizer, is_quantize_linear, owner
 from rewrite_rules.graph.parameters import constant, source_of
 from rewrite_rules.weights.dequantized_operand import DequantizedOperand
@@ -25,7 +26,7 @@ _REDUNDANT = ("Clip", "QuantizeLinear", "Relu")
 
 
 def choose_accuracy_level(
-    node: ir.Node, chain: Sequence[ir.Node], operand: DequantizedOperand, run: FusionRun
+    product: Product, chain: Sequence[ir.Node], operand: DequantizedOperand, run: FusionRun
 ) -> tuple[int, str]:
     """Return the level that the options ask for, or onnxruntime's own, and why."""
     native, asked = run.context.native_accuracy_level, run.options.accuracy_level
@@ -35,27 +36,26 @@ def choose_accuracy_level(
         return 0, " (auto: onnxruntime's optimizer is off)"
     if not NATIVE_PROVIDERS.issuperset(run.context.providers):
         return 0, " (auto: onnxruntime does not fuse for these providers)"
-    if why := _why_not_native(node, chain, operand, run):
+    if why := _why_not_native(product, chain, operand, run):
         return 0, f" (auto: onnxruntime may not fuse it, {why})"
     return native, " (auto: as onnxruntime fuses it)"
 
 
 def _why_not_native(
-    node: ir.Node, chain: Sequence[ir.Node], operand: DequantizedOperand, run: FusionRun
+    product: Product, chain: Sequence[ir.Node], operand: DequantizedOperand, run: FusionRun
 ) -> str:
-    dequantize, version = operand.dequantize, run.context.onnxruntime
+    node, x, dequantize = product.node, product.x, operand.dequantize
     in_blocks = dequantize.attributes.get_int("block_size", 0) > 0
     read = (operand.codes, operand.scales, dequantize.outputs[0])
     stored = [value for value in (*read[:2], operand.zero_points) if value is not None]
-    recent = version is None or version >= (1, 27)
-    first = in_blocks and operand.bits == 4 and node.op_type == "MatMul"
-    plain, x = first and operand.dtype is ir.DataType.FLOAT, node.inputs[0]
+    version, is_float = run.context.onnxruntime, operand.dtype is ir.DataType.FLOAT
+    first = in_blocks and operand.bits == 4 and node.op_type == "MatMul" and is_float
     refusals = (
         (node.op_type not in ("MatMul", "Gemm"), f"it is a {node.op_type}"),
-        (not _is_plain(node, operand.shape[1]), "its attributes or its bias"),
+        (not _is_plain(product, operand.shape[1]), "its attributes or its bias"),
         (len(chain) > 1 or not _reads_layout(operand), "it reads other layouts"),
         (operand.dtype != operand.scale_tensor.dtype, "the weight is of another type"),
-        (not (recent or plain), "it is older than 1.27"),
+        (version is not None and version < (1, 27) and not first, "it is older than 1.27"),
         (any(len(value.uses()) > 1 for value in read), "the weight is shared"),
         (read[-1].is_graph_output(), "the weight is an output"),
         (
@@ -68,16 +68,14 @@ def _why_not_native(
     return found or _what_follows(node, run)
 
 
-def _is_plain(node: ir.Node, columns: int) -> bool:
-    """Whether a Gemm is a product and a bias for each column; any MatMul is a product."""
-    if node.op_type == "MatMul":
-        return True
-    numbers = [node.attributes.get_float(name, 1.0) for name in ("alpha", "beta")]
-    turned = [node.attributes.get_int(name, 0) for name in ("transA", "transB")]
-    bias = node.inputs[2] if len(node.inputs) > 2 else None
-    tensor = constant(bias)
-    fits = bias is None or (tensor is not None and tuple(tensor.shape.numpy()) == (columns,))
-    return numbers == [1.0, 1.0] and turned == [0, 0] and fits
+def _is_plain(product: Product, columns: int) -> bool:
+    """Whether a MatMul or Gemm is ``x W``, and a bias for each column."""
+    tensor = constant(product.bias)
+    fits = product.bias is None or (
+        tensor is not None and tuple(tensor.shape.numpy()) == (columns,)
+    )
+    factors = (product.alpha, product.beta)
+    return factors == (1.0, 1.0) and not product.transpose_x and product.k_axis == 0 and fits
 
 
 def _reads_layout(operand: DequantizedOperand) -> bool:

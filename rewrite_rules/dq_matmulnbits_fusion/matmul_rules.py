@@ -74,7 +74,7 @@ class MatMulByWeight(OperandRule):
         if product.transpose_x:
             raise NoKernel("ORP107", f"{node.op_type} transposes its other operand")
         weight = operand.matrix(product.k_axis)
-        level, reason = choose_accuracy_level(node, chain, operand, run)
+        level, reason = choose_accuracy_level(product, chain, operand, run)
         block_size = kernel_block_size(weight, level)
         # On the CPU it computes in float32 anyway. Between operators without a float16 kernel
         # onnxruntime puts Casts on the scales, which it then takes for run-time inputs; from

@@ -222,7 +222,7 @@ def _beside(axes: Axes, mixes: bool) -> Axes:
     """
     if mixes:
         return changed(axes, lambda one: Sequence(wild=one.wild))
-    return changed(axes, Sequence.reworked)
+    return changed(axes, Sequence.reduced)
 
 
 def _matmul(site: Site) -> Axes:
@@ -323,7 +323,7 @@ def _by_matrix(site: Site) -> Axes:
         raise Refusal(*UNFIT)
     site.fixes(0)
     site.mixes([last], beside=rows)
-    return (*changed(rows, Sequence.reworked), site.sizes.axis(after[-1]))
+    return (*changed(rows, Sequence.reduced), site.sizes.axis(after[-1]))
 
 
 def _reduced(site: Site, axes: Axes, gone: set[int], flag: str) -> Axes:
@@ -395,7 +395,7 @@ def _normalization(site: Site) -> Axes:
     axes = _elementwise(site)
     axis = site.axis(-1)
     site.mixes(axes[axis:], beside=axes[:axis])
-    return changed(axes, Sequence.reworked)
+    return changed(axes, Sequence.reduced)
 
 
 # Moving tokens

@@ -35,12 +35,8 @@ class Sequence:
     set_by_mask: bool = False
     wild: bool = False
 
-    def reworked(self) -> Sequence:
-        """Return what stands there once each position is computed again."""
-        return self.reduced()
-
     def reduced(self, keeps_zero: bool = False) -> Sequence:
-        """Return what stands there once other axes are reduced."""
+        """Return what stands there once positions are computed again, or axes reduced."""
         return dataclasses.replace(self, zero=keeps_zero and self.zero, low=False)
 
 

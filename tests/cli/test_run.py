@@ -5,6 +5,7 @@ import concurrent.futures
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,34 @@ def test_run_a_script_and_a_module_with_options_like_ours(program, tmp_path):
     first, report = done.stdout.splitlines()
     assert first == f"__main__ ['-m', '--help'] {program}"
     assert "matmul" not in report.lower() and report.startswith("untouched")
+
+
+ACME = """
+import dataclasses
+from typing import ClassVar
+import ortplugins
+
+@dataclasses.dataclass(frozen=True)
+class Stamp(ortplugins.Pass):
+    name: ClassVar[str] = "stamp"
+    summary: ClassVar[str] = "write a text into the remarks"
+    text: str = ortplugins.option("hello", "What to write.")
+
+    def rewrite(self, model, context):
+        context.remarks.refused("model", self.text)
+"""
+
+
+@pytest.mark.parametrize("by_environment", [False, True])
+def test_options_reach_a_pass_of_another_package(program, tmp_path, by_environment):
+    (tmp_path / "acme.py").write_text(ACME)
+    named = [] if by_environment else ["--pass", "acme:Stamp"]
+    variables = {"ORTPLUGINS": "acme:Stamp"} if by_environment else {}
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    script = str(program / "script.py")
+    options = {"cwd": tmp_path, "PYTHONPATH": path, **variables}
+    done = run(*named, "--set", "stamp.text=by an option", script, **options)
+    assert "by an option" in done.stdout, done.stderr
 
 
 def run(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:

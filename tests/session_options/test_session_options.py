@@ -367,6 +367,13 @@ print(session.get_modelmeta().custom_metadata_map["stamp"], session.ortplugins_r
 """
 
 
+def test_a_pass_of_a_program_that_lies_in_no_file(model_path, tmp_path):
+    code = textwrap.dedent(STAMP) + STAMPED.replace("acme:Stamp", "__main__:Stamp")
+    for origin in ("built", "cache"):
+        done = python("-c", code, str(model_path))
+        assert done.stdout == f"hello {origin}\n", done.stderr
+
+
 def test_another_text_of_its_module_and_another_version_are_noticed(model_path, tmp_path):
     changes = (
         ("what it does", '"hello"', '"hi"'),
