@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +14,11 @@ import onnxruntime
 
 from ortplugins.errors import CalibrationError
 from ortplugins.model_io.loading import initializer_tensors, lift_constants, stored_bytes
-from ortplugins.model_io.saving import DATA_THRESHOLD, Progress
+from ortplugins.model_io.saving import DATA_THRESHOLD
 from ortplugins.runtime.stock_session import stock_options
 from ortplugins.samples.sources import Feed
 
-
-@dataclasses.dataclass(frozen=True)
-class Calibration:
-    """Samples, and what it takes to run them."""
-
-    samples: Sequence[Feed]
-    scratch: Path  # for files, which are needed as long as this is
-    providers: Sequence[Any] = ("CPUExecutionProvider",)
-    progress: Progress = lambda done, total, what: None
+_STATISTICS = {"session.disable_prepacking": "1"}
 
 
 def detach_tensors(model: ir.Model, scratch: Path) -> Path:
@@ -77,27 +68,25 @@ def detach_tensors(model: ir.Model, scratch: Path) -> Path:
 
 
 def open_for_samples(
-    model: ir.Model, folder: Path, providers: Sequence[Any]
+    model: ir.Model,
+    folder: Path,
+    providers: Sequence[Any],
+    level: str = "disable",
+    entries: Mapping[str, str] = _STATISTICS,
 ) -> onnxruntime.InferenceSession:
-    """Open a session that keeps the weights in their files.
+    """Open a session on a graph that :func:`detach_tensors` left; weights stay in their files.
+
+    By default for statistics:
 
     - No optimisation: what it fuses depends on the values that are outputs, and so would the
       statistics. Folded constants (transposed or cast weights) would move to the heap besides.
     - Weights packed for the kernels make runs 12 % faster and take the model's size of heap.
-    - Threads do not spin after a run, while numpy multiplies on the same cores.
+
+    Threads do not spin after a run, while numpy multiplies on the same cores.
     """
-    options = stock_options()
-    options.add_session_config_entry("session.disable_prepacking", "1")
-    return open_detached(model, folder, options, providers)
-
-
-def open_detached(
-    model: ir.Model,
-    folder: Path,
-    options: onnxruntime.SessionOptions,
-    providers: Sequence[Any],
-) -> onnxruntime.InferenceSession:
-    """Open a session on a graph that :func:`detach_tensors` left; its threads do not spin."""
+    options = stock_options(level)
+    for key, value in entries.items():
+        options.add_session_config_entry(key, value)
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry(
         "session.model_external_initializers_file_folder_path", str(folder)

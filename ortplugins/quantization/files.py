@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,8 @@ from ortplugins.model_io.saving import (
     save_with_data,
     scratch_within,
 )
-from ortplugins.quantization.calibration import Calibration
 from ortplugins.quantization.weights.report import QuantizeReport
-from ortplugins.samples.sources import CalibrationSource, read_samples
+from ortplugins.samples.sources import CalibrationSource, Feed, read_samples
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,6 +55,7 @@ class QuantizedFile:
         given: A path, or an object.
         loaded: What was given; large tensors of a path are mapped.
         model: What is written: the same model, unless another takes its place.
+        progress: As it was given.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class QuantizedFile:
         self.given, self.loaded = model, load_model(model, map_inline=True)
         self.model = self.loaded.model
         self._external_data, self._overwrite = external_data, overwrite
-        self._progress = progress
+        self.progress = progress
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
@@ -95,13 +95,9 @@ class QuantizedFile:
         """Whether the result is an object, and no file."""
         return self._target is None
 
-    def calibration(
-        self, reader: CalibrationSource, providers: Sequence[Any], scratch: Path
-    ) -> Calibration:
+    def samples(self, reader: CalibrationSource) -> list[Feed]:
         """Return samples for the model."""
-        samples = read_samples(reader, self.model)
-        progress = self._progress or Calibration.progress
-        return Calibration(samples, scratch, providers, progress)
+        return read_samples(reader, self.model)
 
     def saved(self, report: QuantizeReport) -> QuantizeResult:
         """Write the model, or take into it what lies in files; return it with a report."""
@@ -121,7 +117,7 @@ class QuantizedFile:
             self.model,
             inline=not external,
             overwrite=self._overwrite,
-            progress=self._progress,
+            progress=self.progress,
         )
         if self._folder is None:
             save(self._target)

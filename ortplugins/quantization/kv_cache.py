@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,15 +24,11 @@ import onnx_ir.passes.common
 from ortplugins.errors import CalibrationError, ModelFileError
 from ortplugins.model_io.loading import ModelLike
 from ortplugins.model_io.saving import Progress
-from ortplugins.quantization.calibration import (
-    Calibration,
-    detach_tensors,
-    open_for_samples,
-    run_sample,
-)
+from ortplugins.quantization.calibration import detach_tensors, open_for_samples, run_sample
 from ortplugins.quantization.files import QuantizedFile, QuantizeResult
 from ortplugins.quantization.methods.nearest import Floats
 from ortplugins.quantization.weights.report import QuantizeReport
+from ortplugins.samples.sources import Feed
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.graph.nodes import input_of, label
 
@@ -116,15 +113,18 @@ def quantize_kv_cache(
     )
     caches = find_caches(file.model)
     with file.scratch() as scratch:
-        calibration = file.calibration(calibration_data_reader, calibration_providers, scratch)
-        note = _quantize(file.model, caches, calibration)
+        samples = file.samples(calibration_data_reader)
+        scales = _scales(file.model, caches, samples, scratch, calibration_providers)
+        _quantize(file.model, caches, scales)
+        note = (
+            f"{len(caches)} caches are int8 now: bind int8 arrays to {caches[0].past.name!r}"
+        )
         return file.saved(QuantizeReport("kv_cache", notes=(note,)))
 
 
-def _quantize(model: ir.Model, caches: Sequence[Cache], calibration: Calibration) -> str:
-    """Keep caches in 8 bits, in place; return a note of it."""
+def _quantize(model: ir.Model, caches: Sequence[Cache], scales: Sequence[Floats]) -> None:
+    """Keep caches in 8 bits, in place."""
     names = FreshNames(model)
-    scales = _scales(model, caches, calibration)
     for cache, scale in zip(caches, scales, strict=True):
         node, name = cache.node, names.take(f"{cache.past.name}.scale")
         value = new_initializer(model.graph, ir.tensor(scale, name=name))
@@ -137,22 +137,25 @@ def _quantize(model: ir.Model, caches: Sequence[Cache], calibration: Calibration
             node.attributes[attribute.name] = attribute
         for end in (cache.past, cache.present):
             end.type = ir.TensorType(ir.DataType.INT8)
-    return f"{len(caches)} caches are int8 now: bind int8 arrays to {caches[0].past.name!r}"
 
 
 def _scales(
-    model: ir.Model, caches: Sequence[Cache], calibration: Calibration
+    model: ir.Model,
+    caches: Sequence[Cache],
+    samples: Sequence[Feed],
+    scratch: Path,
+    providers: Sequence[Any],
 ) -> list[Floats]:
     """Return the scale of each channel [G * D] of caches."""
     part = model.clone()
-    folder = detach_tensors(part, calibration.scratch)
+    folder = detach_tensors(part, scratch)
     outputs = {value.name: value for value in part.graph.outputs}
     names = [cache.present.name for cache in caches]
     part.graph.outputs[:] = [outputs[name] for name in names]
     onnx_ir.passes.common.RemoveUnusedNodesPass()(part)
-    session = open_for_samples(part, folder, calibration.providers)
+    session = open_for_samples(part, folder, providers)
     greatest: list[Floats] = []
-    for index, feed in enumerate(calibration.samples):
+    for index, feed in enumerate(samples):
         arrays = run_sample(session, names, feed, f"sample {index}")
         found = [
             abs(array.astype(np.float32)).max(axis=(0, 2), initial=0).reshape(-1)

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: MIT
 """What calibration keeps of an activation: mean |x|, some of its tokens, its Gram matrix.
 
-Tokens stream through and are not kept. The same tokens in the same updates give the same
+Tokens stream through and are not kept. The same tokens in the same portions give the same
 statistics, bit for bit.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ Floats = npt.NDArray[np.float32]
 # element, which costs more than ssyrk saves: 12 ms against 4 for 256 tokens of K = 1536, 110
 # against 24 for K = 4096.
 _GRAM_ROWS = 384
-# Tokens per product, where updates bring fewer: adding a product to the matrix costs as much
+# Tokens per product, where portions bring fewer: adding a product to the matrix costs as much
 # as multiplying some 200 tokens.
 _GRAM_TOKENS = 256
 # Bytes of |x| at a time: what stays in the cache.
@@ -64,142 +65,134 @@ class ActivationStatistics:
         )
 
 
-class StatisticsAccumulator:
-    """Makes :class:`ActivationStatistics` of tokens that stream through it.
+def statistics_of(
+    portions: Callable[[], Iterable[npt.NDArray[Any]]],
+    name: str,
+    k: int,
+    axes: int = 0,
+    *,
+    gram_tokens: float = math.inf,
+    max_tokens: int = 128,
+    zeros: Callable[[tuple[int, ...]], Floats] | None = None,
+) -> ActivationStatistics | None:
+    """Return the statistics of an activation; None without tokens.
 
     Activations that have equally many tokens keep those of the same positions.
+
+    Args:
+        portions: Yields tokens ``[..., K]`` of any float type, an array for each sample, the
+            same whenever it is called.
+        name: The activation's, for errors.
+        k: Size of its last axis.
+        axes: Of the Gram matrix: 2, 1 for its diagonal, 0 for none.
+        gram_tokens: About how many tokens, at random, count for the Gram matrix.
+        max_tokens: How many tokens are kept.
+        zeros: Makes the Gram matrix, of its shape; in memory by default.
+
+    Raises:
+        CalibrationError: If tokens have another size, or hold NaN or infinite values, or their
+            squares leave float32.
     """
+    count = sum(math.prod(portion.shape[:-1]) for portion in portions())
+    if not count:
+        return None
+    rng, stride = np.random.default_rng(0), max(1, round(count / gram_tokens))
+    # Every s-th would be the first of each text where s divides their length.
+    counted = np.arange(0, count, stride)
+    counted[1:] += rng.integers(stride, size=len(counted) - 1)
+    counted = counted[counted < count]
+    kept = np.sort(rng.choice(count, min(count, max_tokens), replace=False))
+    sums, tokens = np.zeros(k), list[Floats]()
 
-    def __init__(
-        self,
-        name: str,
-        k: int,
-        axes: int = 0,
-        gram_stride: int = 1,
-        max_tokens: int = 128,
-        zeros: Callable[[tuple[int, ...]], Floats] | None = None,
-    ) -> None:
-        """Start.
+    def passing() -> Iterator[Floats]:
+        """Yield what counts for the Gram matrix, and see to the rest."""
+        start = 0
+        for index, portion in enumerate(portions()):
+            what = f"sample {index}: activation {name!r}"
+            rows = _rows(portion, k, what)
+            sums[:] += _magnitudes(rows, what)
+            tokens.append(_at(kept, rows, start))
+            yield rows if stride == 1 else _at(counted, rows, start)
+            start += len(rows)
 
-        Args:
-            name: The activation's, for errors.
-            k: Size of its last axis.
-            axes: Of the Gram matrix: 2, 1 for its diagonal, 0 for none.
-            gram_stride: Of so many tokens a random one counts for the Gram matrix.
-            max_tokens: How many tokens are kept.
-            zeros: Makes the Gram matrix, of its shape; in memory by default.
-        """
-        self._name, self._k, self._max_tokens = name, k, max_tokens
-        self._rng = np.random.default_rng(0)
-        self._count = 0
-        self._sum_abs = np.zeros(k, np.float64)
-        self._tokens: Floats = np.zeros((max_tokens, k), np.float32)
-        self._positions = np.empty(max_tokens, np.int64)
-        shape = (k,) * axes
-        self._gram: Floats | None = None
-        if axes:
-            self._gram = np.zeros(shape, np.float32) if zeros is None else zeros(shape)
-        self._waiting: Floats = np.zeros((_GRAM_TOKENS * (axes == 2), k), np.float32)
-        self._waiting_tokens = 0
-        self._gram_stride, self._gram_count = gram_stride, 0
-        self._windows, self._pick = itertools.count(gram_stride, gram_stride), 0
-        self._picks = np.random.default_rng(0)
-
-    def update(self, x: npt.NDArray[Any]) -> None:
-        """Take in tokens ``[..., K]`` of any float type; the array is not kept."""
-        if not x.ndim or x.shape[-1] != self._k:
+    gram = None
+    if axes:
+        gram = _gram(passing(), (zeros or _in_memory)((k,) * axes))
+        if not np.isfinite(gram).all():
             raise CalibrationError(
-                f"activation {self._name!r} has shape {list(x.shape)}: its last axis should "
-                f"be K = {self._k}"
+                f"activation {name!r} is too large: its squares leave float32"
             )
-        rows: Floats = np.ascontiguousarray(x.reshape(-1, self._k), np.float32)
-        self._sum_abs += self._magnitudes(rows)
-        self._sample(rows)
-        if self._gram is not None:
-            self._add_products(rows, self._gram)
-        self._count += len(rows)
+    else:
+        collections.deque(passing(), maxlen=0)
+    mean_abs = (sums / count).astype(np.float32)
+    return ActivationStatistics(count, mean_abs, np.concatenate(tokens), gram)
 
-    def finish(self) -> ActivationStatistics | None:
-        """Return the statistics, None without tokens; the accumulator is spent."""
-        if not self._count:
-            return None
-        kept = min(self._count, self._max_tokens)
-        order = np.argsort(self._positions[:kept])
-        gram = self._gram
-        if gram is not None:
-            self._flush(gram)
-            gram /= np.float32(self._gram_count)
-            if not np.isfinite(gram).all():
-                raise CalibrationError(
-                    f"activation {self._name!r} is too large: its squares leave float32"
-                )
-            for start in range(0, self._k * (gram.ndim - 1), _GRAM_ROWS):
-                end = start + _GRAM_ROWS
-                square = gram[start:end, start:end]
-                square[:] = np.triu(square) + np.triu(square, 1).T
-                gram[end:, start:end] = gram[start:end, end:].T
-        return ActivationStatistics(
-            self._count,
-            (self._sum_abs / self._count).astype(np.float32),
-            self._tokens[:kept][order],
-            gram,
-        )
 
-    def _magnitudes(self, rows: Floats) -> npt.NDArray[np.float64]:
-        """Return sums of |x|, float64 ``[K]``."""
-        sums = np.zeros(self._k, np.float64)
-        step = max(1, _CHUNK_BYTES // (4 * max(1, self._k)))
-        with np.errstate(over="ignore", invalid="ignore"):
-            for start in range(0, len(rows), step):
-                sums += np.abs(rows[start : start + step]).sum(axis=0)
-        # NaN and infinity show in the sums, so that x need not be read again; finite values
-        # may add up to infinity in float32, and only then x is looked at.
-        if not np.isfinite(sums).all():
-            if not np.isfinite(rows).all():
-                raise CalibrationError(
-                    f"activation {self._name!r} holds NaN or infinite values"
-                )
-            sums = np.abs(rows).sum(axis=0, dtype=np.float64)
-        return sums
+def _in_memory(shape: tuple[int, ...]) -> Floats:
+    return np.zeros(shape, np.float32)
 
-    def _sample(self, rows: Floats) -> None:
-        """Algorithm R: token i replaces one of the kept ones with probability max_tokens/i."""
-        head = min(len(rows), max(0, self._max_tokens - self._count))
-        kept = slice(self._count, self._count + head)
-        self._tokens[kept] = rows[:head]
-        self._positions[kept] = np.arange(self._count, self._count + head)
-        # One draw per token, so that tokens in other portions draw the same.
-        positions = np.arange(self._count + head, self._count + len(rows))
-        places = (self._rng.random(len(positions)) * (positions + 1)).astype(np.int64)
-        for index in np.flatnonzero(places < self._max_tokens):
-            self._tokens[places[index]] = rows[head + index]
-            self._positions[places[index]] = positions[index]
 
-    def _add_products(self, rows: Floats, gram: Floats) -> None:
-        if self._gram_stride > 1:
-            # Every s-th would be the first of each text where s divides their length.
-            picked = []
-            while self._pick < self._count + len(rows):
-                picked.append(self._pick - self._count)
-                self._pick = next(self._windows) + int(self._picks.integers(self._gram_stride))
-            rows = rows[picked]
-        self._gram_count += len(rows)
+def _rows(portion: npt.NDArray[Any], k: int, what: str) -> Floats:
+    """Return tokens ``[T, K]`` in float32."""
+    if not portion.ndim or portion.shape[-1] != k:
+        shape = list(portion.shape)
+        raise CalibrationError(f"{what} has shape {shape}: its last axis should be K = {k}")
+    return np.ascontiguousarray(portion.reshape(-1, k), np.float32)
+
+
+def _at(positions: npt.NDArray[np.int64], rows: Floats, start: int) -> Floats:
+    """Return the rows at positions, which count from ``start`` rows before."""
+    first, last = np.searchsorted(positions, (start, start + len(rows)))
+    return rows[positions[first:last] - start]
+
+
+def _magnitudes(rows: Floats, what: str) -> npt.NDArray[np.float64]:
+    """Return sums of |x|, float64 ``[K]``."""
+    sums = np.zeros(rows.shape[1], np.float64)
+    step = max(1, _CHUNK_BYTES // (4 * max(1, rows.shape[1])))
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, len(rows), step):
+            sums += np.abs(rows[start : start + step]).sum(axis=0)
+    # NaN and infinity show in the sums, so that x need not be read again; finite values
+    # may add up to infinity in float32, and only then x is looked at.
+    if not np.isfinite(sums).all():
+        if not np.isfinite(rows).all():
+            raise CalibrationError(f"{what} holds NaN or infinite values")
+        sums = np.abs(rows).sum(axis=0, dtype=np.float64)
+    return sums
+
+
+def _in_batches(portions: Iterable[Floats]) -> Iterator[Floats]:
+    """Yield rows, those of small portions together."""
+    waiting: list[Floats] = []
+    for rows in portions:
+        if waiting and sum(map(len, waiting)) + len(rows) > _GRAM_TOKENS:
+            yield np.concatenate(waiting)
+            waiting = []
+        if len(rows) >= _GRAM_TOKENS:
+            yield rows
+        else:
+            waiting.append(rows)
+    if waiting:
+        yield np.concatenate(waiting)
+
+
+def _gram(portions: Iterable[Floats], gram: Floats) -> Floats:
+    """Return X^T X / count of all rows, or its diagonal, in a matrix or vector of zeros."""
+    count = 0
+    for rows in portions if gram.ndim == 1 else _in_batches(portions):
+        count += len(rows)
         if gram.ndim == 1:
             gram += np.square(rows).sum(axis=0)
-            return
-        if self._waiting_tokens + len(rows) > _GRAM_TOKENS:
-            self._flush(gram)
-        if len(rows) >= _GRAM_TOKENS:
+        else:
             _add_upper(rows, gram)
-            return
-        end = self._waiting_tokens + len(rows)
-        self._waiting[self._waiting_tokens : end] = rows
-        self._waiting_tokens = end
-
-    def _flush(self, gram: Floats) -> None:
-        if self._waiting_tokens:
-            _add_upper(self._waiting[: self._waiting_tokens], gram)
-            self._waiting_tokens = 0
+    gram /= np.float32(count)
+    for start in range(0, len(gram) * (gram.ndim - 1), _GRAM_ROWS):
+        end = start + _GRAM_ROWS
+        square = gram[start:end, start:end]
+        square[:] = np.triu(square) + np.triu(square, 1).T
+        gram[end:, start:end] = gram[start:end, end:].T
+    return gram
 
 
 def _add_upper(rows: Floats, gram: Floats) -> None:

@@ -41,7 +41,6 @@ from onnxscript import TapeBuilder
 from ortplugins.errors import ModelFileError, QuantizationError
 from ortplugins.model_io.loading import ModelLike
 from ortplugins.model_io.saving import Progress
-from ortplugins.quantization.calibration import Calibration
 from ortplugins.quantization.codes import checked
 from ortplugins.quantization.files import QuantizedFile, QuantizeResult
 from ortplugins.quantization.methods.nearest import BlockFormat, Floats
@@ -143,8 +142,9 @@ def quantize_encoder8(
     plan = plan_weights(file.model, recipe)
     check_not_empty(plan, recipe)
     with file.scratch() as scratch:
-        calibration = file.calibration(calibration_data_reader, calibration_providers, scratch)
-        rows = _quantize_products(plan, least_cosine, calibration)
+        samples = file.samples(calibration_data_reader)
+        walk = Walk(file.model, samples, scratch, calibration_providers, progress)
+        rows = _quantize_products(plan, least_cosine, walk)
         file.model.ir_version = max(file.model.ir_version or 0, _IR_VERSION)
         nodes = (row if isinstance(row, NodeReport) else rows[row] for row in plan.nodes)
         kept = (
@@ -157,7 +157,7 @@ def quantize_encoder8(
 
 
 def _quantize_products(
-    plan: WeightPlan, least_cosine: float, calibration: Calibration
+    plan: WeightPlan, least_cosine: float, walk: Walk
 ) -> dict[WeightUse, NodeReport]:
     """Quantise the products of a plan, in place; report what became of each."""
     if (opset := plan.model.opset_imports.get("", 0)) < _FIRST_OPSET:
@@ -172,7 +172,7 @@ def _quantize_products(
             rows[use] = report_of(use, reason=why)
         else:
             layers.setdefault(str(use.activation and use.activation.name), []).append(use)
-    walk, writer = Walk(plan.model, calibration), _Writer(plan.model)
+    writer = _Writer(plan.model)
     for name in sorted(layers, key=lambda name: walk.places.get(name, 0)):
         uses = layers[name]
         known = walk.statistics(name, uses[0].K, max_tokens=_TOKENS)

@@ -13,15 +13,15 @@ kept in files until the last of them has run; one sample is in memory at a time.
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import errno
+import functools
 import itertools
 import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +30,9 @@ import numpy.typing as npt
 import onnx_ir as ir
 import onnxruntime
 
-from ortplugins.errors import CalibrationError
-from ortplugins.quantization.calibration import (
-    Calibration,
-    detach_tensors,
-    open_for_samples,
-    run_sample,
-)
-from ortplugins.quantization.statistics import (
-    ActivationStatistics,
-    StatisticsAccumulator,
-)
+from ortplugins.model_io.saving import Progress
+from ortplugins.quantization.calibration import detach_tensors, open_for_samples, run_sample
+from ortplugins.quantization.statistics import ActivationStatistics, statistics_of
 from ortplugins.samples.sources import Feed
 from rewrite_rules.facts.token_rows import TokenRows
 from rewrite_rules.graph.nodes import captures, drop_unused_initializers
@@ -62,10 +54,18 @@ class Walk:
             model are not in it.
     """
 
-    def __init__(self, model: ir.Model, calibration: Calibration) -> None:
-        """Start before the first node."""
-        self._calibration, self.model = calibration, model
-        self._scratch = Path(tempfile.mkdtemp(dir=calibration.scratch))
+    def __init__(
+        self,
+        model: ir.Model,
+        samples: Sequence[Feed],
+        scratch: Path,
+        providers: Sequence[Any] = ("CPUExecutionProvider",),
+        progress: Progress | None = None,
+    ) -> None:
+        """Start before the first node; files in a folder of ``scratch`` are the walk's."""
+        self.model, self._samples = model, samples
+        self._providers, self._progress = providers, progress
+        self._scratch = Path(tempfile.mkdtemp(dir=scratch))
         self._model = model.clone()
         # Not by name: nodes of sibling subgraphs may have one, and so may their outputs.
         self._places_of: dict[ir.Node, str] = {}
@@ -104,18 +104,13 @@ class Walk:
     ) -> ActivationStatistics | None:
         """Return statistics of an activation in the float model; None without tokens.
 
-        Activations are asked for in the order of the graph. ``axes`` and ``max_tokens`` are as
-        for :class:`StatisticsAccumulator`; about ``gram_tokens`` are in the Gram matrix.
+        Activations are asked for in the order of the graph; arguments are those of
+        :func:`statistics_of`.
         """
         self._run_to(self.places.get(name, 0))
-        stride = (
-            max(1, round(self._count(name) / gram_tokens)) if gram_tokens < math.inf else 1
-        )
-        found = StatisticsAccumulator(name, k, axes, stride, max_tokens, self._zeros)
-        for index, feed in enumerate(self._calibration.samples):
-            if (rows := self._tokens(_FLOAT, index, name, feed)) is not None:
-                _update(found, rows, index)
-        return found.finish()
+        limits: dict[str, Any] = {"gram_tokens": gram_tokens, "max_tokens": max_tokens}
+        given = functools.partial(self._tokens, _FLOAT, name)
+        return statistics_of(given, name, k, axes, zeros=self._zeros, **limits)
 
     def paired(self, name: str, k: int) -> ActivationStatistics | None:
         """Return statistics of an activation in the copy, and of how it drifted.
@@ -123,27 +118,18 @@ class Walk:
         All its tokens count.
         """
         self._run_to(self.places.get(name, 0))
-        copy = StatisticsAccumulator(name, k, 2, zeros=self._zeros)
-        floats = StatisticsAccumulator(name, k)
-        drift = self._zeros((k, k))
+        given = functools.partial(self._tokens, _FLOAT, name)
+        copied = functools.partial(self._tokens, _QUANTIZED, name)
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
-            for index, feed in enumerate(self._calibration.samples):
-                given = self._tokens(_FLOAT, index, name, feed)
-                rows = self._tokens(_QUANTIZED, index, name, feed)
-                if given is None or rows is None:
-                    continue
-                updates = [
-                    pool.submit(_update, copy, rows, index),
-                    pool.submit(_update, floats, given, index),
-                    pool.submit(_add_drift, rows, given, drift),
-                ]
-                for update in updates:
-                    update.result()
-        found, expected = copy.finish(), floats.finish()
+            copy = pool.submit(statistics_of, copied, name, k, 2, zeros=self._zeros)
+            floats = pool.submit(statistics_of, given, name, k)
+            drift = pool.submit(_drift, copied(), given(), self._zeros((k, k)))
+            found, expected = copy.result(), floats.result()
         if found is None or expected is None:
             return None
-        drift /= np.float32(found.count)
-        return dataclasses.replace(found, float_tokens=expected.tokens, drift=drift)
+        sums = drift.result()
+        sums /= np.float32(found.count)
+        return dataclasses.replace(found, float_tokens=expected.tokens, drift=sums)
 
     def _run_to(self, place: int) -> None:
         """Run what is left of the nodes before a place, in both models."""
@@ -155,10 +141,9 @@ class Walk:
         folders = {name: self._scratch / f"value{next(self._numbers)}" for name in made}
         for folder in folders.values():
             folder.mkdir()
-        samples = self._calibration.samples
         for model in (_FLOAT, _QUANTIZED):
             weights, session, reads = dict[str, Array](), None, _reads(nodes)
-            for index, feed in enumerate(samples):
+            for index, feed in enumerate(self._samples):
                 names = reads & (self._kept.keys() | feed.keys())
                 inputs = {name: self._value(model, index, name, feed) for name in names}
                 if session is None:
@@ -170,7 +155,8 @@ class Walk:
                             break
                     session = self._open(part, inputs | weights)
                 what = f"sample {index}"
-                self._calibration.progress(index, len(samples), f"calibration, {what}")
+                if self._progress is not None:
+                    self._progress(index, len(self._samples), f"calibration, {what}")
                 arrays = run_sample(session, (), inputs | weights, what)
                 for folder, array in zip(folders.values(), arrays, strict=True):
                     _store(folder / f"{model}-{index}.npy", array)
@@ -182,32 +168,18 @@ class Walk:
 
     def _zeros(self, shape: tuple[int, ...]) -> Array:
         """Return a mapped matrix: several of 11,008 x 11,008 are not to be in memory."""
-        path, size = self._scratch / f"matrix{next(self._numbers)}", 4 * math.prod(shape)
-        with open(path, "wb") as file:
+        with tempfile.TemporaryFile(dir=self._scratch) as file:
             # Writing to a mapping of a full disk would kill the process.
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, size)
-            else:
-                file.truncate(size)
-        mapped = np.asarray(np.memmap(path, np.float32, "r+", shape=shape))
-        with contextlib.suppress(OSError):  # Windows keeps it until the walk is over
-            path.unlink()
-        return mapped
+                os.posix_fallocate(file.fileno(), 0, 4 * math.prod(shape))
+            return np.asarray(np.memmap(file, np.float32, "w+", shape=shape))
 
-    def _count(self, name: str) -> float:
-        """Return about how many tokens of all samples are no padding."""
-        return sum(
-            math.prod(self._value(_FLOAT, index, name, feed).shape[:-1])
-            * self._rows.share(name, feed)
-            for index, feed in enumerate(self._calibration.samples)
-        )
-
-    def _tokens(self, model: int, index: int, name: str, feed: Feed) -> Array | None:
-        """Return the rows of an activation that are no padding; None if there are none."""
-        array = self._value(model, index, name, feed)
-        real = self._rows.real(name, array.shape, feed)
-        array = array if real is None else array[real]
-        return array if array.size else None
+    def _tokens(self, model: int, name: str) -> Iterator[Array]:
+        """Yield the rows of an activation that are no padding, for each sample."""
+        for index, feed in enumerate(self._samples):
+            array = self._value(model, index, name, feed)
+            real = self._rows.real(name, array.shape, feed)
+            yield array if real is None else array[real]
 
     def _value(self, model: int, index: int, name: str, feed: Feed) -> Array:
         if name in self._kept:
@@ -246,7 +218,7 @@ class Walk:
             value.shape = ir.Shape([None] * array.ndim)
         functions = list(self._model.functions.values())
         model = ir.Model(part, ir_version=self._model.ir_version, functions=functions)
-        return open_for_samples(model, self._folder, self._calibration.providers)
+        return open_for_samples(model, self._folder, self._providers)
 
 
 def _store(path: Path, array: Array) -> None:
@@ -259,21 +231,16 @@ def _store(path: Path, array: Array) -> None:
         raise
 
 
-def _update(statistics: StatisticsAccumulator, rows: Array, sample: int) -> None:
-    try:
-        statistics.update(rows)
-    except CalibrationError as error:
-        raise CalibrationError(f"sample {sample}: {error}") from None
-
-
-def _add_drift(quantized: Array, floats: Array, sums: Array) -> None:
-    """Add X^T (X_float - X) to the sums, in place."""
-    k = quantized.shape[-1]
-    rows = quantized.reshape(-1, k).astype(np.float32, copy=False)
-    difference = floats.reshape(-1, k).astype(np.float32, copy=False) - rows
-    for start in range(0, k, _DRIFT_ROWS):
-        block = slice(start, start + _DRIFT_ROWS)
-        sums[block] += rows[:, block].T @ difference
+def _drift(quantized: Iterable[Array], floats: Iterable[Array], sums: Array) -> Array:
+    """Add X^T (X_float - X) of all tokens to the sums, in place."""
+    k = len(sums)
+    for ours, given in zip(quantized, floats, strict=True):
+        rows = ours.reshape(-1, k).astype(np.float32, copy=False)
+        difference = given.reshape(-1, k).astype(np.float32, copy=False) - rows
+        for start in range(0, k, _DRIFT_ROWS):
+            block = slice(start, start + _DRIFT_ROWS)
+            sums[block] += rows[:, block].T @ difference
+    return sums
 
 
 def _reads(nodes: Sequence[ir.Node]) -> set[str]:

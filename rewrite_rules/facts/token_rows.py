@@ -65,13 +65,6 @@ class TokenRows:
                 found = rows if found is None else found & rows
         return found
 
-    def share(self, name: str, feed: Mapping[str, NDArray[Any]]) -> float:
-        """Return about which share of an activation's rows are tokens."""
-        dims = self._roles.dims(self._values[name]) or ()
-        counted = {unknown for dim in dims for unknown in dim[1]}
-        of = ((set(mask.tokens[1]), kept.mean()) for mask, kept in self._fed(feed))
-        return float(min((share for tokens, share in of if tokens <= counted), default=1.0))
-
     def _fed(
         self, feed: Mapping[str, NDArray[Any]]
     ) -> Iterator[tuple[_Mask, NDArray[np.bool_]]]:

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 import ortplugins
 from ortplugins.errors import CalibrationError
 from ortplugins.model_io.loading import load_model
-from ortplugins.quantization.calibration import Calibration
-from ortplugins.quantization.statistics import StatisticsAccumulator
+from ortplugins.quantization.statistics import statistics_of
 from ortplugins.quantization.walk import Walk
 from ortplugins.samples.sources import read_samples
 
@@ -44,9 +43,9 @@ def run_all(model, feeds, names):
     }
 
 
-def statistics_of(model, source, tmp_path, widths, *given, **options):
+def walked(model, source, tmp_path, widths, *given, **options):
     """Return what is known of activations, by width, which are in the model's order."""
-    walk = Walk(model, Calibration(read_samples(source, model), tmp_path))
+    walk = Walk(model, read_samples(source, model), tmp_path)
     return {name: walk.statistics(name, k, *given, **options) for name, k in widths.items()}
 
 
@@ -61,12 +60,9 @@ def statistics_of(model, source, tmp_path, widths, *given, **options):
 )
 def test_statistics_are_those_of_all_tokens(lengths, k, max_tokens):
     x = np.random.default_rng(0).standard_normal((sum(lengths) + 1, k)).astype(np.float32)
-    accumulator = StatisticsAccumulator("x", k, 2, max_tokens=max_tokens)
-    start = 0
-    for length in [*lengths, 1]:
-        accumulator.update(x[None, start : start + length])
-        start += length
-    found = accumulator.finish()
+    portions = np.split(x[None], np.cumsum(lengths), axis=1)
+    found = statistics_of(lambda: portions, "x", k, 2, max_tokens=max_tokens)
+    assert found is not None
     assert found.count == len(x)
     np.testing.assert_allclose(found.mean_abs, np.abs(x).mean(0), rtol=1e-5)
     np.testing.assert_allclose(found.gram, x.T @ x / len(x), atol=1e-5)
@@ -79,14 +75,13 @@ def test_statistics_are_those_of_all_tokens(lengths, k, max_tokens):
 
 def test_a_sample_of_tokens_is_uniform_and_does_not_depend_on_portions():
     x = np.arange(2000, dtype=np.float32)[:, None]
-    whole = StatisticsAccumulator("x", 1, max_tokens=500)
-    parts = StatisticsAccumulator("x", 1, max_tokens=500)
-    whole.update(x)
-    for part in np.split(x, [3, 499, 501, 1600]):
-        parts.update(part)
-    tokens = whole.finish().tokens
-    np.testing.assert_array_equal(tokens, parts.finish().tokens)
-    quarters, _ = np.histogram(tokens, 4, (0, 2000))
+    splits = [x], np.split(x, [3, 499, 501, 1600])
+    whole, parts = (
+        statistics_of(lambda split=split: split, "x", 1, max_tokens=500).tokens
+        for split in splits
+    )
+    np.testing.assert_array_equal(whole, parts)
+    quarters, _ = np.histogram(whole, 4, (0, 2000))
     assert (abs(quarters - 125) < 40).all()
 
 
@@ -100,10 +95,8 @@ def test_a_sample_of_tokens_is_uniform_and_does_not_depend_on_portions():
     ],
 )
 def test_bad_activations_are_refused_by_name(x, message):
-    accumulator = StatisticsAccumulator("x", 3, 2)
     with pytest.raises(CalibrationError, match=message):
-        accumulator.update(x)
-        accumulator.finish()
+        statistics_of(lambda: [x], "x", 3, 2)
 
 
 # Samples
@@ -225,7 +218,7 @@ def test_weights_stay_in_their_files_and_the_model_as_it_was(tmp_path):
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     feeds = token_samples(5, 9, 11)
-    found = statistics_of(loaded, feeds, scratch, WIDTHS, 2, max_tokens=100)
+    found = walked(loaded, feeds, scratch, WIDTHS, 2, max_tokens=100)
     assert ir.to_proto(loaded).SerializeToString() == before
     assert not [path for path in scratch.rglob("*.data") if path.stat().st_size]
     for name, x in run_all(model, feeds, NAMES).items():
@@ -248,4 +241,4 @@ def test_runs_that_fail_name_the_sample(tmp_path, line, message):
     model = model_of(text, {"two": np.array([2, 2])})
     feeds = [{"x": np.full((n, 2), size, np.float32)} for n, size in ((2, 1), (1, 500))]
     with pytest.raises(CalibrationError, match=message):
-        statistics_of(model, feeds, tmp_path, {"h": 2})
+        walked(model, feeds, tmp_path, {"h": 2})

@@ -17,7 +17,6 @@ from builders.text_models import model_of, normal, proto_of
 
 from ortplugins.errors import CalibrationError, ModelFileError, UsageError
 from ortplugins.measurement.models import comparison_feeds
-from ortplugins.quantization.calibration import Calibration
 from ortplugins.quantization.walk import Walk
 from ortplugins.samples.made_up import MadeUpInputs
 from ortplugins.samples.text import TextSamples
@@ -212,7 +211,7 @@ def test_padding_never_counts_in_statistics():
     counted = TokenRows(graph).real("x", (1, 12, 8), feed)
     assert counted is not None and counted.tolist() == [[True] * 5 + [False] * 7]
 
-    part = Walk(graph, Calibration([feed], Path().absolute())).statistics("x", 8, 2)
+    part = Walk(graph, [feed], Path().absolute()).statistics("x", 8, 2)
     expected = np.abs(table[[0, 3, 4, 5, 1]]).mean(0)
     assert part is not None
     np.testing.assert_allclose(part.mean_abs, expected, rtol=1e-5)

@@ -10,6 +10,7 @@ find the weights -> one walk in the graph's order, and for each activation in it
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -17,7 +18,7 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,6 @@ from ortplugins.errors import CalibrationError, ModelFileError, QuantizationErro
 from ortplugins.model_io.loading import ModelLike
 from ortplugins.model_io.opset import raise_opset
 from ortplugins.model_io.saving import Progress
-from ortplugins.quantization.calibration import Calibration
 from ortplugins.quantization.codes import WeightCodes, choose_codes
 from ortplugins.quantization.files import QuantizedFile, QuantizeResult
 from ortplugins.quantization.methods.awq import search_scales
@@ -63,8 +63,9 @@ _LEAST_TOKENS = 4
 # What is known of a weight's inputs, and what feeds its errors back.
 Known = tuple[ActivationStatistics | None, Gptq | None]
 _NOTHING: Known = (None, None)
-# Weights whose codes are waited for, at least.
-_AT_A_TIME = 8
+NewWalk = Callable[[], Walk]
+# Weights whose codes are chosen ahead, at least.
+_AHEAD = 8
 # Operators whose results are as many as a run finds, and those that put rows back.
 _CHOOSING = frozenset({"Compress", "NonMaxSuppression", "NonZero", "TopK", "Unique"})
 _PUT_BACK = frozenset({"ScatterElements", "ScatterND"})
@@ -140,26 +141,26 @@ def quantize(
     if notes:  # the conversion made new nodes
         plan = plan_weights(file.model, chosen)
     with file.scratch() as scratch:
-        calibration = None
+        calibrated: NewWalk | None = None
         says = any(group.activation is not None for group in plan.groups)
         if says and (chosen.needs_samples or calibration_data_reader is not None):
-            calibration = file.calibration(
-                calibration_data_reader, calibration_providers, scratch
-            )
+            samples = file.samples(calibration_data_reader)
+            runs = samples, scratch, calibration_providers, progress
+            calibrated = functools.partial(Walk, plan.model, *runs)
         stored = None if file.in_memory else scratch / "codes"
         # What a sum of floats gives depends on how BLAS's threads share it out: strips of
         # columns are shared out instead.
         with threadpoolctl.threadpool_limits(1, user_api="blas"):
-            if chosen.share_of_8_bits and calibration is not None:
-                _give_8_bits(plan, chosen.share_of_8_bits, calibration, executor)
+            if chosen.share_of_8_bits and calibrated is not None:
+                _give_8_bits(plan, chosen.share_of_8_bits, calibrated, executor)
             weights = [weight for group in plan.groups for weight in group.weights]
             total, done = sum(weight.K * weight.N for weight in weights), 0
-            for weight, found in _walked(plan, calibration, executor):
+            for weight, found in _walked(plan, calibrated, executor):
                 store_codes(weight, found, stored)
                 done += weight.K * weight.N
                 if progress is not None:
                     progress(done, total, weight.uses[0].label)
-        if calibration is not None:
+        if calibrated is not None:
             _note_unreached(plan)
         write_codes(plan)
         report = reported(plan, chosen)
@@ -171,7 +172,7 @@ def quantize(
 
 def _walked(
     plan: WeightPlan,
-    calibration: Calibration | None,
+    calibrated: NewWalk | None,
     executor: concurrent.futures.Executor | None,
     *,
     ranks: bool = False,
@@ -180,7 +181,7 @@ def _walked(
 
     ``ranks`` rounds all to nearest, for what they add to the error of the float model.
     """
-    walk = None if calibration is None else Walk(plan.model, calibration)
+    walk = None if calibrated is None else calibrated()
     alone = [group for group in plan.groups if walk is None or group.activation is None]
     met = [group for group in plan.groups if group not in alone]
     # The copy of the model is run for weights that make up for its errors, and no others.
@@ -282,7 +283,7 @@ def _search_scales(group: Group, statistics: ActivationStatistics) -> None:
 def _chosen(
     known: Mapping[Weight, Known], executor: concurrent.futures.Executor | None
 ) -> Iterator[tuple[Weight, WeightCodes]]:
-    """Have an executor choose codes; yield them in order, of a few weights at a time.
+    """Have an executor choose codes, of a few weights ahead; yield them in order.
 
     Without one, threads share weights, and columns where there are fewer weights than cores.
     """
@@ -297,19 +298,20 @@ def _chosen(
             for weight, inputs in items:
                 if (gptq := inputs[1]) is not None:  # before several threads ask for it
                     gptq.factor(weight.form)
-        step = max(workers, _AT_A_TIME)
-        for start in range(0, len(items), step):
-            waiting = []
-            for weight, inputs in items[start : start + step]:
-                task = (_matrix(weight), weight.form, *inputs, threads)
-                waiting.append((weight, executor.submit(choose, *task)))
-            for weight, future in waiting:
-                try:
-                    yield weight, future.result()
-                except QuantizationError as error:
-                    raise QuantizationError(
-                        f"weight {weight.name!r} cannot be quantised: {error}"
-                    ) from error
+        submitted = (
+            (weight, executor.submit(choose, _matrix(weight), weight.form, *inputs, threads))
+            for weight, inputs in items
+        )
+        waiting = collections.deque(itertools.islice(submitted, max(workers, _AHEAD)))
+        while waiting:
+            weight, future = waiting.popleft()
+            try:
+                yield weight, future.result()
+            except QuantizationError as error:
+                raise QuantizationError(
+                    f"weight {weight.name!r} cannot be quantised: {error}"
+                ) from error
+            waiting.extend(itertools.islice(submitted, 1))
 
 
 def _in_a_worker(*task: Any) -> WeightCodes:
@@ -372,7 +374,7 @@ def _note_unreached(plan: WeightPlan) -> None:
 def _give_8_bits(
     plan: WeightPlan,
     share: float,
-    calibration: Calibration,
+    calibrated: NewWalk,
     executor: concurrent.futures.Executor | None,
 ) -> None:
     """Give 8 bits to weights that lose most error for each element by them, up to a share.
@@ -382,7 +384,7 @@ def _give_8_bits(
     it is the late down_proj that come first. A weight that no longer fits is passed over for
     smaller ones.
     """
-    ranked = _walked(plan, calibration, executor, ranks=True)
+    ranked = _walked(plan, calibrated, executor, ranks=True)
     found = {weight: codes.added for weight, codes in ranked}
     gain = {
         weight: added / (weight.K * weight.N)
