@@ -60,7 +60,7 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
         "kv_cache": "exported",
     },
     "conv_fusion": {},
-    "shape_size_reorder": {"dims": "", "for_default_order": "0"},
+    "shape_size_reorder": {"dims": ""},
     "prepacked_weights": {
         "verify": "size",
         "limit_mb": "0",

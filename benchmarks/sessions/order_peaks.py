@@ -28,8 +28,8 @@ from benchmarks.models.branching_graphs import GRAPHS
 from benchmarks.models.real_nets import real_nets
 from ortplugins.measurement.measure import Candidate, SessionProcess, write_feed
 from rewrite_rules.remarks import PassContext, Remarks
+from rewrite_rules.shape_size_reorder.memory_order import memory_order
 from rewrite_rules.shape_size_reorder.reorder import reorder
-from rewrite_rules.shape_size_reorder.search import memory_order
 from rewrite_rules.shapes.proved_shapes import concrete_shapes
 from session_options.plan import entries_of
 

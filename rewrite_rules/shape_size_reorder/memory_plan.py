@@ -25,9 +25,9 @@ with ``mem_bytes_requested_in_use`` of its profiles.
 
 from __future__ import annotations
 
-import bisect
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -56,12 +56,6 @@ _IN_PLACE_FLOAT_ONLY = frozenset({"LogSoftmax", "Softmax"})
 _MOST_BYTES = 1 << 40
 _STRING_BYTES = 32  # std::string of libstdc++ and libc++; short texts lie inside
 
-# Of the arena.
-_ROUNDING = 256
-_FIRST_REGION = 1 << 20
-_MAX_DEAD = 128 << 20
-_LARGEST_STEP = 1 << 30
-
 # (element bytes, dimensions): equal keys share buffers.
 _Key = tuple[int, tuple[object, ...]]
 # The number of what no node makes: the last of all lists, of no size and never free.
@@ -81,12 +75,8 @@ class MemoryModel:
         makes: For each node, the values it makes.
         source, overwrites: Node -> the value that its first output is an alias of, or may be
             written over.
-        roots: For each value, the one that it is an alias of, in the end, maybe itself.
         uses: For each value, how often it is read.
         outputs: Whether a value is an output of the graph.
-        tensors, grows: For each node, the tensors it reads, each once, aliases being one; the
-            bytes of those it makes.
-        readers: For each tensor, the nodes that read it or an alias of it.
         unknown_values: Names of values whose size is a guess: without rank, or no tensors.
     """
 
@@ -124,29 +114,11 @@ class MemoryModel:
                 self.sizes[self.makes[index][0]] = 0
         results = set(graph.outputs)
         self.outputs = [*(value in results for value in numbers), True]
-        self.roots = [*range(len(self.sizes)), _ELSEWHERE]
-        self.uses = [0] * len(self.roots)
-        for index in dependencies.default():
-            for number in self.reads[index]:
-                self.uses[number] += 1
-            if index in self.source and not self.outputs[self.makes[index][0]]:
-                self.roots[self.makes[index][0]] = self.roots[self.source[index]]
         self.sizes.append(0)
+        self.uses = [0] * len(self.sizes)
+        for number in itertools.chain.from_iterable(self.reads):
+            self.uses[number] += 1
         self._keys.append(None)
-        self.tensors = [sorted({self.roots[v] for v in read}) for read in self.reads]
-        self.grows = [
-            sum(self.sizes[v] for v in made if self.roots[v] == v) for made in self.makes
-        ]
-        self.readers: list[list[int]] = [[] for _ in self.sizes]
-        for index, tensors in enumerate(self.tensors):
-            for tensor in tensors:
-                self.readers[tensor].append(index)
-
-    def needed_by(self, node: int) -> int:
-        """Bytes that are held while a node runs, whatever the order."""
-        made = 0 if node in self.overwrites else self.grows[node]
-        needed: int = made + sum(self.sizes[tensor] for tensor in self.tensors[node])
-        return needed
 
     def output_bytes(self) -> int:
         return sum(size for size, kept in zip(self.sizes, self.outputs, strict=True) if kept)
@@ -159,7 +131,16 @@ class MemoryModel:
         ``inner`` is the peak of a node's subgraphs while it runs. Without ``reuse``, rule 4
         does not apply.
         """
-        first, last = self._lives(order, reuse)
+        buffers = self._plan(order, reuse)
+        # For each buffer the step that it is there from, and the last one that needs it.
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for step, node in enumerate(order):
+            for value in self.reads[node]:
+                if not self.outputs[buffers[value]]:
+                    last[buffers[value]] = step
+            for value in self.makes[node]:
+                first.setdefault(buffers[value], step)
         change = np.zeros(len(order) + 1, np.int64)
         for buffer, step in first.items():
             change[step] += self.sizes[buffer]
@@ -170,29 +151,6 @@ class MemoryModel:
         if inner:
             live += np.array([inner.get(node, 0) for node in order], np.int64)
         return live
-
-    def arena_bytes(self, order: Sequence[int], reuse: bool = True) -> int:
-        """Bytes that an order takes of an arena, which gives nothing back."""
-        first, last = self._lives(order, reuse)
-        requests = [(step, 0, buffer, self.sizes[buffer]) for buffer, step in first.items()]
-        requests += [(step, 1, buffer, -1) for buffer, step in last.items()]
-        requests.sort(key=lambda request: request[:2])
-        return touched_bytes((buffer, size) for *_, buffer, size in requests)
-
-    def _lives(
-        self, order: Sequence[int], reuse: bool
-    ) -> tuple[dict[int, int], dict[int, int]]:
-        """For each buffer the step that it is there from, and the last one that needs it."""
-        buffers = self._plan(order, reuse)
-        first: dict[int, int] = {}
-        last: dict[int, int] = {}
-        for step, node in enumerate(order):
-            for value in self.reads[node]:
-                if not self.outputs[buffers[value]]:
-                    last[buffers[value]] = step
-            for value in self.makes[node]:
-                first.setdefault(buffers[value], step)
-        return first, last
 
     def _plan(self, order: Sequence[int], reuse: bool) -> list[int]:
         """Which buffer each value has, named by the value that it was allocated for."""
@@ -279,68 +237,3 @@ def inner_bytes(node: ir.Node, parts: Sequence[tuple[int, int]]) -> int:
         # A branch writes its outputs where those of the node are.
         return max((peak - outputs for peak, outputs in parts), default=0)
     return max((peak for peak, _ in parts), default=0)
-
-
-def touched_bytes(requests: Iterable[tuple[int, int]]) -> int:
-    """Bytes that requests write to, each whole, of an arena, which gives nothing back.
-
-    So much a process holds after a run. onnxruntime's arena with the defaults of a session on
-    the CPU (``onnxruntime/core/framework/bfc_arena.cc``, best fit with coalescing):
-
-    1. A request is rounded up to 256 bytes. The smallest free chunk that it fits into is
-       taken, of equal ones the first; it is split if it is twice as large, or 128 MB larger.
-    2. If there is none, a region is added: as large as the last one, doubled until the request
-       fits; the next one is twice as large.
-    3. A chunk that is given back joins its free neighbours.
-
-    Requests are ``(tensor, bytes)`` to get memory and ``(tensor, -1)`` to give it back.
-    """
-    next_region, end = _FIRST_REGION, 0
-    # Of free chunks: size and address, sorted; size by address; address by the one behind.
-    free: list[tuple[int, int]] = []
-    starts: dict[int, int] = {}
-    ends: dict[int, int] = {}
-    used: dict[int, tuple[int, int]] = {}
-    touched: list[tuple[int, int]] = []
-
-    def insert(start: int, length: int) -> None:
-        bisect.insort(free, (length, start))
-        starts[start] = length
-        ends[start + length] = start
-
-    def remove(start: int) -> int:
-        length = starts.pop(start)
-        del ends[start + length]
-        del free[bisect.bisect_left(free, (length, start))]
-        return length
-
-    for tensor, size in requests:
-        if size > 0:
-            rounded = -(-size // _ROUNDING) * _ROUNDING
-            if not free or free[-1][0] < rounded:
-                # Between regions is a gap, so that no chunks of two are joined.
-                doubled = (-(-rounded // next_region) - 1).bit_length()
-                region = next_region << doubled
-                insert(end + 1, region)
-                end += region + 1
-                next_region = region if doubled else min(2 * region, _LARGEST_STEP)
-            length, start = free[bisect.bisect_left(free, (rounded, 0))]
-            remove(start)
-            if length >= 2 * rounded or length - rounded >= _MAX_DEAD:
-                insert(start + rounded, length - rounded)
-                length = rounded
-            used[tensor] = length, start
-            touched.append((start, start + size))
-        elif size < 0 and tensor in used:
-            length, start = used.pop(tensor)
-            if start in ends:
-                start = ends[start]
-                length += remove(start)
-            if start + length in starts:
-                length += remove(start + length)
-            insert(start, length)
-    total = reach = 0
-    for first, behind in sorted(touched):
-        total += max(0, behind - max(first, reach))
-        reach = max(reach, behind)
-    return total

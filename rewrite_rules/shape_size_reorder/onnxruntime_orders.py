@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 import onnx_ir as ir
 
@@ -67,19 +67,9 @@ class Dependencies:
         shape_readers = [node.op_type in _SHAPE_READERS for node in nodes]
         return cls(nodes, producers, consumers, shape_readers)
 
-    def default(self, file_order: Sequence[int] | None = None) -> list[int]:
-        """Return the order of a default session; ``file_order`` is that of another file."""
-        file_order = file_order or range(len(self.nodes))
-        rank = ranks(file_order)
-        return self.depth_first(
-            file_order, lambda node: sorted(self.producers[node], key=rank.__getitem__)
-        )
-
-    def depth_first(
-        self, roots: Iterable[int], producers: Callable[[int], Sequence[int]]
-    ) -> list[int]:
-        """Return each node behind its producers, the last root and the last producer first."""
-        stack = [node for node in roots if not self.consumers[node]]
+    def default(self) -> list[int]:
+        """Return the order of a default session."""
+        stack = [node for node in range(len(self.nodes)) if not self.consumers[node]]
         result: list[int] = []
         visited = [False] * len(self.nodes)
         while stack:
@@ -89,15 +79,15 @@ class Dependencies:
             elif not visited[node]:
                 visited[node] = True
                 stack.append(~node)
-                stack += [producer for producer in producers(node) if not visited[producer]]
+                stack += [
+                    producer for producer in self.producers[node] if not visited[producer]
+                ]
         return result
 
-    def priority(self, file_order: Sequence[int] | None = None) -> list[int]:
-        """Return the order of a session with ``PRIORITY_BASED``; ``file_order`` as before."""
-        rank = ranks(file_order or range(len(self.nodes)))
-        late = len(rank)
-        first = self.shape_readers
-        return self.smallest_first([n if first[i] else n + late for i, n in enumerate(rank)])
+    def priority(self) -> list[int]:
+        """Return the order of a session with ``PRIORITY_BASED``."""
+        late, first = len(self.nodes), self.shape_readers
+        return self.smallest_first([n if first[n] else n + late for n in range(late)])
 
     def smallest_first(self, key: Sequence[int]) -> list[int]:
         """Return the order in which the ready node with the smallest key runs next."""
@@ -113,18 +103,3 @@ class Dependencies:
                 if not waiting[consumer]:
                     heapq.heappush(heap, (key[consumer], consumer))
         return result
-
-    def smallest_last(self, key: Sequence[int]) -> list[int]:
-        """Return a file filled from its end, each time with the smallest key that is ready."""
-        backwards = dataclasses.replace(
-            self, producers=self.consumers, consumers=self.producers
-        )
-        return backwards.smallest_first(key)[::-1]
-
-
-def ranks(order: Sequence[int]) -> list[int]:
-    """Return for each node where it lies in an order."""
-    result = [0] * len(order)
-    for rank, node in enumerate(order):
-        result[node] = rank
-    return result

@@ -14,7 +14,7 @@
     BehindMaker      h, ..., Shape(h)                     -> h, Shape(h), ...
 
 Shape has ``start`` and ``end`` from opset 15 on. What can be read is proved before any rule
-runs (:mod:`.size_readings`); in which order the other nodes run, planned (:mod:`.search`).
+runs (:mod:`.size_readings`); the order of the other nodes, too (:mod:`.memory_order`).
 """
 
 from __future__ import annotations

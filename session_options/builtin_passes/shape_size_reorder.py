@@ -29,11 +29,6 @@ class ShapeSizeReorder(Pass):
         "Sizes of symbolic dimensions to estimate memory with: batch=1,seq=512. Others count "
         "as 128. Results are right for any sizes.",
     )
-    for_default_order: bool = option(
-        False,
-        "Write a file that is good in onnxruntime's default order, for sessions whose order "
-        "cannot be set (Triton, C++); else sessions run in ExecutionOrder.PRIORITY_BASED.",
-    )
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -48,7 +43,7 @@ class ShapeSizeReorder(Pass):
         """
         from rewrite_rules.shape_size_reorder.reorder import reorder
 
-        reorder(model, context, dims=self.sizes, for_default_order=self.for_default_order)
+        reorder(model, context, dims=self.sizes)
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -30,8 +30,8 @@ def entries(text: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
             },
         ),
         (
-            r"shape_size_reorder:dims=batch=1\,seq=512;for_default_order=1",
-            {"shape_size_reorder": {"dims": "batch=1,seq=512", "for_default_order": "1"}},
+            r"shape_size_reorder:dims=batch=1\,seq=512",
+            {"shape_size_reorder": {"dims": "batch=1,seq=512"}},
         ),
         (
             r"trim_padding:mask=a\\;multiple=8,shape_size_reorder:dims=\\n\;m=3\,b=1",

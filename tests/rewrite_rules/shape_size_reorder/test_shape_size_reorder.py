@@ -24,10 +24,10 @@ from ortplugins.cache.artifact import Artifact
 from ortplugins.runtime.copied_options import running_options
 from rewrite_rules.graph.nodes import is_constant
 from rewrite_rules.remarks import PassContext, Remarks
-from rewrite_rules.shape_size_reorder.memory_plan import MemoryModel, touched_bytes
+from rewrite_rules.shape_size_reorder.memory_order import GraphOrder, memory_order
+from rewrite_rules.shape_size_reorder.memory_plan import MemoryModel
 from rewrite_rules.shape_size_reorder.onnxruntime_orders import Dependencies
 from rewrite_rules.shape_size_reorder.reorder import _run_in_file_order, put_in_order, reorder
-from rewrite_rules.shape_size_reorder.search import GraphOrder, memory_order
 from rewrite_rules.shapes.proved_shapes import DEFAULT_DIM, concrete_shapes
 
 # Branches that grow large and then small, level by level in the file. The Shape of the first
@@ -85,12 +85,13 @@ def test_nodes_run_in_the_order_of_the_artifact(gradient, tmp_path):
         ]
 
 
-def test_the_report_tells_the_peaks(gradient, tmp_path):
-    report = start(gradient, tmp_path).ortplugins_report
+def test_the_report_tells_the_peaks(tmp_path):
+    onnx.save(GRAPHS["unet"](), tmp_path / "unet.onnx")
+    report = start(tmp_path / "unet.onnx", tmp_path).ortplugins_report
     (remark,) = (remark for remark in report.fired if remark.node == "graph")
     peaks = [float(peak) for peak in re.findall(r"([0-9.]+) MB", remark.reason)]
     assert len(peaks) == 3
-    assert peaks[0] < 0.5 * min(peaks[1:])
+    assert peaks[0] < 0.75 * min(peaks[1:])
 
 
 def test_a_dimension_without_a_number_is_reported(path, tmp_path):
@@ -107,16 +108,12 @@ def test_tensors_of_unknown_size_are_named(tmp_path):
     assert any("the largest input of their node: i, " in note for note in notes)
 
 
-@pytest.mark.parametrize("default", [False, True])
-def test_a_file_says_what_sessions_need(default, gradient, tmp_path):
-    options = {"shape_size_reorder.for_default_order": default}
-    given = {"passes": ["shape_size_reorder"], "options": options}
-    report = ortplugins.optimize(gradient, tmp_path / "o.onnx", **given).report
+def test_a_file_says_what_sessions_need(gradient, tmp_path):
+    report = ortplugins.optimize(
+        gradient, tmp_path / "o.onnx", passes=["shape_size_reorder"]
+    ).report
     notes = [note for note in report.notes if "execution_order" in note]
-    needed = ["sessions on this file need execution_order = PRIORITY_BASED"]
-    assert notes == ([] if default else needed)
-    reason = next(remark.reason for remark in report.remarks if remark.node == "graph")
-    assert ("by default it now runs" in reason) is default
+    assert notes == ["sessions on this file need execution_order = PRIORITY_BASED"]
 
 
 @pytest.mark.parametrize("dims", ["rows", "rows=", "=3", "rows=-1", "rows=a,b=2"])
@@ -163,23 +160,6 @@ def test_an_arena_holds_the_peak_once(gradient, tmp_path):
     first, *later = arena_held(session, feed, runs=3)
     # A pattern's block would lie beside what the first run left in the arena.
     assert later[-1] == first
-
-
-# Each tensor is a little larger than the one before, so that no chunk serves again.
-GROWING = """growing (float[1, 1] x) => (float[1, 1] y)
-<int64[2] one = {6, 65536}, int64[2] two = {7, 65536}, int64[2] three = {9, 65536},
- int64[2] all = {0, 1}> {
-    [a] a = Expand(x, one)      [b] b = ReduceMax<keepdims = 1>(a, all)
-    [c] c = Expand(b, two)      [d] d = ReduceMax<keepdims = 1>(c, all)
-    [e] e = Expand(d, three)     [y] y = ReduceMax<keepdims = 1>(e, all)
-}"""
-
-
-def test_patterns_stay_on_where_tensors_would_spread(tmp_path):
-    report = start(saved(tmp_path, GROWING), tmp_path).ortplugins_report
-    (remark,) = (remark for remark in report.remarks if remark.node == "session")
-    assert remark.outcome.value == "refused"
-    assert "tensors would lie on 5.8 MB for a peak of 2.4 MB" in remark.reason
 
 
 # The first and the last large tensor have one shape, so the last takes the buffer of the
@@ -344,15 +324,14 @@ def test_an_order_that_holds_more_is_left():
 
 @pytest.mark.parametrize("domain", ["maker", "ai.onnx.contrib", "com.microsoft.extensions"])
 @pytest.mark.parametrize("seed", [265, 271, 330])
-@pytest.mark.parametrize("default", [False, True])
-def test_custom_operators_run_in_the_order_that_they_ran_in(domain, seed, default):
+def test_custom_operators_run_in_the_order_that_they_ran_in(domain, seed):
     """What holds state would count in another order, be it that of simpler shapes."""
     model, rng = ir.from_proto(order_graphs.random_model(seed, 30)), random.Random(seed)
     unary = ("Relu", "Neg", "Sigmoid", "Tanh", "Abs", "Exp")
     for node in rng.sample([node for node in model.graph if node.op_type in unary], 3):
         node.domain = domain
     before, context = ir.to_proto(model), PassContext(Remarks("shape_size_reorder"))
-    reorder(model, context, dims={}, for_default_order=default)
+    reorder(model, context, dims={})
     (remark,) = context.remarks
     assert "several custom operators" in remark.reason
     assert ir.to_proto(model) == before
@@ -392,21 +371,14 @@ def test_never_worse_and_always_an_order(seed: int, nodes: int, subgraphs: int):
     assert found.ours.peak <= best + found.chain_bytes
     for part in every(found):
         dependencies = Dependencies.of(part.graph)
-        assert part.file_order == part.ours.order
         assert is_order(part.ours.order, dependencies)
-        # What PRIORITY_BASED makes of the file is the file.
-        assert tuple(dependencies.priority(part.ours.order)) == part.ours.order
     again = ordered(inferred(order_graphs.random_model(seed, nodes, subgraphs)))
     assert again.ours.order == found.ours.order
-    file = memory_order(model.graph, concrete_shapes(model), for_default_order=True)
-    for part in every(file):
-        dependencies = Dependencies.of(part.graph)
-        assert is_order(part.file_order, dependencies)
-        assert tuple(dependencies.default(part.file_order)) == part.ours.order
-    assert file.ours.peak <= found.default.peak
-    found.apply()
-    again = Dependencies.of(model.graph)
-    assert again.priority() == list(range(len(again.nodes)))
+    put_in_order(model, found)
+    for part in every(found):
+        # What PRIORITY_BASED makes of the file is the file.
+        again = Dependencies.of(part.graph)
+        assert again.priority() == list(range(len(again.nodes)))
 
 
 def test_branches_are_finished_one_after_another_and_shapes_read_at_once():
@@ -510,34 +482,6 @@ def test_a_file_that_is_not_sorted(tmp_path: Path):
 def test_empty_graph():
     graph = model_of("g (float[4] x) => (float[4] x) {}").graph
     assert default_order(graph) == priority_order(graph) == []
-
-
-MB = 1 << 20
-
-
-HALVES = [(0, MB // 2), (1, MB // 2)]
-# Tensors with their sizes, -1 for one that is given back; the bytes that are touched.
-REQUESTS = {
-    "what was given back serves again": (
-        [(0, MB), (0, -1), (1, MB), (1, -1), (2, MB)], MB,
-    ),
-    # 700 KB lie in the 1 MB of the first tensor; the rest of it is lost for the second.
-    "a chunk that is not twice as large is taken whole": (
-        [(0, MB), (0, -1), (1, 700 << 10), (2, 200 << 10)], MB + (200 << 10),
-    ),
-    "a chunk twice as large is split": ([(0, MB), (0, -1), (1, MB // 2), (2, MB // 2)], MB),
-    "free neighbours serve a larger tensor": ([*HALVES, (0, -1), (1, -1), (2, MB)], MB),
-    "one that is still there keeps them apart": ([*HALVES, (0, -1), (2, MB)], 2 * MB),
-    # Into the chunk of 1 MB, so that the one of 4 MB is there for the next.
-    "the smallest chunk that fits is taken": (
-        [(0, 4 * MB), (1, MB), (2, 3 * MB), (0, -1), (1, -1), (3, MB), (4, 4 * MB)], 8 * MB,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("requests", "touched"), REQUESTS.values(), ids=REQUESTS)
-def test_touched_bytes(requests: list[tuple[int, int]], touched: int):
-    assert touched_bytes(requests) == touched
 
 
 def test_tensors_of_more_than_2_to_the_63_bytes_have_a_place():

@@ -18,8 +18,8 @@ from builders.text_models import model_of
 from ortplugins.optimization.shape_inference import infer_shapes
 from rewrite_rules.remarks import PassContext, Remarks
 from rewrite_rules.shape_size_reorder import size_rules
+from rewrite_rules.shape_size_reorder.memory_order import memory_order
 from rewrite_rules.shape_size_reorder.reorder import put_in_order
-from rewrite_rules.shape_size_reorder.search import memory_order
 from rewrite_rules.shape_size_reorder.simplify import simplify_shapes
 from rewrite_rules.shapes.evaluator import NodeEvaluator
 from rewrite_rules.shapes.proved_shapes import ProvedShapes, concrete_shapes

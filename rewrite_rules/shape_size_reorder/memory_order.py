@@ -1,28 +1,24 @@
 # SPDX-License-Identifier: MIT
-"""Computes an order of the nodes of a graph that holds few bytes at a time.
+"""An order of the nodes of a graph that holds few bytes at a time.
 
 Every Shape and Size runs directly after its producer, and so does the small chain of integers
-that hangs on it. Of the others, several orders are made (the two native ones, and
-:mod:`.heuristics`) and simulated; the best is taken.
+that hangs on it. The others run as in the one of onnxruntime's two orders that holds less so.
 
-The result is an order that onnxruntime's ``PRIORITY_BASED`` runs as it is, or what the best of
-three files runs by default.
+Orders that were searched for (the node that grows memory least, Liu's segments, Sethi and
+Ullman's subtrees) held at most 4 % less, and nothing in 22 of 23 nets that people ship.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from rewrite_rules.graph.nodes import is_constant, subgraphs
-from rewrite_rules.shape_size_reorder.heuristics import candidate_orders
+from rewrite_rules.graph.nodes import subgraphs
 from rewrite_rules.shape_size_reorder.memory_plan import MemoryModel, inner_bytes
-from rewrite_rules.shape_size_reorder.onnxruntime_orders import ranks
 from rewrite_rules.shapes.proved_shapes import ConcreteShapes
 
 # A chain's tensors are shapes; anything larger is data.
@@ -43,7 +39,7 @@ class SimulatedOrder:
 
     @property
     def peak(self) -> int:
-        return _peak(self.live)
+        return int(self.live.max(initial=0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,18 +47,15 @@ class GraphOrder:
     """The order computed for a graph, beside those of onnxruntime.
 
     Attributes:
-        file_order: How nodes are to lie in the file: positions in the graph.
-        ours: How they then run, with ``ExecutionOrder.PRIORITY_BASED`` or by default.
+        ours: The order of nodes in the file, which ``ExecutionOrder.PRIORITY_BASED`` runs.
         default, priority: What a session runs with the file as it is.
         chain_bytes: Bytes of all results of Shape, Size and the chains on them. So much, at
             most, may ours lie above the better native order, for having them early.
         unknown_values: Values whose size is a guess. Subgraphs included.
         subgraphs: The same for each subgraph, in the order of the file.
-        reuse: Whether the session that runs ours reuses buffers.
     """
 
     graph: ir.Graph
-    file_order: tuple[int, ...]
     ours: SimulatedOrder
     default: SimulatedOrder
     priority: SimulatedOrder
@@ -70,11 +63,6 @@ class GraphOrder:
     unknown_values: tuple[str, ...]
     subgraphs: tuple[GraphOrder, ...]
     model: MemoryModel = dataclasses.field(repr=False, compare=False)
-    reuse: bool = True
-
-    def arena_bytes(self) -> int:
-        """Bytes that ours takes of an arena, subgraphs left out."""
-        return self.model.arena_bytes(self.ours.order, self.reuse)
 
     @property
     def worthwhile(self) -> bool:
@@ -82,19 +70,15 @@ class GraphOrder:
         best = min(self.default.peak, self.priority.peak)
         return self.ours.peak <= best + self.chain_bytes
 
-    def apply(self, *, shapes_in_front: bool = False) -> set[ir.Node]:
-        """Put the nodes of the graph and of all subgraphs into the order of the file.
+    def apply(self) -> set[ir.Node]:
+        """Put the nodes of the graph and of all subgraphs into order, Shapes in front.
 
-        Return what is in front of the others: each Shape and Size, if asked to.
+        Return each Shape and Size, which is to follow what it reads.
         """
-        bodies = (body.apply(shapes_in_front=shapes_in_front) for body in self.subgraphs)
-        in_front = set().union(*bodies)
-        nodes = [node for node in self.graph if not is_constant(node)]
-        order = list(self.file_order)
-        if shapes_in_front:
-            readers = self.model.dependencies.shape_readers
-            order.sort(key=lambda index: not readers[index])
-            in_front.update(nodes[index] for index in order if readers[index])
+        in_front = set[ir.Node]().union(*(body.apply() for body in self.subgraphs))
+        nodes, readers = self.model.dependencies.nodes, self.model.dependencies.shape_readers
+        order = sorted(self.ours.order, key=lambda index: not readers[index])
+        in_front.update(nodes[index] for index in order if readers[index])
         self.graph.remove(nodes)
         self.graph.extend(nodes[index] for index in order)
         return in_front
@@ -106,24 +90,22 @@ def memory_order(
     parent: ir.Node | None = None,
     *,
     reuse: bool = True,
-    for_default_order: bool = False,
 ) -> GraphOrder:
     """Compute an order with a low peak of live bytes; the graph stays as it is.
 
-    ``parent`` is the node whose body the graph is. The session that will run ours reuses
-    buffers or not, and runs the file by default or by ``PRIORITY_BASED``.
+    ``parent`` is the node whose body the graph is; ``reuse`` says whether the session that
+    will run ours reuses buffers.
     """
     model = MemoryModel(graph, shapes, parent)
     dependencies = model.dependencies
-    of_session = {"reuse": reuse, "for_default_order": for_default_order}
     bodies = {
-        index: [memory_order(body, shapes, node, **of_session) for body in subgraphs(node)]
+        index: [memory_order(body, shapes, node, reuse=reuse) for body in subgraphs(node)]
         for index, node in enumerate(dependencies.nodes)
     }
     classes, chain_bytes = _chain_classes(model)
 
-    def inner(name: str) -> dict[int, int]:
-        return {
+    def simulated(order: Sequence[int], name: str, reuse: bool = True) -> SimulatedOrder:
+        inside = {
             index: inner_bytes(
                 dependencies.nodes[index],
                 [(getattr(o, name).peak, o.model.output_bytes()) for o in orders],
@@ -131,62 +113,30 @@ def memory_order(
             for index, orders in bodies.items()
             if orders
         }
-
-    def simulated(
-        order: Sequence[int], inside: Mapping[int, int], reuse: bool = True
-    ) -> SimulatedOrder:
         return SimulatedOrder(tuple(order), model.live(order, inside, reuse))
 
-    def peak_of(order: Sequence[int]) -> int:
-        return _peak(model.live(order, inside, reuse))
-
-    def settle(order: Sequence[int]) -> tuple[int, ...]:
+    def settle(order: Sequence[int]) -> list[int]:
         """Move shapes and chains to where they can run first; PRIORITY_BASED runs that."""
-        pairs = zip(classes, ranks(order), strict=True)
-        return tuple(dependencies.smallest_first([c * len(order) + rank for c, rank in pairs]))
+        key = [0] * len(order)
+        for rank, node in enumerate(order):
+            key[node] = classes[node] * len(order) + rank
+        return dependencies.smallest_first(key)
 
-    inside = inner("ours")
-    default = simulated(dependencies.default(), inner("default"))
-    priority = simulated(dependencies.priority(), inner("priority"))
-    best = settle(priority.order)
-    peak = peak_of(best)
-    lowest = max(map(model.needed_by, range(len(dependencies.nodes))), default=0)
-    for order in itertools.chain([default.order], candidate_orders(model, inside)):
-        if peak <= lowest:
-            break
-        settled = settle(order)
-        reached = peak_of(settled)
-        if reached < peak:
-            best, peak = settled, reached
-    runs = file_order = best
-    if for_default_order:
-        # As it is, as wanted, and filled from its end on with what is to run first.
-        filled = tuple(dependencies.smallest_last(ranks(best)))
-        runs, file_order = min(
-            (
-                (tuple(dependencies.default(file)), file)
-                for file in (tuple(range(len(best))), best, filled)
-            ),
-            key=lambda pair: peak_of(pair[0]),
-        )
+    default = simulated(dependencies.default(), "default")
+    priority = simulated(dependencies.priority(), "priority")
+    settled = [simulated(settle(each.order), "ours", reuse) for each in (priority, default)]
     orders = [order for found in bodies.values() for order in found]
     unknown_values = [name for order in orders for name in order.unknown_values]
     return GraphOrder(
         graph=graph,
-        file_order=file_order,
-        ours=simulated(runs, inside, reuse),
+        ours=min(settled, key=lambda order: order.peak),
         default=default,
         priority=priority,
         chain_bytes=chain_bytes + sum(order.chain_bytes for order in orders),
         unknown_values=(*model.unknown_values, *unknown_values),
         subgraphs=tuple(orders),
         model=model,
-        reuse=reuse,
     )
-
-
-def _peak(live: npt.NDArray[np.int64]) -> int:
-    return int(live.max(initial=0))
 
 
 def _chain_classes(model: MemoryModel) -> tuple[list[int], int]:
