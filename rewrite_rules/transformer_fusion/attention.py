@@ -56,7 +56,6 @@ from rewrite_rules.transformer_fusion.head_layout import (
     ints,
     keeps_size,
     rows_are,
-    unsplit,
 )
 from rewrite_rules.transformer_fusion.repeated_heads import RepeatedHeads, read_repeated_heads
 from rewrite_rules.transformer_fusion.scores import (
@@ -144,8 +143,6 @@ class FuseAttention(RewriteRuleClassBase):
         **_: object,
     ) -> Attention:
         found = read_attention(softmax, mixed, out, guarded == 1, self._nonempty)
-        for heads in found.both:
-            _note_heads(heads.source.producer(), self._facts)
         if not found.cached and not self._standard:
             raise Refusal("ORP608", "without a cache it needs the kernel of onnxruntime 1.24")
         if not found.cached and found.keys.merge is not None:
@@ -281,7 +278,7 @@ class FuseAttention(RewriteRuleClassBase):
                 and keeps_size(mask[2], length, facts)
             )
             # Of what is asked, the nodes behind may make other sizes.
-            proved = stays and not found.sizes.key
+            proved = stays and found.sizes.agree()
             if proved and dims is not None and self._order == SPLIT_HEADS:
                 facts.note(made, (batch, length, *dims[2:]))
 
@@ -372,8 +369,6 @@ def read_attention(
     weights, values_operand = producer(mixed).inputs
     keys = _heads(product.inputs[1], "keys", facts)
     values = _heads(values_operand, "values", facts)
-    for whole in (keys, values):
-        _note_heads(whole.source.producer(), facts)
     if not keys.transposed or values.transposed:
         raise Refusal("ORP603", "keys or values are laid out in another way")
     if values.scalings:
@@ -446,22 +441,16 @@ def _unmerged(
 
 
 def _name_sizes(found: Attention) -> None:
-    """Bind B, S, T and D; which of them differ in a run is asked there."""
+    """Bind B, H, G, S, T and D; which of them differ in a run is asked there."""
     sizes, length = found.sizes, "S" if found.cached else "T"
+    for name, count in (("H", found.heads), ("G", found.groups), ("D", found.size)):
+        sizes.know(name, known(count))
     for heads in (found.values, found.keys):
-        sizes.match_heads(found.new(heads), f"B _ {length} D", heads.split)
-    sizes.match_heads(found.query, "B _ S D")
-    sizes.know("H", known(found.heads))
-    sizes.know("D", known(found.size))
+        sizes.match_heads(found.new(heads), f"B G {length} D", heads.split)
+    sizes.match_heads(found.query, "B H S D")
     for heads in found.both if found.cached else ():
-        new = found.facts.dims(found.new(heads), 4)
-        # A Concat takes any heads where nothing is cached.
-        if new is not None and number(new[1]) not in (None, found.groups):
-            raise Refusal("ORP602", f"{heads.source.name!r} is joined of other heads")
-        # What is appended has the batch of what is there: a run fails where it has not.
-        dims = found.facts.dims(heads.source, 4)
-        if dims is not None:
-            sizes.know("B", dims[0])
+        # Not its batch: a Concat skips an empty cache, whatever texts that is of.
+        if (dims := found.facts.dims(heads.source, 4)) is not None:
             sizes.know("T", dims[2])
 
 
@@ -480,10 +469,12 @@ def _check_layout(
         (step, ("B H S T", "B*H S T", "B G R S T")) for step in steps
     ]
     forms += [(reshaped, ("B*H S D", "B G R S D")), (kept, ("B H S D",))]
-    sizes.know("G", known(found.groups))
     sizes.know("R", known(found.heads // found.groups))
     for heads in found.both:
         forms += sizes.forms_of(heads)
+        merged = found.facts.dims(heads.merge.outputs[0] if heads.merge else None)
+        if merged is not None and not sizes.is_size("B", merged[0]):
+            raise Refusal("ORP602", f"the batch of {heads.source.name!r} may be stretched")
     for step, form in forms:
         node = made_by(step, "Reshape")
         if step is not None and node is not None and not sizes.fits(step, *form):
@@ -536,17 +527,6 @@ def _is_cached(keys: RepeatedHeads, values: RepeatedHeads, product: ir.Node) -> 
     joins = [made_by(each.source, "Concat") for each in (keys, values) if not each.split]
     here = [node for node in joins if node is not None and node.graph is product.graph]
     return len(here) == 2 and all(map(_appends, here))
-
-
-def _note_heads(cache: ir.Node | None, facts: ProvedShapes) -> None:
-    """Note that what is appended to a cache has its heads: a run fails where it has not."""
-    past, new = cache.inputs if cache is not None and _appends(cache) else (None, None)
-    held, dims = facts.dims(past, 4), facts.dims(new, 4)
-    heads = None if held is None else number(held[1])
-    if new is not None and heads and dims is not None and not number(dims[1]):
-        facts.note(new, (dims[0], (heads, ()), *dims[2:]))
-        if (split := unsplit(new)) is not new:
-            facts.note(split, (dims[0], dims[2], (heads, ()), dims[3]))
 
 
 def _appends(node: ir.Node | None) -> bool:

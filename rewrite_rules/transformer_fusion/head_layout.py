@@ -208,9 +208,12 @@ def count_query_heads(heads: ir.Value, facts: ProvedShapes) -> int | None:
     dims = facts.dims(heads)
     if dims is None or len(dims) < len(SPLIT_HEADS):
         return None
-    if (found := number(dims[-3]) or count_heads(heads, facts)) is not None:
-        return found
-    match facts.unknowns.key(*dims[-3][1]) if len(dims[-3][1]) == 1 else ():
+    return number(dims[-3]) or count_heads(heads, facts) or number_if_agreed(dims[-3], facts)
+
+
+def number_if_agreed(dim: Dim, facts: ProvedShapes) -> int | None:
+    """Return what a size is, left to a Reshape, if the inputs have one batch and length."""
+    match facts.unknowns.key(*dim[1]) if len(dim[1]) == 1 else ():
         case "quotient", total, part if facts.agree((1, total[1]), (1, part[1])):
             return number(facts.unknowns.quotient(known(total[0]), known(part[0])))
     return None

@@ -15,7 +15,12 @@ import onnx_ir as ir
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import Dim, Dims, known, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
-from rewrite_rules.transformer_fusion.head_layout import read_split, unsplit
+from rewrite_rules.transformer_fusion.head_layout import (
+    ints,
+    number_if_agreed,
+    read_split,
+    unsplit,
+)
 from rewrite_rules.transformer_fusion.repeated_heads import RepeatedHeads
 
 
@@ -66,6 +71,8 @@ class Sizes:
             if axis in found.unproved:
                 self._bind(name, dims[axis], split, axis)
             self._dims[name].append(dims[axis])
+        # In a run that has these sizes, so many elements are so many heads.
+        self._bind(count, known(found.heads), split, 2)
         self._bind(size, known(found.size), split, 3)
 
     def _bind(self, name: str, dim: Dim, value: ir.Value, axis: int) -> None:
@@ -105,7 +112,7 @@ class Sizes:
         """
         dims = self.facts.dims(value) or ()
         found = [form.split() for form in forms if len(form.split()) == len(dims)]
-        return any(sum(map(self._is_size, form, dims)) >= len(dims) - 1 for form in found)
+        return any(sum(map(self.is_size, form, dims)) >= len(dims) - 1 for form in found)
 
     def forms_of(self, heads: RepeatedHeads) -> list[tuple[ir.Value, tuple[str, ...]]]:
         """Return what Reshapes on the way of heads have to make."""
@@ -117,7 +124,7 @@ class Sizes:
             found.append((value, (f"B*K {last}", f"B K {last}", f"B K 1 {last}")))
         return found
 
-    def _is_size(self, name: str, dim: Dim) -> bool:
+    def is_size(self, name: str, dim: Dim) -> bool:
         """Whether a size is that of a name, or what masks make of it."""
         first, *factors = name.split("*")
         for factor in factors:
@@ -129,6 +136,8 @@ class Sizes:
 
     def emit(self, op: Any, name: str) -> Any:
         """Emit a size, int64 ``[1]``."""
+        if (known_size := number(self.dim(name))) is not None:
+            return ints(op, known_size)
         value, axis = self._first[name]
         return op.Shape(value, start=axis, end=axis + 1)
 
@@ -136,6 +145,14 @@ class Sizes:
     def key(self) -> object:
         """What two attentions have in common that ask the same."""
         return tuple(self._asked)
+
+    def agree(self) -> bool:
+        """Whether what is asked holds if the inputs have one batch and length."""
+        facts = self.facts
+        return all(
+            facts.agree(one, other) or known(number_if_agreed(other, facts) or 0) == one
+            for one, other in self._asked
+        )
 
     def questions(self, op: Any) -> list[ir.Value]:
         """Emit what is not proved."""

@@ -136,3 +136,43 @@ def test_one_row_split_for_a_batch_has_other_heads(part: str):
 
     runs = [(1, 4, 1, 4), (4, 5, 4, 5), (1, 6, 2, 3), (1, 6, 4, 6), (4, 3, 4, 3)]
     assert agrees(model, [feed(*sizes) for sizes in runs])[0] >= 3
+
+
+def test_an_empty_cache_has_neither_heads_nor_a_batch():
+    """onnxruntime's Concat skips it: what is appended may have other heads, or texts."""
+    model = proto_of(
+        """g (float[B, 4, S, 8] q, float[C, 4, P, 8] past_k, float[C, 4, P, 8] past_v,
+            float[B, N, S, 8] k, float[B, N, S, 8] v, float[B, 1, S, T] mask)
+            => (float[B, S, 32] y, float[B, N, U, 8] keys, float[B, N, U, 8] values)
+        <float scale = {0.3}, int64[3] flat = {0, 0, 32}> {
+            keys = Concat<axis = 2>(past_k, k) values = Concat<axis = 2>(past_v, v)
+            turned = Transpose<perm = [0, 1, 3, 2]>(keys) product = MatMul(q, turned)
+            scaled = Mul(product, scale) masked = Add(scaled, mask)
+            weights = Softmax<axis = -1>(masked) mixed = MatMul(weights, values)
+            out = Transpose<perm = [0, 2, 1, 3]>(mixed) y = Reshape(out, flat) }"""
+    )
+
+    def feed(texts: int, heads: int, length: int, past: int, held: int) -> dict[str, NDArray]:
+        seen = np.tri(length, length + past, past, dtype=np.bool_)
+        new, old = (texts, heads, length, 8), (held, 4, past, 8)
+        mask = np.where(np.tile(seen, (texts, 1, 1, 1)), 0, -1e30).astype(np.float32)
+        fed = {"q": (texts, 4, length, 8), "k": new, "v": new, "past_k": old, "past_v": old}
+        return {"mask": mask} | {name: normal(*shape) for name, shape in fed.items()}
+
+    sizes = [(2, 4, 3, 5, 2), (2, 4, 1, 5, 2)]
+    sizes += [(2, n, s, 0, held) for n in (1, 4) for s in (1, 3) for held in (0, 2, 7)]
+    taken, became = agrees(model, [feed(*one) for one in sizes])
+    assert (taken, became) == (len(sizes), "attention: Attention, GroupQueryAttention")
+
+
+def test_heads_repeated_for_another_batch_are_left():
+    """A MatMul of one text of queries and several of keys computes several."""
+    spread = (
+        f"""{x}_texts = Shape<start = 0, end = 1>(other)
+        {x}_spread = Concat<axis = 0>({x}_texts, middle, middle, {x}_held, head_size)
+        {x}_many = Expand({x}_one, {x}_spread)"""
+        for x in "kv"
+    )
+    model = small_decoder("\n".join(spread), inputs="int64[N] other")
+    _, remarks, _ = fused(model)
+    assert remarks["refused"] == ["attention: the batch of 'key' may be stretched"]
