@@ -77,8 +77,7 @@ _GENERAL_HELP = {
     ),
     "cache_limit": (
         "Size that the cache is kept below, 10GB for instance: the least recently used "
-        "entries go first; else the environment variable ORTPLUGINS_CACHE_LIMIT, else no "
-        "limit."
+        "entries go first; else the environment variable ORTPLUGINS_CACHE_LIMIT, else 20GB."
     ),
     "strict": "Raise an exception inside a pass; else warn, and run the other passes.",
     "bake": "Keep onnxruntime's own optimisations in the cache, too (CPU sessions).",

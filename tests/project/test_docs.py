@@ -182,6 +182,24 @@ def test_every_page_is_in_the_navigation_and_on_the_first_page():
         assert page.name == "index.md" or f"({page.name})" in index
 
 
+def test_links_lead_somewhere():
+    pages = [*DOCS.glob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("examples/**/*.md")]
+    texts = {page: re.sub("(?s)```.*?```", "", page.read_text("utf-8")) for page in pages}
+    headings = {
+        page: set(map(_anchor, re.findall("(?m)^#+ (.*)", texts[page]))) for page in pages
+    }
+    for page, text in texts.items():
+        for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
+            name, _, anchor = link.partition("#")
+            target = (page.parent / name).resolve() if name else page
+            assert target.exists(), f"{page.name}: {link}"
+            assert not anchor or anchor in headings[target], f"{page.name}: {link}"
+
+
+def _anchor(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
 def test_pages_are_short():
     long = {"benchmarks.md", "quantization-figures.md"}
     sizes = {
