@@ -8,7 +8,7 @@ SOURCES := $(PACKAGES) tests benchmarks examples
 # Tests start hundreds of processes, and each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-exhaustive test-mutations test-strength test-peers test-distill test-arm64 test-versions test-packages test-exporters test-servers test-packaging test-pythons test-tutorial test-pages check lint bench bench-peers bench-quantizers docs dist clean
+.PHONY: help demo test test-exhaustive test-mutations test-strength test-peers test-arm64 test-versions test-packages test-exporters test-servers test-packaging test-pythons test-tutorial test-pages check lint bench bench-peers bench-quantizers docs dist clean
 
 help:
 	@echo "make demo       compare plain onnxruntime with ortplugins on SmolLM2-135M, in one table (5 minutes)"
@@ -17,7 +17,6 @@ help:
 	@echo "make test-strength  break the code in one place at a time; the nearest tests have to fail (30 minutes)"
 	@echo "make test-mutations  rewrite 5,000 mutants of models and compare results (40 minutes)"
 	@echo "make test-peers  run onnx's backend tests, and the models below MODELS, through all passes (8 minutes)"
-	@echo "make test-distill  learn codes and scales from float models, in torch (3 minutes)"
 	@echo "make test-arm64 test the core on emulated aarch64 (20 minutes)"
 	@echo "make test-versions  run the same files on onnxruntime 1.22 to 1.32 (5 minutes)"
 	@echo "make test-packaging  install wheel and sdist in empty environments (5 minutes)"
@@ -78,11 +77,6 @@ test-mutations: $(VENV)/.installed-dev
 # onnx's backend tests, and the models below the folders in MODELS (colons between them).
 test-peers: $(VENV)/.installed-dev
 	ORTPLUGINS_PEER_MODELS="$(MODELS)" $(BIN)/python -m pytest -q -p no:randomly -n 2 tests/checks/peers/check_peers.py
-
-# torch for the CPU: without a version, pip may take one of several GB.
-test-distill: $(VENV)/.installed-dev
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0'
-	$(BIN)/python -m pytest -n 2 tests/quantization/test_distill.py tests/quantization/test_torch_graph.py
 
 # Virtual environments for the old versions go to .cache; without a registry it skips them.
 test-versions: $(VENV)/.installed-dev

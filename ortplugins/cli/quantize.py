@@ -71,8 +71,8 @@ class ChosenRecipe:
     """A recipe by name or file, and changes to it.
 
     Attributes:
-        recipe: small, balanced, best, distilled (learns in torch) or a YAML file, which what
-            follows changes; encoder8 (settings: least_cosine, rules PATTERN=float); kv-cache.
+        recipe: small, balanced, best or a YAML file, which what follows changes; encoder8
+            (settings: least_cosine, rules PATTERN=float); kv-cache.
         method: rtn, or by samples awq_lite, gptq.
         bits: Bits of a code: 4 or 8.
         block_size: Weights that share a scale; -1: a whole column.
@@ -96,14 +96,6 @@ class ChosenRecipe:
         """Return what quantises, and the settings that only it has."""
         from ortplugins import quantization
 
-        if self.recipe == "distilled":
-            try:
-                from ortplugins.quantization.distill import quantize_distilled
-            except ModuleNotFoundError:
-                text = "--recipe distilled needs torch: pip install 'ortplugins[distill]'"
-                raise UsageError(text) from None
-            start = dataclasses.replace(self, recipe=None, method=self.method or "gptq")
-            return quantize_distilled, {"recipe": start.read()}
         if self.recipe not in ("encoder8", "kv-cache"):
             return quantization.quantize, {"recipe": self.read()}
         given = dataclasses.replace(self, recipe=None, rules=(), settings=())
@@ -164,7 +156,7 @@ def quantize(
         opt.refuse("with --dry-run", output=output, force=force)
     function, settings = chosen.function()
     recipe = settings.get("recipe")
-    if recipe is not None and chosen.recipe != "distilled":
+    if recipe is not None:
         settings["dry_run"] = dry_run
         if not recipe.needs_samples and source is None:
             opt.refuse("with --method rtn and without samples", provider=given.providers)

@@ -7,10 +7,6 @@ from typing import NamedTuple
 
 from session_options.entries import DISABLED_OPTIMIZERS_KEY
 
-# Whether a start leaves weights unpacked, and whether it packs them on all threads.
-DISABLED_PACKING_KEY = "session.disable_prepacking"
-PARALLEL_PACKING_KEY = "session.prepack.enable_parallel"
-
 # The optimiser that fuses dequantised weights.
 _QDQ = "QDQSelectorActionTransformer"
 
