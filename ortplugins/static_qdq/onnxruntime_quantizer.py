@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import onnx
 import onnx_ir as ir
 from onnxruntime.quantization import (
     CalibrationMethod,
@@ -31,8 +30,9 @@ from onnxruntime.quantization import (
 )
 
 from ortplugins.errors import CalibrationError, QuantizationError
+from ortplugins.model_io.saving import save_with_data
 from ortplugins.samples.sources import Feed
-from rewrite_rules.graph.nodes import input_of, is_dequantize_linear
+from rewrite_rules.graph.nodes import input_of, is_dequantize_linear, label
 from rewrite_rules.graph.parameters import constant, float_attribute, int_attribute
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
     OverrideError,
@@ -40,27 +40,13 @@ from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
     TensorOverride,
 )
 
-# Names that unnamed nodes have while they are quantised, with their first output's behind it.
-_UNNAMED = "ortplugins.unnamed_"
-# What onnxruntime adds to the name of a tensor.
-_SUFFIXES = (
-    *("_scale", "_zero_point", "_quantized", "_quantized_scale", "_quantized_zero_point"),
-    *("_QuantizeLinear_Input", "_QuantizeLinear_Output", "_DequantizeLinear_Output"),
-)
 CALIBRATION_METHODS = ("MinMax", "Entropy", "Percentile", "Distribution")
 
 
-def name_of(node: ir.Node | onnx.NodeProto) -> str:
-    """Return the name that a node has while it is quantised."""
-    outputs = node.outputs if isinstance(node, ir.Node) else ()
-    first = outputs[0].name if outputs else next(iter(getattr(node, "output", ("",))))
-    return node.name or f"{_UNNAMED}{first}"
-
-
 def quantize_to_eight_bits(
-    path: Path,
+    model: ir.Model,
+    scratch: Path,
     samples: Sequence[Feed],
-    graph: ir.Graph,
     overrides: Overrides,
     activation_type: ir.DataType,
     weight_type: ir.DataType,
@@ -70,18 +56,16 @@ def quantize_to_eight_bits(
     nodes_to_exclude: Sequence[str],
     **settings: Any,
 ) -> tuple[ir.Model, list[str]]:
-    """Quantise the model of a temporary folder, which changes; ``graph`` is the same.
+    """Quantise a model, by way of files in a folder; nodes without a name get one.
 
     Overrides of initializers are passed on; of activations, all but other types. A Relu or
     Clip whose range the 8 bits have goes, as in onnxruntime, unless ``keep_relu``. Return the
     QDQ graph, and notes on what stays in float.
     """
-    proto = onnx.load(path, load_external_data=False)
-    for node in proto.graph.node:
-        node.name = name_of(node)
-    onnx.save(proto, path)
-    _check_names(proto.graph)
-    floats = dict(_kept_in_float(graph))
+    graph = model.graph
+    for node in graph:
+        node.name = label(node)
+    floats = {node.name: why for node, why in _kept_in_float(graph)}
     given: dict[str, list[dict[str, Any]]] = {}
     for name in _shared_weights(graph) if settings["per_channel"] else ():
         given[name] = [{"quant_type": _quant_type(weight_type)}]
@@ -97,7 +81,8 @@ def quantize_to_eight_bits(
             entries = (entry,)
         what = np.float16 if name in halves else np.float32, f"override of tensor {name!r}"
         given[name] = [to_onnxruntime(entry, *what) for entry in entries]
-    output = path.with_name("quantized.onnx")
+    path, output = scratch / "model.onnx", scratch / "quantized.onnx"
+    save_with_data(model, path)
     try:
         with _quiet(), np.errstate(all="ignore"):
             quantize_static(
@@ -109,7 +94,7 @@ def quantize_to_eight_bits(
                 weight_type=_quant_type(weight_type),
                 use_external_data_format=True,
                 calibrate_method=CalibrationMethod[method],
-                nodes_to_exclude=[*nodes_to_exclude, *map(name_of, floats)],
+                nodes_to_exclude=[*nodes_to_exclude, *floats],
                 extra_options={
                     "TensorQuantOverrides": given,
                     "QDQKeepRemovableActivations": keep_relu,
@@ -122,16 +107,11 @@ def quantize_to_eight_bits(
         raise QuantizationError(
             f"onnxruntime's quantiser failed: {type(error).__name__}: {error}"
         ) from error
-    model = ir.load(output)
-    ir.external_data.load_to_model(model)  # its folder goes
-    model.graph.sort()  # onnxruntime's own overlooks what subgraphs read
-    for made in model.graph:
-        if (made.name or "").startswith(_UNNAMED):
-            made.name = None
-    _check_quantized(model.graph)
-    names = [f"{node.op_type} {node.name or node.outputs[0].name!r}" for node in floats]
-    notes = zip(names, floats.values(), strict=True)
-    return model, [f"{name} stays in float: {reason}" for name, reason in notes]
+    made = ir.load(output)
+    ir.external_data.load_to_model(made)  # its folder goes
+    made.graph.sort()  # onnxruntime's own overlooks what subgraphs read
+    _check_quantized(made.graph)
+    return made, [f"{name!r} stays in float: {reason}" for name, reason in floats.items()]
 
 
 def _kept_in_float(graph: ir.Graph) -> Iterator[tuple[ir.Node, str]]:
@@ -194,18 +174,6 @@ def _shared_weights(graph: ir.Graph) -> Iterator[str]:
         rank = 0 if value.const_value is None else len(value.const_value.shape)
         if len(kinds) > 1 or (rank > 2 and ("MatMul", 1, 0) in kinds):
             yield name
-
-
-def _check_names(graph: onnx.GraphProto) -> None:
-    """Refuse a model that has a name which is needed."""
-    names = {name for node in graph.node for name in node.output}
-    names |= {value.name for value in (*graph.input, *graph.initializer)}
-    for name in names:
-        if taken := next((name + end for end in _SUFFIXES if name + end in names), None):
-            raise QuantizationError(
-                f"onnxruntime's quantiser names a tensor {taken!r}, which the model has "
-                "already: rename it there"
-            )
 
 
 def _check_quantized(graph: ir.Graph) -> None:

@@ -14,22 +14,20 @@ from __future__ import annotations
 import dataclasses
 import enum
 import os
-import shutil
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import onnx
 import onnx_ir as ir
 
 from ortplugins.errors import CalibrationError, QuantizationError
 from ortplugins.model_io.loading import LoadedModel, ModelLike
 from ortplugins.model_io.opset import raise_opset
-from ortplugins.model_io.saving import Progress, save_with_data
+from ortplugins.model_io.saving import Progress
 from ortplugins.optimization.shape_inference import infer_shapes
 from ortplugins.quantization.files import QuantizedFile
-from ortplugins.quantization.selection import Pattern, check_names, matches
+from ortplugins.quantization.selection import check_names, matches
 from ortplugins.report import PassReport, Report
 from ortplugins.samples.sources import CalibrationSource, read_samples
 from ortplugins.static_qdq.plan import PrecisionPlan, plan_precision
@@ -90,8 +88,8 @@ def quantize_static_mixed(
     per_channel: bool = True,
     calibrate_method: str | enum.Enum = "MinMax",
     op_types_to_quantize: Sequence[str] | None = None,
-    nodes_to_quantize: Sequence[Pattern] = (),
-    nodes_to_exclude: Sequence[Pattern] = (),
+    nodes_to_quantize: Sequence[str] = (),
+    nodes_to_exclude: Sequence[str] = (),
     calibration_providers: Sequence[Any] = ("CPUExecutionProvider",),
     external_data: bool | None = None,
     overwrite: bool = False,
@@ -201,9 +199,9 @@ def quantize_static_mixed(
     left = _left_over(wanted.overrides, graph.initializers, activation)
     with file.scratch() as scratch:
         file.model, floats = quantizer.quantize_to_eight_bits(
-            _staged(loaded.model if raised else file.given, loaded, scratch),
+            loaded.model,
+            scratch,
             samples,
-            graph,
             wanted.overrides,
             activation,
             weights,
@@ -288,35 +286,11 @@ def _check_names_given(
             )
 
 
-def _selected_nodes(option: str, patterns: Sequence[Pattern], graph: ir.Graph) -> list[str]:
+def _selected_nodes(option: str, patterns: Sequence[str], graph: ir.Graph) -> list[str]:
     """Return the names of the nodes that patterns mean."""
-    from ortplugins.static_qdq.onnxruntime_quantizer import name_of
-
-    names = {label(node): name_of(node) for node in graph}
+    names = [label(node) for node in graph]
     check_names(option, patterns, names)
-    return [
-        names[name] for name in names if any(matches(pattern, name) for pattern in patterns)
-    ]
-
-
-def _staged(model: ModelLike, loaded: LoadedModel, folder: Path) -> Path:
-    """Save a model as it was given into a folder: onnxruntime writes beside it."""
-    path = folder / "model.onnx"
-    if isinstance(model, onnx.ModelProto):
-        proto = onnx.ModelProto()
-        proto.CopyFrom(model)
-        onnx.save_model(
-            proto, os.fspath(path), save_as_external_data=True, location="model.onnx.data"
-        )
-    elif isinstance(model, ir.Model):
-        save_with_data(loaded.model, path)
-    else:
-        # Not by onnx_ir: constants are initializers there, quantised in another way.
-        path = folder / Path(model).name
-        for name, file in {path.name: Path(model), **loaded.data_files}.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, folder / name)
-    return path
+    return [name for name in names if any(matches(pattern, name) for pattern in patterns)]
 
 
 def _left_over(

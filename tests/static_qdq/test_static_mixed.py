@@ -389,12 +389,6 @@ def test_what_is_not_quantised_is_said():
         quantize_static_mixed(double, None, [{"x": np.ones(2)}])
 
 
-def test_a_name_that_the_quantiser_gives_is_refused():
-    text = "g (float[2] x) => (float[2] y) { x_scale = Neg(x)  y = Mul(x_scale, x) }"
-    with pytest.raises(QuantizationError, match="names a tensor 'x_scale', which the"):
-        quantize_static_mixed(proto_of(text), None, [{"x": np.ones(2, np.float32)}])
-
-
 def test_parameters_of_a_dequantised_weight_are_not_waited_for():
     # onnxruntime's quantiser waits for them without end.
     model = proto_of(
