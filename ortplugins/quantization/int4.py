@@ -64,7 +64,6 @@ from ortplugins.errors import OrtpluginsWarning, QuantizationError
 from ortplugins.model_io.loading import load_model
 from ortplugins.quantization.methods.awq import search_scales
 from ortplugins.quantization.methods.nearest import BlockFormat, in_blocks
-from ortplugins.quantization.selection import Pattern
 from ortplugins.quantization.weights.quantize import quantize as quantize_weights
 from ortplugins.quantization.weights.uses import OP_TYPES, WeightUse, find_uses
 from rewrite_rules.closest_name import did_you_mean
@@ -73,7 +72,7 @@ from rewrite_rules.graph.nodes import drop_unused_initializers
 
 Array = npt.NDArray[Any]
 WaPack = Sequence[tuple[Any, ...]]  # 4 or 5 of them
-Rules = list[tuple[Pattern, Any]]
+Rules = list[tuple[str, Any]]
 
 # ModelOpt's methods by ours. Error feedback does more than clips, in less time; rtn_trt,
 # rtn_trt_dq and awq_clip_trt write operators that only TensorRT has.
@@ -672,9 +671,9 @@ def _rules(
     # By the start of names. One may hold brackets, which a glob would take for its own.
     left = [label for label in labels if any(re.match(each, label) for each in excluded)]
     return [
-        (":table", {"block_size": given.get("gather_block_size", 32), "optional": True}),
-        *((re.compile(pattern), {"bits": 8, "block_size": -1}) for pattern in wider),
-        *((re.compile(rf"\A{re.escape(label)}\Z"), "float") for label in left),
+        (":table", {"block_size": given.get("gather_block_size", 32)}),
+        *((f"re:{pattern}", {"bits": 8, "block_size": -1}) for pattern in wider),
+        *((rf"re:\A{re.escape(label)}\Z", "float") for label in left),
     ]
 
 

@@ -10,25 +10,25 @@ from collections.abc import Collection, Iterable
 
 from ortplugins.errors import QuantizationError
 
-# A name; a glob where it has one of *?[; a regular expression, found anywhere in the name,
-# where it starts with "re:" or was compiled.
-Pattern = str | re.Pattern[str]
-
 _REGEX = "re:"
 _SHOWN = 3  # names in an error
 
 
-def matches(pattern: Pattern, name: str) -> bool:
-    """Whether a pattern means what has this name."""
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern means what has this name.
+
+    It is a name; a glob where it has one of ``*?[``; a regular expression, found anywhere in
+    the name, where it starts with ``re:``.
+    """
     # A name with brackets is a name first.
     expression = _expression(pattern)
     return pattern == name or (expression is not None and bool(expression.search(name)))
 
 
-def check_names(option: str, patterns: Iterable[Pattern], names: Collection[str]) -> None:
+def check_names(option: str, patterns: Iterable[str], names: Collection[str]) -> None:
     """Refuse patterns of an option that mean none of some names, with the closest of these."""
     wrong = [
-        f"{text_of(pattern)!r} matches no node that can be quantised{_nearest(pattern, names)}"
+        f"{pattern!r} matches no node that can be quantised{_nearest(pattern, names)}"
         for pattern in patterns
         if not any(matches(pattern, name) for name in names)
     ]
@@ -36,10 +36,8 @@ def check_names(option: str, patterns: Iterable[Pattern], names: Collection[str]
         raise QuantizationError(f"{option}: {'; '.join(wrong)}")
 
 
-def _expression(pattern: Pattern) -> re.Pattern[str] | None:
+def _expression(pattern: str) -> re.Pattern[str] | None:
     """Return what a glob or regular expression stands for; None for a name."""
-    if isinstance(pattern, re.Pattern):
-        return pattern
     if pattern.startswith(_REGEX):
         try:
             return re.compile(pattern.removeprefix(_REGEX))
@@ -51,13 +49,8 @@ def _expression(pattern: Pattern) -> re.Pattern[str] | None:
     return re.compile(rf"\A{fnmatch.translate(pattern)}") if is_glob else None
 
 
-def _nearest(pattern: Pattern, names: Collection[str]) -> str:
+def _nearest(pattern: str, names: Collection[str]) -> str:
     """Return what a pattern could have meant: the names that most resemble it."""
-    near = difflib.get_close_matches(text_of(pattern), names, _SHOWN, 0.3)
+    near = difflib.get_close_matches(pattern, names, _SHOWN, 0.3)
     shown = ", ".join(map(repr, near or list(names)[:_SHOWN]))
     return f"; there is {shown}" if shown else ""
-
-
-def text_of(pattern: Pattern) -> str:
-    """Return a pattern as messages have it."""
-    return _REGEX + pattern.pattern if isinstance(pattern, re.Pattern) else pattern

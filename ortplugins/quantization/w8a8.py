@@ -44,7 +44,6 @@ from ortplugins.model_io.saving import Progress
 from ortplugins.quantization.codes import checked
 from ortplugins.quantization.files import QuantizedFile, QuantizeResult
 from ortplugins.quantization.methods.nearest import BlockFormat, Floats
-from ortplugins.quantization.selection import Pattern
 from ortplugins.quantization.walk import Walk
 from ortplugins.quantization.weights.folds import divide
 from ortplugins.quantization.weights.plan import (
@@ -105,7 +104,7 @@ def quantize_encoder8(
     calibration_data_reader: Any = None,
     calibration_providers: Sequence[Any] = ("CPUExecutionProvider",),
     least_cosine: float = 0.999,
-    keep_float: Sequence[Pattern] = (),
+    keep_float: Sequence[str] = (),
     external_data: bool | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,

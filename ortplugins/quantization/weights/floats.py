@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import onnx_ir as ir
 
 from ortplugins.model_io.loading import initializer_tensors
 from ortplugins.quantization.weights.report import FloatWeights
+from ortplugins.quantization.weights.uses import readers_of
 
 _FLOATS = frozenset({
     ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE,
@@ -17,9 +18,6 @@ _FLOATS = frozenset({
 _READ_CODES = frozenset({
     "DequantizeLinear", "GatherBlockQuantized", "MatMulIntegerToFloat", "MatMulNBits",
     "QLinearConv", "QLinearMatMul", "QuantizeLinear",
-})  # fmt: skip
-_LOOKED_THROUGH = frozenset({
-    "Cast", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze",
 })  # fmt: skip
 
 
@@ -35,9 +33,9 @@ def float_weights(
     """
     found: dict[tuple[str, str], list[int]] = {}
     for value, tensor in initializer_tensors(model):
-        nodes = [node for node in _readers(value) if node not in planned.get(value, ())]
-        kinds = {"graph output"} if value.is_graph_output() else set()
-        kinds |= {node.op_type for node in nodes}
+        readers = [node for node, _ in readers_of(value) if node not in planned.get(value, ())]
+        kinds = {"graph output" if node is None else node.op_type for node in readers}
+        nodes = filter(None, readers)
         if tensor.dtype not in _FLOATS or not kinds or kinds & _READ_CODES:
             continue
         reason = next(filter(None, map(why, nodes)), "")
@@ -49,12 +47,3 @@ def float_weights(
         for (operators, reason), sizes in found.items()
     ]
     return tuple(sorted(rows, key=lambda row: -row.elements))
-
-
-def _readers(value: ir.Value) -> Iterator[ir.Node]:
-    """Yield what reads a constant."""
-    for node, index in value.uses():
-        if node.op_type in _LOOKED_THROUGH and index == 0:
-            yield from _readers(node.outputs[0])
-        else:
-            yield node

@@ -23,7 +23,7 @@ import onnx_ir as ir
 
 from ortplugins.errors import QuantizationError, UsageError
 from ortplugins.quantization.methods.nearest import BlockFormat
-from ortplugins.quantization.selection import Pattern, check_names, matches, text_of
+from ortplugins.quantization.selection import check_names, matches
 from ortplugins.quantization.weights.uses import OP_TYPES, ROLES, WeightUse
 from rewrite_rules.closest_name import did_you_mean
 
@@ -36,7 +36,7 @@ ROTATION = "its rows, as cosines of positions, multiply all that is rotated"
 _KERNEL_BLOCK_SIZES = (16, 32, 64, 128, 256, -1)
 # Of a rule: fields of a weight's form, and the others.
 _FORM = ("bits", "block_size", "is_symmetric")
-_OTHERS = ("method", "keep_float", "optional")
+_OTHERS = ("method", "keep_float")
 # What a recipe and the form of a weight have in common.
 _SHARED = tuple(field.name for field in dataclasses.fields(BlockFormat))
 
@@ -56,11 +56,11 @@ class Recipe(BlockFormat):
             (Frantar et al., arXiv 2210.17323).
         op_types: Operators to quantise: MatMul (with FusedMatMul), Gemm, Gather.
         rules: Settings for some of the nodes, by pattern: ``"float"``, or a mapping of method,
-            bits, block_size, is_symmetric, keep_float (routers stay in float unless a rule
-            for ``":router"``, or for one by its name, has False), and optional (the pattern
-            may match nothing). Later rules win. A pattern is a name, a glob, or a regular
-            expression (compiled, or text that starts with ``re:``; found anywhere in the
-            name), of the node, its weight, or a module that torch exported it from;
+            bits, block_size, is_symmetric, and keep_float (routers stay in float unless a rule
+            for ``":router"``, or for one by its name, has False). Later rules win. A pattern
+            is a name, a glob, or a regular expression (text that starts with ``re:``; found
+            anywhere in the name), of the node, its weight, or a module that torch exported it
+            from, and matches one at least;
             ``":head"`` for the product that the model's output is, and a Gather of the same
             table; ``":table"`` for every Gather; ``":router"`` for products that choose
             experts. Nodes without a name go by their first output's.
@@ -82,7 +82,7 @@ class Recipe(BlockFormat):
 
     method: str = "rtn"
     op_types: Sequence[str] = ("MatMul", "Gemm")
-    rules: Sequence[tuple[Pattern, Any]] | Mapping[Any, Any] = ()
+    rules: Sequence[tuple[str, Any]] | Mapping[Any, Any] = ()
     share_of_8_bits: float = 0.0
     quant_format: str = "QDQ"
     fuse_tables: bool = False
@@ -156,7 +156,7 @@ class Recipe(BlockFormat):
                 form |= {name: found[name] for name in _FORM if name in found}
                 method = found.get("method", method)
                 if found.get("keep_float"):
-                    reason = f"kept in float by {text_of(pattern)!r}"
+                    reason = f"kept in float by {pattern!r}"
                 # What chooses experts is small, and nobody means it by a pattern of names.
                 elif "keep_float" in found:
                     named = pattern == ":router" or pattern in use.names
@@ -180,26 +180,22 @@ class Recipe(BlockFormat):
         return notes
 
     def check_against(self, uses: Sequence[WeightUse], names: Collection[str]) -> list[str]:
-        """Check that every pattern means a node; return notes on optional ones that do not."""
+        """Check that every pattern means a node; return notes on roles that none has."""
+        patterns = [pattern for pattern, _ in self._rules]
+        check_names("rules", [each for each in patterns if each not in ROLES], names)
         roles = {role for use in uses for role in use.roles}
-        wanted = [pattern for pattern, found in self._rules if not found.get("optional")]
-        check_names("rules", [pattern for pattern in wanted if pattern in ROLES], roles)
-        check_names("rules", [pattern for pattern in wanted if pattern not in ROLES], names)
-        return [
-            f"{text_of(pattern)!r} matches no node"
-            for pattern, _ in self._rules
-            if pattern not in ROLES and not any(matches(pattern, name) for name in names)
-        ]
+        unused = [each for each in patterns if each in ROLES and each not in roles]
+        return [f"the rule for {role!r} has no effect: no node is one" for role in unused]
 
     @property
-    def _rules(self) -> tuple[tuple[Pattern, Mapping[str, Any]], ...]:
+    def _rules(self) -> tuple[tuple[str, Mapping[str, Any]], ...]:
         return _pairs(self.rules)
 
 
-def _checked_rule(rule: tuple[Pattern, Any]) -> tuple[Pattern, Mapping[str, Any]]:
+def _checked_rule(rule: tuple[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """Return a pattern and its settings, all of which fit."""
     pattern, settings = rule
-    what = f"rule {text_of(pattern)!r}"
+    what = f"rule {pattern!r}"
     try:
         found: dict[str, Any] = {"keep_float": True}
         if settings != "float":
@@ -215,19 +211,19 @@ def _checked_rule(rule: tuple[Pattern, Any]) -> tuple[Pattern, Mapping[str, Any]
     return pattern, found
 
 
-def _pairs(given: Any) -> tuple[tuple[Pattern, Any], ...]:
+def _pairs(given: Any) -> tuple[tuple[str, Any], ...]:
     """Return patterns and settings of a mapping, or of such pairs."""
     return tuple(given.items() if isinstance(given, Mapping) else given or ())
 
 
-def _means(pattern: Pattern, use: WeightUse) -> bool:
+def _means(pattern: str, use: WeightUse) -> bool:
     """Whether a pattern is for a node."""
     return any(matches(pattern, name) for name in use.names) or pattern in use.roles
 
 
 # 4 bits cost most in the head. Rows of most models hold whole blocks of 64: of a tied table
 # GatherBlockQuantized and MatMulNBits then read the same codes.
-_FINE = {"bits": 8, "block_size": 64, "method": "rtn", "optional": True}
+_FINE = {"bits": 8, "block_size": 64, "method": "rtn"}
 _BALANCED = Recipe(
     method="gptq",
     block_size=64,
@@ -270,13 +266,21 @@ def read_recipe(recipe: Recipe | str | os.PathLike[str] | None) -> Recipe:
 
 
 def read_yaml(text: str) -> Any:
-    """Read YAML."""
+    """Read YAML; two equal keys of a mapping are an error."""
     try:
         import yaml
     except ModuleNotFoundError:
         raise UsageError("recipes in files need: pip install 'ortplugins[cli]'") from None
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+            keys = [key.value for key, _ in node.value]
+            if twice := next((key for key in keys if keys.count(key) > 1), None):
+                raise yaml.MarkedYAMLError(problem=f"{twice!r} is there twice")
+            return super().construct_mapping(node, deep)
+
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise QuantizationError(f"is not YAML: {' '.join(str(error).split())}") from error
 

@@ -164,14 +164,14 @@ def modules_of(node: ir.Node) -> Iterator[str]:
 
 
 def readers_of(value: ir.Value) -> Iterator[tuple[ir.Node | None, str]]:
-    """Yield what reads a weight, Identity and Transpose looked through, with its name.
+    """Yield what reads a weight, or its numbers in another shape or type, with its name.
 
     None, and the output's name, where it is an output of the graph.
     """
     if value.is_graph_output():
         yield None, value.name or ""
-    for node in dict.fromkeys(use.node for use in value.uses()):
-        if node.op_type in ("Identity", "Transpose"):
+    for node, index in value.uses():
+        if index == 0 and (node.op_type in _RESHAPING or node.op_type == "Identity"):
             yield from readers_of(node.outputs[0])
         else:
             yield node, label(node)
