@@ -347,7 +347,7 @@ def _embed(
     """Return the mean over its tokens for each text, ``[texts, hidden]``, of length 1."""
     length = model.feeds.length or _MAX_TOKENS
     rows = []
-    ids = [tokenizer.encode(text, length) for text in texts]
+    ids = [tokenizer.cut(text, length, "a paragraph")[0] for text in texts]
     model.feeds.check(ids, tokenizer)
     for number, tokens in enumerate(ids):
         progress(number, len(ids), model.name)

@@ -160,7 +160,6 @@ class Walk:
                 arrays = run_sample(session, (), inputs | weights, what)
                 for folder, array in zip(folders.values(), arrays, strict=True):
                     _store(folder / f"{model}-{index}.npy", array)
-        shutil.rmtree(self._scratch / "weights", ignore_errors=True)
         self._place = place
         self._kept |= folders
         for name in [name for name in self._kept if self._last_reads[name] <= place]:
@@ -193,16 +192,13 @@ class Walk:
         return default.const_value.numpy()
 
     def _put_in_weights(self, part: ir.Graph) -> dict[str, Array]:
-        """Have nodes read quantised weights; return those, mapped, by their new names."""
+        """Have nodes read quantised weights; return those by their new names."""
         weights: dict[str, Array] = {}
-        folder = self._scratch / "weights"
-        folder.mkdir()
         for node in part.all_nodes():
             place = node.metadata_props.get(_PLACE, "")
             for index, weight in self._weights.pop(place, {}).items():
                 name = f"ortplugins.weight{next(self._numbers)}"
-                _store(folder / f"{name}.npy", weight())
-                weights[name] = np.load(folder / f"{name}.npy", mmap_mode="r")
+                weights[name] = weight()
                 part.inputs.append(ir.Value(name=name))
                 node.replace_input_with(index, part.inputs[-1])
         drop_unused_initializers(list(part.initializers.values()))

@@ -149,12 +149,6 @@ class TextTokenizer:
         parts = (ids[start : start + step] for start in range(0, len(ids), step))
         return [[*before, *part, *after] for part in parts]
 
-    def encode(self, text: str, length: int) -> list[int]:
-        """Return the first ``length`` tokens of a text, those around it included."""
-        available = length - len(self._before) - len(self._after)
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids[: max(available, 0)]
-        return [*self._before, *ids, *self._after]
-
 
 def read_text(path: Path) -> str:
     """Read a file as UTF-8."""

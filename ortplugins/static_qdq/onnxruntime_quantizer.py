@@ -58,9 +58,9 @@ def quantize_to_eight_bits(
 ) -> tuple[ir.Model, list[str]]:
     """Quantise a model, by way of files in a folder; nodes without a name get one.
 
-    Overrides of initializers are passed on; of activations, all but other types. A Relu or
-    Clip whose range the 8 bits have goes, as in onnxruntime, unless ``keep_relu``. Return the
-    QDQ graph, and notes on what stays in float.
+    Overrides are passed on, but for other types. A Relu or Clip whose range the 8 bits have
+    goes, as in onnxruntime, unless ``keep_relu``. Return the QDQ graph, and notes on what
+    stays in float.
     """
     graph = model.graph
     for node in graph:
@@ -71,16 +71,13 @@ def quantize_to_eight_bits(
         given[name] = [{"quant_type": _quant_type(weight_type)}]
     values = [*graph.inputs, *(value for node in graph for value in node.outputs)]
     halves = {value.name for value in values if value.dtype is ir.DataType.FLOAT16}
-    for name, entries in overrides.items():
-        if name not in graph.initializers:
-            entry = entries[0]
-            if entry.quant_type in (None, activation_type):
-                entry = dataclasses.replace(entry, quant_type=activation_type, convert=None)
-            else:
-                entry = TensorOverride(rmin=entry.rmin, rmax=entry.rmax)
-            entries = (entry,)
+    for name, (entry,) in overrides.items():
+        if entry.quant_type in (None, activation_type):
+            entry = dataclasses.replace(entry, quant_type=activation_type, convert=None)
+        else:
+            entry = TensorOverride(rmin=entry.rmin, rmax=entry.rmax)
         what = np.float16 if name in halves else np.float32, f"override of tensor {name!r}"
-        given[name] = [to_onnxruntime(entry, *what) for entry in entries]
+        given[name] = [to_onnxruntime(entry, *what)]
     path, output = scratch / "model.onnx", scratch / "quantized.onnx"
     save_with_data(model, path)
     try:

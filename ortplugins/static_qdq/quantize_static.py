@@ -196,7 +196,7 @@ def quantize_static_mixed(
         raise CalibrationError("no calibration data: give samples of real inputs")
     samples = read_samples(data, loaded.model)
     plans = budget is not None or max_16bit is not None
-    left = _left_over(wanted.overrides, graph.initializers, activation)
+    left = _left_over(wanted.overrides, activation)
     with file.scratch() as scratch:
         file.model, floats = quantizer.quantize_to_eight_bits(
             loaded.model,
@@ -293,14 +293,10 @@ def _selected_nodes(option: str, patterns: Sequence[str], graph: ir.Graph) -> li
     return [name for name in names if any(matches(pattern, name) for pattern in patterns)]
 
 
-def _left_over(
-    overrides: Overrides, initializers: Mapping[str, Any], activation_type: ir.DataType
-) -> Overrides:
+def _left_over(overrides: Overrides, activation_type: ir.DataType) -> Overrides:
     """Return what is left to do in the 8-bit graph."""
     left: dict[str, tuple[TensorOverride, ...]] = {}
-    for name, (entry, *_) in overrides.items():
-        if name in initializers:
-            continue
+    for name, (entry,) in overrides.items():
         if entry.quant_type in (None, activation_type):
             # The rest of it is in the graph.
             entry = TensorOverride(quant_type=entry.quant_type, convert=entry.convert)

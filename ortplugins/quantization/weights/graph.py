@@ -17,7 +17,7 @@ from these by the fusion's own rules.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,25 +40,31 @@ _ALIGNMENT = 64
 _CHUNK_BYTES = 1 << 22
 
 
-def store_codes(weight: Weight, found: WeightCodes, path: Path | None) -> None:
+def store_codes(
+    weight: Weight, found: WeightCodes, path: Path | None, names: FreshNames
+) -> None:
     """Append the codes of a weight to a file; note them, and the errors, in the weight.
 
     The file lies beside the output, and has all codes before the output is written. Without
     one they stay in memory.
     """
     form, kind = weight.form, f"{'' if weight.form.is_symmetric else 'U'}INT"
-    code = ir.DataType[f"{kind}{form.bits}"]
-    arrays = [(found.codes, code), (found.grid.astype(form.scale_type), None)]
+    code, by_column = ir.DataType[f"{kind}{form.bits}"], form.block_size == -1
+    base = f"{weight.name}.{code.name.lower()}_block{form.block_size}"
+    base = names.take(f"{base}_transposed" if weight.k_last else base)
+    scales = found.grid.astype(form.scale_type)
+    parts = [(found.codes, code, base), (scales, None, names.take(f"{base}_scales"))]
     if found.zero_points is not None:
-        arrays.append((found.zero_points, code))
+        parts.append((found.zero_points, code, names.take(f"{base}_zero_points")))
     weight.tensors = []
-    for array, packed in arrays:
+    for array, packed, name in parts:
         rows = array.T if weight.k_last else array
         chunks = iter([np.ascontiguousarray(rows)])
         if packed is not None:
             chunks = _packed(rows, form.bits)
         dtype = packed or ir.DataType.from_numpy(rows.dtype)
-        weight.tensors.append(_stored(chunks, dtype, rows.shape, path))
+        shape = (weight.N,) if by_column and array is not found.codes else rows.shape
+        weight.tensors.append(_stored(chunks, dtype, ir.Shape(shape), name, path))
     weight.weight_error, weight.output_error = found.weight_error, found.output_error
 
 
@@ -73,14 +79,16 @@ def _packed(rows: npt.NDArray[Any], bits: int) -> Iterator[npt.NDArray[np.uint8]
 def _stored(
     chunks: Iterable[npt.NDArray[Any]],
     dtype: ir.DataType,
-    shape: Sequence[int],
+    shape: ir.Shape,
+    name: str,
     path: Path | None,
 ) -> ir.TensorProtocol:
     if path is None:
         array = np.concatenate([chunk.reshape(-1) for chunk in chunks])
         if dtype.bitwidth < 8:
-            return ir.PackedTensor(array, dtype, shape=ir.Shape(shape))
-        return ir.Tensor(array.view(dtype.numpy()).reshape(shape), dtype=dtype)
+            return ir.PackedTensor(array, dtype, shape=shape, name=name)
+        whole = array.view(dtype.numpy()).reshape(shape.numpy())
+        return ir.Tensor(whole, dtype=dtype, name=name)
     with open(path, "ab") as file:
         start = file.tell()
         for chunk in chunks:
@@ -88,13 +96,11 @@ def _stored(
         end = file.tell()
         file.write(bytes(-end % _ALIGNMENT))
     place = (path.name, start, end - start, dtype)
-    folder = str(path.parent)
-    return ir.ExternalTensor(*place, shape=ir.Shape(shape), name=path.name, base_dir=folder)
+    return ir.ExternalTensor(*place, shape=shape, name=name, base_dir=str(path.parent))
 
 
-def write_codes(plan: WeightPlan) -> None:
+def write_codes(plan: WeightPlan, names: FreshNames) -> None:
     """Have nodes read codes, and divide the activations whose weights were scaled."""
-    names = FreshNames(plan.model)
     for group in plan.groups:
         if (scales := group.channel_scales) is None:
             continue
@@ -130,29 +136,22 @@ def _dequantize(weight: Weight, use: WeightUse, names: FreshNames) -> ir.Value:
     graph = use.weight.graph if producer is None else producer.graph
     assert isinstance(graph, ir.Graph)
     form, axis = weight.form, int(weight.k_last)
-    codes, scales, *zero_points = weight.tensors
-    real = use.tensor.dtype
-    shape = (weight.N, weight.K) if weight.k_last else (weight.K, weight.N)
-    by_column = form.block_size == -1
-    grid = (weight.N,) if by_column else tuple(scales.shape.numpy())
-    base = f"{use.weight.name}.{codes.dtype.name.lower()}_block{form.block_size}"
-    base = names.take(f"{base}_transposed" if weight.k_last else base)
-    parts = [(codes, shape, base), (scales, grid, names.take(f"{base}_scales"))]
-    parts += [(zeros, grid, names.take(f"{base}_zero_points")) for zeros in zero_points]
-    inputs = [new_initializer(graph, _as(*part)) for part in parts]
+    real, scales = use.tensor.dtype, weight.tensors[1]
+    inputs = [new_initializer(graph, tensor) for tensor in weight.tensors]
     # A reader in a subgraph of If or Loop sees what comes before that node.
     first = use.node if use.node.graph is graph else graph[0]
     if scales.dtype is not real:
-        name = names.take(f"{base}_scales.{real.name.lower()}")
+        name = names.take(f"{scales.name}.{real.name.lower()}")
         cast = ir.node("Cast", inputs[1:2], {"to": int(real)}, name=name)
         graph.insert_before(first, cast)
-        inputs[1] = described(cast, real, ir.Shape(grid))
+        inputs[1] = described(cast, real, inputs[1].shape)
     attributes = {"axis": 1 - axis}
-    if not by_column:
+    if form.block_size != -1:
         attributes = {"axis": axis, "block_size": form.size_along(weight.K)}
-    name = names.take(f"{base}.dequantized")
+    name = names.take(f"{inputs[0].name}.dequantized")
     node = ir.node("DequantizeLinear", inputs, attributes, name=name)
     graph.insert_before(first, node)
+    shape = (weight.N, weight.K) if weight.k_last else (weight.K, weight.N)
     return described(node, real, ir.Shape(shape))
 
 
@@ -173,14 +172,3 @@ def _unfuse(node: ir.Node) -> None:
     if node.op_type == "FusedMatMul" and not transposes and not scales:
         node.op_type, node.domain = "MatMul", ""
         node.attributes.clear()
-
-
-def _as(tensor: ir.TensorProtocol, shape: Sequence[int], name: str) -> ir.TensorProtocol:
-    """Return a tensor that :func:`store_codes` made with another shape and name."""
-    if isinstance(tensor, ir.ExternalTensor):
-        place = (tensor.location, tensor.offset, tensor.length, tensor.dtype)
-        folder = tensor.base_dir
-        return ir.ExternalTensor(*place, shape=ir.Shape(shape), name=name, base_dir=folder)
-    if isinstance(tensor, ir.PackedTensor):
-        return ir.PackedTensor(tensor.raw, tensor.dtype, shape=ir.Shape(shape), name=name)
-    return ir.Tensor(tensor.numpy().reshape(shape), dtype=tensor.dtype, name=name)

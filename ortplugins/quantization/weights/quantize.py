@@ -50,6 +50,7 @@ from ortplugins.quantization.weights.recipe import Recipe, read_recipe
 from ortplugins.quantization.weights.report import QuantizeReport
 from ortplugins.quantization.weights.uses import WeightUse
 from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
+from rewrite_rules.graph.initializers import FreshNames
 from rewrite_rules.graph.nodes import captures, dequantizer, label
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
 
@@ -147,7 +148,7 @@ def quantize(
             samples = file.samples(calibration_data_reader)
             runs = samples, scratch, calibration_providers, progress
             calibrated = functools.partial(Walk, plan.model, *runs)
-        stored = None if file.in_memory else scratch / "codes"
+        stored, names = None if file.in_memory else scratch / "codes", FreshNames(plan.model)
         # What a sum of floats gives depends on how BLAS's threads share it out: strips of
         # columns are shared out instead.
         with threadpoolctl.threadpool_limits(1, user_api="blas"):
@@ -156,13 +157,13 @@ def quantize(
             weights = [weight for group in plan.groups for weight in group.weights]
             total, done = sum(weight.K * weight.N for weight in weights), 0
             for weight, found in _walked(plan, calibrated, executor):
-                store_codes(weight, found, stored)
+                store_codes(weight, found, stored, names)
                 done += weight.K * weight.N
                 if progress is not None:
                     progress(done, total, weight.uses[0].label)
         if calibrated is not None:
             _note_unreached(plan)
-        write_codes(plan)
+        write_codes(plan, names)
         report = reported(plan, chosen)
         report = dataclasses.replace(report, notes=(*report.notes, *notes))
         if chosen.for_kernels or chosen.fuse_tables:
