@@ -49,7 +49,7 @@ def compare(
     Args:
         a: The reference, an .onnx file.
         b: The model to compare; without it, A after --pass.
-        count: Samples to take from --text (32 by default), or to make up (1).
+        count: Samples to take from --text (128 by default), or to make up (1).
         seed: Seed of made-up samples.
         runs: Timed runs of each process; 0 for none.
         rounds: Processes of each model; the models take turns.

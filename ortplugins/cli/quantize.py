@@ -20,38 +20,14 @@ from ortplugins.errors import CalibrationError, ModelFileError, UsageError
 from ortplugins.quantization.weights.recipe import Recipe, read_recipe, read_yaml
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from ortplugins.quantization import QuantizeReport, QuantizeResult
-    from ortplugins.samples.text import TextSamples
 
 
 # Of a text, what is evaluated on and not calibrated on, at least.
 _HELD_BACK = 1 / 3
 _LEAST_SHARE = 0.001  # of all weights, for a line of its own
-
-
-@Parameter(name="*")
-@dataclasses.dataclass(frozen=True)
-class HeldBackSamples(opt.GivenSamples):
-    """Samples that leave a part of a text to evaluate on.
-
-    Attributes:
-        count: Windows to take from --text; 128 by default.
-        providers: Execution provider that runs samples; repeatable.
-    """
-
-    count: opt.Positive | None = None
-    providers: Annotated[tuple[str, ...], Parameter("--provider")] = ()
-
-    def held_back(self, model: Path) -> Sequence[Path] | TextSamples | None:
-        """Return the samples."""
-        if self.text is None:
-            opt.refuse("without --text", count=self.count)
-            return self.read(model, None)
-        source: Any = self.read(model, self.count)
-        found: TextSamples = dataclasses.replace(source, held_back=_HELD_BACK)
-        return found
 
 
 def _read_rule(text: str) -> tuple[str, Any]:
@@ -135,7 +111,9 @@ def quantize(
     *,
     output: Annotated[Path | None, Parameter(alias="-o")] = None,
     chosen: ChosenRecipe = ChosenRecipe(),
-    given: HeldBackSamples = HeldBackSamples(),
+    given: opt.GivenSamples = opt.GivenSamples(),
+    count: opt.Positive | None = None,
+    providers: Annotated[tuple[str, ...], Parameter("--provider")] = (),
     dry_run: bool = False,
     force: opt.Force = False,
     printing: opt.Printing = opt.Printing(),
@@ -146,10 +124,16 @@ def quantize(
 
     Args:
         output: File to write; for a folder, a folder.
+        count: Windows to take from --text; 128 by default.
+        providers: Execution provider that runs samples; repeatable.
         dry_run: Print what would be quantised; write nothing.
     """
     printing.check()
-    source = given.held_back(model)
+    source: Any = given.read(model, count)
+    if given.text is None:
+        opt.refuse("without --text", count=count)
+    else:
+        source = dataclasses.replace(source, held_back=_HELD_BACK)
     if output is None and not dry_run:
         raise UsageError("give --output, or --dry-run")
     if dry_run:
@@ -159,7 +143,7 @@ def quantize(
     if recipe is not None:
         settings["dry_run"] = dry_run
         if not recipe.needs_samples and source is None:
-            opt.refuse("with --method rtn and without samples", provider=given.providers)
+            opt.refuse("with --method rtn and without samples", provider=providers)
     else:
         opt.refuse(f"with --recipe {chosen.recipe}", dry_run=dry_run)
     with progress_bar() as bar:
@@ -167,7 +151,7 @@ def quantize(
             model,
             output,
             calibration_data_reader=source,
-            calibration_providers=given.providers or opt.CPU,
+            calibration_providers=providers or opt.CPU,
             overwrite=force,
             progress=bar,
             **settings,

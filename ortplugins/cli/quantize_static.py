@@ -51,7 +51,7 @@ def quantize_static(
     With --budget or --max-16bit, the activations that cost most are found, and promoted.
 
     Args:
-        count: Windows to take from --text; 32 by default.
+        count: Windows to take from --text; 128 by default.
         overrides: JSON, {"TENSOR": [{"quant_type": "QUInt16"}]}, or @FILE with that.
         promote: A tensor or node to give 16 bits; repeatable.
         budget: Promote until the outputs have this cosine to those with unquantised
