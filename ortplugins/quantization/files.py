@@ -29,7 +29,6 @@ from ortplugins.model_io.saving import (
     scratch_within,
 )
 from ortplugins.quantization.weights.report import QuantizeReport
-from ortplugins.samples.sources import CalibrationSource, Feed, read_samples
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,7 +54,6 @@ class QuantizedFile:
         given: A path, or an object.
         loaded: What was given; large tensors of a path are mapped.
         model: What is written: the same model, unless another takes its place.
-        progress: As it was given.
     """
 
     def __init__(
@@ -80,7 +78,7 @@ class QuantizedFile:
         self.given, self.loaded = model, load_model(model, map_inline=True)
         self.model = self.loaded.model
         self._external_data, self._overwrite = external_data, overwrite
-        self.progress = progress
+        self._progress = progress
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
@@ -89,15 +87,6 @@ class QuantizedFile:
         beside = None if self._target is None else self._target.absolute().parent
         with scratch_within(beside) as folder:
             yield Path(folder)
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether the result is an object, and no file."""
-        return self._target is None
-
-    def samples(self, reader: CalibrationSource) -> list[Feed]:
-        """Return samples for the model."""
-        return read_samples(reader, self.model)
 
     def saved(self, report: QuantizeReport) -> QuantizeResult:
         """Write the model, or take into it what lies in files; return it with a report."""
@@ -117,7 +106,7 @@ class QuantizedFile:
             self.model,
             inline=not external,
             overwrite=self._overwrite,
-            progress=self.progress,
+            progress=self._progress,
         )
         if self._folder is None:
             save(self._target)

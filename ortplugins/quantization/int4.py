@@ -577,19 +577,13 @@ _PROVIDERS = {
     "trt": "TensorrtExecutionProvider",
     "NvTensorRtRtx": "NvTensorRTRTXExecutionProvider",
 }
-# What changes nothing, with its default: weights that read one activation get the same scales,
-# the walk bounds the memory, and the searches of quantize() have their own steps.
-_WITHOUT_EFFECT = {
-    "awqclip_bsz_col": None,
-    "enable_fast_path_using_high_sysram": False,
-    "trt_rtx_backend": None,
-    "input_shapes_profile": None,
-    "awqlite_run_per_subgraph": True,
-    "awqlite_alpha_step": 0.1,
-    "awqlite_fuse_nodes": True,
-    "awqclip_alpha_step": 0.05,
-    "awqclip_alpha_min": 0.5,
-}
+# What changes nothing: weights that read one activation get the same scales, the walk bounds
+# the memory, and the searches of quantize() have their own steps.
+_WITHOUT_EFFECT = (
+    *("awqlite_alpha_step", "awqlite_fuse_nodes", "awqlite_run_per_subgraph"),
+    *("awqclip_alpha_min", "awqclip_alpha_step", "awqclip_bsz_col"),
+    *("enable_fast_path_using_high_sysram", "input_shapes_profile", "trt_rtx_backend"),
+)
 _REFUSED = {
     "force_fp16": "convert the model to float16 before, with onnxruntime's or "
     "onnxconverter_common's converter, and quantise the result",
@@ -614,9 +608,8 @@ def _checked(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     for name, advice in _REFUSED.items():
         if given.get(name):
             raise QuantizationError(f"{name} is not done here: {advice}")
-    for name, usual in _WITHOUT_EFFECT.items():
-        if given.get(name, usual) != usual:
-            warnings.warn(f"{name} has no effect", OrtpluginsWarning, stacklevel=3)
+    for name in given.keys() & {*_WITHOUT_EFFECT}:
+        warnings.warn(f"{name} has no effect", OrtpluginsWarning, stacklevel=3)
     if (axis := given.get("gather_quantize_axis")) not in (None, 1, -1):
         raise QuantizationError(
             f"gather_quantize_axis is {axis!r}: blocks of Gather's tables run along their "

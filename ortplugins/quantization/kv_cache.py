@@ -28,7 +28,7 @@ from ortplugins.quantization.calibration import detach_tensors, open_for_samples
 from ortplugins.quantization.files import QuantizedFile, QuantizeResult
 from ortplugins.quantization.methods.nearest import Floats
 from ortplugins.quantization.weights.report import QuantizeReport
-from ortplugins.samples.sources import Feed
+from ortplugins.samples.sources import Feed, read_samples
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.graph.nodes import input_of, label
 
@@ -113,7 +113,7 @@ def quantize_kv_cache(
     )
     caches = find_caches(file.model)
     with file.scratch() as scratch:
-        samples = file.samples(calibration_data_reader)
+        samples = read_samples(calibration_data_reader, file.model)
         scales = _scales(file.model, caches, samples, scratch, calibration_providers)
         _quantize(file.model, caches, scales)
         note = (

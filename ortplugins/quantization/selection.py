@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import re
 from collections.abc import Collection, Iterable
 
 from ortplugins.errors import QuantizationError
+from rewrite_rules.closest_name import did_you_mean
 
 _REGEX = "re:"
-_SHOWN = 3  # names in an error
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -28,7 +27,7 @@ def matches(pattern: str, name: str) -> bool:
 def check_names(option: str, patterns: Iterable[str], names: Collection[str]) -> None:
     """Refuse patterns of an option that mean none of some names, with the closest of these."""
     wrong = [
-        f"{pattern!r} matches no node that can be quantised{_nearest(pattern, names)}"
+        f"{pattern!r} matches no node that can be quantised{_closest(pattern, names)}"
         for pattern in patterns
         if not any(matches(pattern, name) for name in names)
     ]
@@ -49,8 +48,8 @@ def _expression(pattern: str) -> re.Pattern[str] | None:
     return re.compile(rf"\A{fnmatch.translate(pattern)}") if is_glob else None
 
 
-def _nearest(pattern: str, names: Collection[str]) -> str:
-    """Return what a pattern could have meant: the names that most resemble it."""
-    near = difflib.get_close_matches(pattern, names, _SHOWN, 0.3)
-    shown = ", ".join(map(repr, near or list(names)[:_SHOWN]))
-    return f"; there is {shown}" if shown else ""
+def _closest(pattern: str, names: Collection[str]) -> str:
+    """Return the name that a pattern could have meant, or else the first that there is."""
+    first = next(iter(names), None)
+    plain = pattern.removeprefix(_REGEX).strip("*?^$")
+    return did_you_mean(plain, names) or (f"; there is {first!r}" if first else "")

@@ -55,6 +55,7 @@ from ortplugins.quantization.weights.plan import (
 from ortplugins.quantization.weights.recipe import Recipe
 from ortplugins.quantization.weights.report import FloatWeights, NodeReport, QuantizeReport
 from ortplugins.quantization.weights.uses import WeightUse
+from ortplugins.samples.sources import read_samples
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.graph.nodes import label, remove_unused
 from rewrite_rules.graph.parameters import constant, float_attribute
@@ -141,7 +142,7 @@ def quantize_encoder8(
     plan = plan_weights(file.model, recipe)
     check_not_empty(plan, recipe)
     with file.scratch() as scratch:
-        samples = file.samples(calibration_data_reader)
+        samples = read_samples(calibration_data_reader, file.model)
         walk = Walk(file.model, samples, scratch, calibration_providers, progress)
         rows = _quantize_products(plan, least_cosine, walk)
         file.model.ir_version = max(file.model.ir_version or 0, _IR_VERSION)

@@ -240,10 +240,13 @@ def test_one_weight_in_two_forms(layout, scale_type, other):
         ({"scale_type": "half"}, "scale_type is 'half'"),
         (
             {"rules": {"up": "float", "/lm_haed": "float"}},
-            "'up' matches.*'/lm_haed' matches no node.*there is '/?lm_head'",
+            "'up' matches.*'/lm_haed' matches no node.*did you mean '/?lm_head'",
         ),
-        ({"rules": {"*lm_haed*": {"bits": 8}}}, "matches no node.*; there is '/?lm_head'"),
-        ({"rules": {"re:lm_heads?_x": "float"}}, "matches no node.*; there is '/?lm_head'"),
+        ({"rules": {"*lm_haed*": {"bits": 8}}}, "matches no node.*mean '/?lm_head'"),
+        (
+            {"rules": {"re:lm_heads?_x": "float"}},
+            "matches no node.*mean '/?lm_head'",
+        ),
         ({"rules": {"re:(": "float"}}, r"'re:\(' is not a regular expression"),
         ({"rules": {"*": {"bits": 5}}}, r"rule '\*': bits is 5"),
         ({"rules": {"*": {"group": 5}}}, r"rule '\*': no setting is 'group'"),

@@ -49,6 +49,7 @@ from ortplugins.quantization.weights.plan import (
 from ortplugins.quantization.weights.recipe import Recipe, read_recipe
 from ortplugins.quantization.weights.report import QuantizeReport
 from ortplugins.quantization.weights.uses import WeightUse
+from ortplugins.samples.sources import read_samples
 from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
 from rewrite_rules.graph.initializers import FreshNames
 from rewrite_rules.graph.nodes import captures, dequantizer, label
@@ -145,10 +146,10 @@ def quantize(
         calibrated: NewWalk | None = None
         says = any(group.activation is not None for group in plan.groups)
         if says and (chosen.needs_samples or calibration_data_reader is not None):
-            samples = file.samples(calibration_data_reader)
+            samples = read_samples(calibration_data_reader, file.model)
             runs = samples, scratch, calibration_providers, progress
             calibrated = functools.partial(Walk, plan.model, *runs)
-        stored, names = None if file.in_memory else scratch / "codes", FreshNames(plan.model)
+        stored, names = None if output is None else scratch / "codes", FreshNames(plan.model)
         # What a sum of floats gives depends on how BLAS's threads share it out: strips of
         # columns are shared out instead.
         with threadpoolctl.threadpool_limits(1, user_api="blas"):
