@@ -38,7 +38,6 @@ from rewrite_rules.transformer_fusion.equal_values import (
 )
 from rewrite_rules.transformer_fusion.grouped_queries import GroupQueries
 from rewrite_rules.transformer_fusion.norms_and_activations import (
-    GELU_ENDS,
     RmsNorm,
     SkipNorm,
     TanhGelu,
@@ -105,7 +104,7 @@ def fuse_transformer(
     if options.norms and context.cpu_only:
         rules += [*RmsNorm.rule(shapes, remarks).commute(), SkipNorm.rule(shapes, remarks)]
     if options.activations and context.cpu_only and nodes["Tanh"]:
-        rules += (TanhGelu.rule(shapes, remarks, *end) for end in GELU_ENDS)
+        rules.append(TanhGelu.rule(shapes, remarks))
     _apply(model, rules)
     if options.projections and context.cpu_only:
         merge_projections(model, remarks)

@@ -1,25 +1,22 @@
 # SPDX-License-Identifier: MIT
-"""Norms and activations, in whatever spelling, as one node.
+"""Norms and activations, as exporters spell them, as one node.
 
     x * (1 / sqrt(mean(x**2, -1) + epsilon)) * weight
         -> SimplifiedLayerNormalization(x, weight)
     SimplifiedLayerNormalization(a + b, weight)
         -> SkipSimplifiedLayerNormalization(a, b, weight), and a + b from its last output
-    0.5 * x * (1 + tanh(0.79788456 * (x + 0.044715 * x**3)))
-    0.5 * x * (1 + tanh(0.79788456 * x * (1 + 0.044715 * x**2)))
+    0.5 * (x * (1 + tanh(0.79788456 * (x + 0.044715 * x**3))))
         -> FastGelu(x)
 
-Factors and terms stand in any order. What a norm computes in float32 may be cast back to a
-narrower type before the weight. LayerNormalization and its parts stay: onnxruntime makes one
-node of these itself, and SkipLayerNormalization is slower on a CPU than the sum and the norm.
-It makes Gelu and QuickGelu of every spelling with Erf and Sigmoid, too.
+What a norm computes in float32 may be cast back to a narrower type before the weight.
+LayerNormalization and its parts stay: onnxruntime makes one node of these itself, and
+SkipLayerNormalization is slower on a CPU than the sum and the norm. It makes Gelu and
+QuickGelu of every spelling with Erf and Sigmoid, and FastGelu of others with Tanh.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import onnx_ir as ir
@@ -45,8 +42,11 @@ _CUBIC = 0.044715
 class _Rule(RewriteRuleClassBase):
     """A rule that reads proved shapes and makes remarks."""
 
-    def __init__(self, facts: ProvedShapes, remarks: Remarks, whole: bool = False) -> None:
-        super().__init__(remove_nodes=whole)  # of which nothing else may be read
+    # Whether nothing else may be read of what is replaced.
+    whole = False
+
+    def __init__(self, facts: ProvedShapes, remarks: Remarks) -> None:
+        super().__init__(remove_nodes=self.whole)
         self._facts = facts
         self._remarks = remarks
 
@@ -55,13 +55,15 @@ class RmsNorm(_Rule):
     """``x / sqrt(mean(x**2) + epsilon) * weight -> SimplifiedLayerNormalization``."""
 
     def pattern(self, op, x, weight, epsilon):  # type: ignore[no-untyped-def]
-        square = _any_of("square", op.Pow(x, 2.0), op.Mul(x, x))
         mean = op.ReduceMean(
-            square, _allow_other_inputs=True, _allow_other_attributes=True, _outputs=["mean"]
+            op.Pow(x, 2.0),
+            _allow_other_inputs=True,
+            _allow_other_attributes=True,
+            _outputs=["mean"],
         )
         root = op.Sqrt(op.Add(mean, epsilon))
         inverse = _any_of("inverse", op.Reciprocal(root), op.Div(1.0, root))
-        normal = _any_of("normal", op.Mul(x, inverse), op.Div(x, root))
+        normal = op.Mul(x, inverse)
         narrow = op.Cast(normal, _allow_other_attributes=True)
         return op.Mul(_any_of("factor", normal, narrow), weight, _outputs=["out"])
 
@@ -93,8 +95,6 @@ class RmsNorm(_Rule):
             return result.fail("the mean is not over the last axis", reduce)
         if _source(x, out) is None or out.dtype not in _KERNELS:
             return result.fail("no kernel has its type", x)
-        if _is_layer_norm(x, out):
-            return result.fail("onnxruntime makes LayerNormalization of it", out)
         return result
 
     def rewrite(
@@ -113,24 +113,6 @@ class RmsNorm(_Rule):
         number = float(small.numpy().reshape(-1)[0])
         attributes = {"axis": -1, "epsilon": number, "stash_type": 1, "_name": node.name}
         return op.SimplifiedLayerNormalization(_source(x, out), weight, **attributes)
-
-
-def _is_layer_norm(x: ir.Value, out: ir.Value) -> bool:
-    """Whether a mean is taken off before, and all that is read is a sum with a bias.
-
-    ``(x - mean) / sqrt(...) * weight + bias`` is one kernel, which does not add up twice.
-    """
-    centred = made_by(x, "Sub")
-    mean = centred and made_by(centred.inputs[1], "ReduceMean")
-    if centred is None or mean is None or mean.inputs[0] is not centred.inputs[0]:
-        return False
-    readers = [use.node for use in out.uses()]
-    return (
-        len(readers) == 1
-        and not out.is_graph_output()
-        and readers[0].op_type == "Add"
-        and any(constant(value) is not None for value in readers[0].inputs)
-    )
 
 
 def _any_of(tag: str, *patterns: Any) -> Any:
@@ -197,29 +179,14 @@ class SkipNorm(_Rule):
 
 
 class TanhGelu(_Rule):
-    """``0.5 * x * (1 + tanh(...)) -> FastGelu(x)``."""
+    """``0.5 * (x * (1 + tanh(...))) -> FastGelu(x)``."""
 
-    def __init__(
-        self, facts: ProvedShapes, remarks: Remarks, factors: Callable[..., Any], order: int
-    ) -> None:
-        super().__init__(facts, remarks, whole=True)
-        self._factors = factors
-        self._order = order
+    whole = True
 
     def pattern(self, op, x):  # type: ignore[no-untyped-def]
-        square = OrValue([op.Pow(x, 2.0), op.Mul(x, x)])
-        cube = OrValue([op.Pow(x, 3.0), _either(op.Mul, square, x)])
-        scaled = OrValue(
-            [_either(op.Mul, _CUBIC, square), _either(op.Mul, _either(op.Mul, _CUBIC, x), x)]
-        )
-        inner = OrValue(
-            [
-                _either(op.Mul, _ROOT, _either(op.Add, x, _either(op.Mul, _CUBIC, cube))),
-                _either(op.Mul, _either(op.Mul, _ROOT, x), _either(op.Add, 1.0, scaled)),
-            ]
-        )
-        factors = self._factors(op, x, _either(op.Add, 1.0, op.Tanh(inner)))
-        return op.Mul(*factors[:: self._order], _outputs=["out"])
+        inner = op.Add(x, op.Mul(_CUBIC, op.Mul(x, op.Mul(x, x))))
+        bent = op.Tanh(op.Mul(_ROOT, inner))
+        return op.Mul(0.5, op.Mul(x, op.Add(1.0, bent)), _outputs=["out"])
 
     def check(  # type: ignore[override]
         self, context: MatchContext, x: ir.Value, **_: object
@@ -238,17 +205,3 @@ class TanhGelu(_Rule):
         node = producer(out)
         self._remarks.fired(label(node), "FastGelu")
         return op.FastGelu(x, _domain=_MICROSOFT, _name=node.name)
-
-
-def _either(make: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
-    """A sum or product of two operands, in either order."""
-    return OrValue([make(a, b), make(b, a)])
-
-
-# The factors of the last product, made of x, 1 + tanh and a half, and their order.
-_FACTORS: tuple[Callable[..., Any], ...] = (
-    lambda op, x, one: (_either(op.Mul, 0.5, x), one),
-    lambda op, x, one: (_either(op.Mul, x, one), 0.5),
-    lambda op, x, one: (_either(op.Mul, 0.5, one), x),
-)
-GELU_ENDS = tuple(itertools.product(_FACTORS, (1, -1)))

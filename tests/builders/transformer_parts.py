@@ -108,13 +108,9 @@ def attention(
     return model
 
 
-SQUARES = {"power": "square = Pow(x, two)", "product": "square = Mul(x, x)"}
-
-
 INVERSES = {
     "reciprocal": "inverse = Reciprocal(root) normal = Mul(x, inverse)",
     "one over": "inverse = Div(one, root) normal = Mul(inverse, x)",
-    "division": "normal = Div(x, root)",
 }
 
 
@@ -122,14 +118,14 @@ WEIGHTS = {"behind": "y = Mul(normal, weight)", "before": "y = Mul(weight, norma
 
 
 def rms_norm(
-    square: str, inverse: str, weight: str, change: tuple[str, str] = ("", "")
+    inverse: str = "reciprocal", weight: str = "behind", change: tuple[str, str] = ("", "")
 ) -> onnx.ModelProto:
     """The root-mean-square norm of ``a + b``; outputs ``y`` and the sum ``x``."""
     text = f"""n (float[2, 3, 8] a, float[2, 3, 8] b) => (float[B, S, 8] y, float[B, S, 8] x)
     <float two = {{2}}, float one = {{1}}, float epsilon = {{1e-6}}, int64[1] last = {{-1}},
      float[8] weight = {{1, 2, 3, 4, 5, 6, 7, 8}}> {{
         x = Add(a, b)
-        {SQUARES[square]}
+        square = Pow(x, two)
         mean = ReduceMean<keepdims = 1>(square, last)
         shifted = Add(mean, epsilon)
         root = Sqrt(shifted)
@@ -139,40 +135,16 @@ def rms_norm(
     return parsed(text, change)
 
 
-POWERS = {
-    "pow": "square = Pow(x, two) cube = Pow(x, three)",
-    "products": "square = Mul(x, x) cube = Mul(square, x)",
-}
-
-
-INNERS = {
-    "torch, gpt2": "c = Mul(cube, cubic) b = Add(x, c) a = Mul(b, root)",
-    "bloom": "c = Mul(x, cubic) d = Mul(c, x) b = Add(d, one) e = Mul(x, root) a = Mul(e, b)",
-    "a square": "c = Mul(square, cubic) b = Add(one, c) e = Mul(root, x) a = Mul(e, b)",
-}
-
-
-LASTS = {
-    "half of x": "h = Mul(x, half) y = Mul(h, g)",
-    "half of all": "h = Mul(x, g) y = Mul(h, half)",
-    "half of the sum": "h = Mul(g, half) y = Mul(x, h)",
-}
-
-
-def tanh_gelu(
-    powers: str, inner: str, last: str, change: tuple[str, str] = ("", "")
-) -> onnx.ModelProto:
-    text = f"""gelu (float[B, 8] x) => (float[B, 8] y)
-    <float one = {{1}}, float two = {{2}}, float three = {{3}}, float half = {{0.5}},
-     float cubic = {{0.044715}}, float root = {{0.7978845834732056}}> {{
-        {POWERS[powers]} {INNERS[inner]} t = Tanh(a) g = Add(t, one) {LASTS[last]}
-    }}"""
-    return parsed(text, change)
-
-
 def norm(change: tuple[str, str]) -> onnx.ModelProto:
-    return rms_norm("power", "division", "behind", change)
+    return rms_norm(change=change)
 
 
-def gelu(change: tuple[str, str]) -> onnx.ModelProto:
-    return tanh_gelu("products", "torch, gpt2", "half of x", change)
+def gelu(change: tuple[str, str] = ("", "")) -> onnx.ModelProto:
+    """Gelu by tanh, as TorchScript's exporter writes it."""
+    text = """gelu (float[B, 8] x) => (float[B, 8] y)
+    <float one = {1}, float half = {0.5}, float cubic = {0.044715},
+     float root = {0.7978845834732056}> {
+        square = Mul(x, x) cube = Mul(x, square) c = Mul(cubic, cube) b = Add(x, c)
+        a = Mul(root, b) t = Tanh(a) g = Add(one, t) h = Mul(x, g) y = Mul(half, h)
+    }"""
+    return parsed(text, change)
