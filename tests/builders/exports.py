@@ -14,7 +14,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common
 from numpy.typing import NDArray
 
-from builders.made_up_batches import DecoderInputs, Run
+from builders.token_batches import Run, token_feeds
 from rewrite_rules.remarks import PassContext, Remarks
 from rewrite_rules.transformer_fusion.fuse import TransformerOptions, fuse_transformer
 
@@ -49,8 +49,7 @@ def exported(name: str) -> onnx.ModelProto:
 
 
 def decoder_feeds(model: onnx.ModelProto, run: Run, seed: int) -> dict[str, NDArray]:
-    feeds = DecoderInputs(ir.from_proto(model)).feeds(run, seed)
-    return {str(value.name): array for value, array in feeds.items()}
+    return token_feeds(model, run, seed)[0]
 
 
 def greatest_difference(run: Run, actual: list[NDArray], expected: list[NDArray]) -> float:

@@ -1,22 +1,18 @@
 # SPDX-License-Identifier: MIT
-"""Models that mutants are made of, and inputs for them.
-
-What an input holds follows from its name here, as in the model that was exported; a mutation
-that renames one, or adds one, says so in the model's metadata: ``holds.NAME = KIND``.
-"""
+"""Models that mutants are made of, and inputs for them."""
 
 import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import onnx
 from builders import decoders, encoders, exports, layout_matrix, order_graphs
 from builders.attention_forms import FORMS as ATTENTION_FORMS
 from builders.attention_forms import form, form_feeds
+from builders.token_batches import Feeds, Run, fed
 from builders.transformer_parts import (
     LAYOUTS,
     REPEATS,
@@ -24,7 +20,6 @@ from builders.transformer_parts import (
     gelu,
     norm,
 )
-from numpy.typing import NDArray
 
 from ortplugins import (
     DqMatMulNBitsFusion,
@@ -34,49 +29,11 @@ from ortplugins import (
     TrimPadding,
 )
 
-Array = NDArray
-Feeds = dict[str, Array]
-
-
-class Sizes(NamedTuple):
-    """A run; neither batch nor lengths are those of heads or of their sizes."""
-
-    batch: int
-    new: int
-    past: int = 0
-    padding: str = ""
-
-    def kept(self, rng: np.random.Generator) -> Array:
-        """Which positions hold tokens, bool [batch, past + new]."""
-        total = self.past + self.new
-        place, rows = np.arange(total)[None], np.arange(self.batch)[:, None]
-        most = max(1, self.new - 2)
-        kept = {
-            "": place >= 0 * rows,
-            "left": place >= np.minimum(1 + 2 * rows, most),
-            "right": place < total - np.minimum(1 + 2 * rows, most),
-            "holes": rng.random((self.batch, total)) < 0.7,
-        }[self.padding]
-        kept[:, -1 if self.padding == "left" else self.past] = True
-        return kept
-
-
 RUNS = (
-    Sizes(1, 7), Sizes(2, 3, 10), Sizes(3, 7, 0, "left"), Sizes(1, 1, 13),
-    Sizes(2, 5, 6, "right"), Sizes(5, 7, 0, "holes"), Sizes(2, 1, 6, "left"), Sizes(1, 37),
-    Sizes(3, 11, 0, "right"), Sizes(6, 3),
+    Run(1, 7), Run(2, 3, 10), Run(3, 7, 0, "left"), Run(1, 1, 13),
+    Run(2, 5, 6, "right"), Run(5, 7, 0, "holes"), Run(2, 1, 6, "left"), Run(1, 37),
+    Run(3, 11, 0, "right"), Run(6, 3),
 )  # fmt: skip
-_ENCODED, _IDS, _PLACES = 6, 30, 38
-# What an input holds: a name that says it, and its sizes; digits are those declared.
-_KINDS = (
-    (r"encoder.*mask", "mask", "BE"),
-    (r"encoder", "numbers", "BE0"),
-    (r"mask", "mask", "BT"),
-    (r"position", "positions", "BS"),
-    (r"type_ids", "flags", "BS"),
-    (r"ids", "ids", "BS"),
-    (r"past", "numbers", "B0P0"),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,54 +44,6 @@ class Form:
     passes: tuple[Pass, ...]
     feeds: Callable[[onnx.ModelProto, np.random.Generator, int], Feeds] | None = None
     small: bool = True
-
-
-def held(model: onnx.ModelProto) -> dict[str, str]:
-    """What mutations say of inputs: by name, ``KIND AXES``."""
-    entries = {entry.key: entry.value for entry in model.metadata_props}
-    return {k.removeprefix("holds."): v for k, v in entries.items() if k.startswith("holds.")}
-
-
-def fed(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
-    given = {tensor.name for tensor in model.graph.initializer}
-    return [value for value in model.graph.input if value.name not in given]
-
-
-def kind_of(name: str) -> str:
-    found = (f"{kind} {axes}" for text, kind, axes in _KINDS if re.search(text, name))
-    return next(found, "")
-
-
-def token_feeds(model: onnx.ModelProto, sizes: Sizes, seed: int) -> tuple[Feeds, Array, Array]:
-    """Inputs of a transformer; which of the positions and of the encoded ones count."""
-    rng = np.random.default_rng([seed, 77])
-    kept, said = sizes.kept(rng), held(model)
-    encoded = rng.random((sizes.batch, _ENCODED)) < 0.8
-    encoded[:, 2] = True
-    numbers = {"B": sizes.batch, "S": sizes.new, "P": sizes.past, "E": _ENCODED, "1": 1}
-    numbers["T"] = sizes.past + sizes.new
-    feeds = {}
-    for value in fed(model):
-        kind, axes = (said.get(value.name) or kind_of(value.name)).split()
-        declared = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
-        pairs = zip(axes, declared, strict=True)
-        shape = [size if axis == "0" else numbers[axis] for axis, size in pairs]
-        array: Array
-        if kind == "mask":
-            array = encoded if axes == "BE" else kept
-        elif kind == "positions":
-            array = np.maximum(kept.cumsum(axis=1) - 1, 0)[:, sizes.past :]
-            if seed % 3 == 2:  # those of a tree, or of several texts in one row
-                array = rng.integers(0, min(array.max() + 2, _PLACES), array.shape)
-        elif kind in ("ids", "flags"):
-            array = rng.integers(0, 2 if kind == "flags" else _IDS, shape)
-        elif kind == "bools":
-            array = rng.random(shape) < 0.7
-        else:
-            array = rng.standard_normal(shape)
-        dtype = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
-        feeds[value.name] = np.ascontiguousarray(array.astype(dtype))
-    return feeds, kept, encoded
 
 
 def plain_feeds(model: onnx.ModelProto, rng: np.random.Generator, index: int) -> Feeds:

@@ -11,12 +11,13 @@ from unittest.mock import patch
 import numpy as np
 import onnx
 from builders.same_numbers import session
+from builders.token_batches import Feeds, Run, held, kind_of, token_feeds
 from numpy.typing import NDArray
 
 import ortplugins
 from ortplugins.optimization import smoke_check
 
-from .forms import FORMS, RUNS, Feeds, Form, Sizes, held, kind_of, token_feeds
+from .forms import FORMS, RUNS, Form
 from .mutate import MUTATIONS, Mutant
 
 # Of the greatest number; more where the original moves by as much without optimisers.
@@ -90,7 +91,7 @@ def judge(name: Name) -> Verdict:
 class _Run(NamedTuple):
     feeds: Feeds
     outputs: list[NDArray]
-    sizes: Sizes | None
+    sizes: Run | None
     kept: NDArray | None
     encoded: NDArray | None
 

@@ -12,6 +12,7 @@ import onnx
 import onnx.helper
 import onnx.numpy_helper
 import onnx.shape_inference
+from builders.token_batches import held, kind_of
 
 T = onnx.TensorProto
 FLOAT = T.FLOAT
@@ -411,8 +412,6 @@ def _axes(m: Mutant, axis: int) -> dict[str, object]:
 
 def input_renamed(m: Mutant) -> None:
     """Names say nothing: two inputs exchange theirs, or one gets another."""
-    from .forms import held, kind_of
-
     said, values = held(m.model), list(m.graph.input)
     names = {v.name: said.get(v.name) or kind_of(v.name) for v in values}
     m.need(len(values) > 1 and all(names.values()))

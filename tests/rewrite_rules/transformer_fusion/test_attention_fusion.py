@@ -31,10 +31,10 @@ from builders.exports import (
     fused,
     greatest_difference,
 )
-from builders.made_up_batches import Run
 from builders.same_numbers import session as opened
 from builders.sessions import CPU, options, start
 from builders.text_models import normal, proto_of
+from builders.token_batches import Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -278,22 +278,22 @@ def test_a_mask_of_each_head_takes_the_kernel_for_long_prompts():
 @pytest.mark.parametrize(
     ("axes", "laid_out"),
     [
-        ("B, 1, S, T", "Identity(mask)"),
-        ("B, 1, 1, T", "Identity(mask)"),
-        ("1, 1, S, T", "Identity(mask)"),
-        ("rows, columns", "Identity(mask)"),
-        ("rows, columns", "Unsqueeze(mask, first_axes)"),
-        ("columns", "Identity(mask)"),
-        ("1, S, T", "Identity(mask)"),
-        ("texts, rows, columns", "Unsqueeze(mask, one_axis)"),
-        ("B, 1, 1, S, T", "Squeeze(mask, one_axis)"),
+        ("B, 1, S, T", "Identity(callers)"),
+        ("B, 1, 1, T", "Identity(callers)"),
+        ("1, 1, S, T", "Identity(callers)"),
+        ("rows, columns", "Identity(callers)"),
+        ("rows, columns", "Unsqueeze(callers, first_axes)"),
+        ("columns", "Identity(callers)"),
+        ("1, S, T", "Identity(callers)"),
+        ("texts, rows, columns", "Unsqueeze(callers, one_axis)"),
+        ("B, 1, 1, S, T", "Squeeze(callers, one_axis)"),
     ],
 )
 def test_a_mask_of_the_caller_may_hide_anything(kind: str, axes: str, laid_out: str):
     """Names of dimensions say nothing; where its axes meet those of the scores does."""
     bias = "Identity(given)" if kind == "float" else "Where(flags, nothing, lowest)"
     model = small_decoder(
-        ("int64[B, T] attention_mask", f"{kind}[{axes}] mask"),
+        ("int64[B, T] attention_mask", f"{kind}[{axes}] callers"),
         f"given = {laid_out}\nflags = Cast<to = 9>(given)\nbias = {bias}",
     )
     result, remarks, _ = fused(model)

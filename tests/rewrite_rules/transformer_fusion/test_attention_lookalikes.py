@@ -13,9 +13,9 @@ import onnx_ir as ir
 import pytest
 from builders.decoders import CASES, TURNED, changed, small_decoder
 from builders.exports import decoder_feeds, fused
-from builders.made_up_batches import Run
 from builders.same_numbers import session as opened
 from builders.text_models import normal, proto_of
+from builders.token_batches import Run
 from numpy.typing import NDArray
 
 # Prompts, single tokens, chunks after a cache; rows that see nothing come from FEEDS.

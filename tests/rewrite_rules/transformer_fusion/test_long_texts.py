@@ -10,10 +10,10 @@ import onnx_ir as ir
 import pytest
 from builders.decoders import UNCACHED, small_decoder
 from builders.exports import ENCODERS, decoder_feeds, exported, fused
-from builders.made_up_batches import Run
 from builders.order_graphs import profile
 from builders.same_numbers import session as opened
 from builders.text_models import proto_of
+from builders.token_batches import Run
 from numpy.typing import NDArray
 
 from rewrite_rules.transformer_fusion import attention_kernels, attention_questions
