@@ -39,11 +39,11 @@ _FORMAT = 7
 MODEL = "model.onnx"
 ARTIFACT = "artifact"
 REPORT = "report.json"
-# What failed in an earlier start is tried again after a day.
+# Passes that failed are tried again after a day.
 _RETRY_SECONDS = 86400.0
-# The end of a key: the beginning of the model's digest. It names the model's lock, too.
+# A key ends with so much of the model's digest, which also names the model's lock.
 MODEL_CHARACTERS = 16
-# A use is written down if the last one is longer ago than this.
+# A use is recorded if the last recorded one is older than this.
 USE_SECONDS = 60.0
 
 
@@ -65,17 +65,17 @@ class Wanted:
 
         Args:
             model: Its absolute path, or its content.
-            entries: The session's, ours and those that onnxruntime's optimisers look at.
+            entries: Session entries: ours, and those that onnxruntime's optimisers read.
             providers: In order of precedence.
             level: Of onnxruntime's optimisers.
-            disabled: Names of optimisers that are left out.
-            cpu_arena: Whether the session's memory on the CPU comes from an arena.
+            disabled: Names of disabled optimisers.
+            cpu_arena: Whether the session allocates CPU memory from an arena.
 
         Raises:
             OSError: If the cache is in a working directory that is gone.
         """
         self.model, self.entries, self.level = model, dict(entries), level
-        # onnxruntime leaves the second of a name out.
+        # onnxruntime ignores a name that is repeated.
         self.providers = tuple(dict.fromkeys(providers))
         self.disabled, self.cpu_arena = tuple(sorted({*disabled})), cpu_arena
         self.root = cache_folder(self.entries.get(CACHE_DIR_KEY, ""))  # of its cache
@@ -87,13 +87,13 @@ class Wanted:
 
     @property
     def data_folder(self) -> str | None:
-        """Where external data is; None for beside the model."""
+        """Where external data is; None for the model's own folder."""
         chosen = self.entries.get(DATA_FOLDER_KEY)
         return os.path.abspath(chosen) if chosen else None
 
     @property
     def is_strict(self) -> bool:
-        """Whether an error in a pass is the session's."""
+        """Whether an error in a pass is raised."""
         return self.entries.get(STRICT_KEY) == "1"
 
     @property
@@ -103,12 +103,12 @@ class Wanted:
 
     @property
     def reads_files(self) -> bool:
-        """Whether a start reads the entry's files whole, to compare their digests."""
+        """Whether a start reads the entry's files completely, to compare their digests."""
         return self.entries.get(VERIFY_KEY) == "digest"
 
     @property
     def text(self) -> str:
-        """What the key is made from, but for the model's files."""
+        """What the key is made from, except for the model's files."""
         entries = sorted(
             (key, text)
             for key, text in self.entries.items()
@@ -150,14 +150,14 @@ class Wanted:
             folders = data_folders(self.name, self.data_folder)
             files = sorted((location, data_file(location, folders)) for location in locations)
             data = [(location, file_digest(path, self.root)) for location, path in files]
-            # An entry may read the data where it lies, by its names.
+            # An entry may read the data in place, so the names count.
             places = [os.path.relpath(path, os.path.dirname(files[0][1])) for _, path in files]
         text = repr((self.text, model_digest, data, places))
         end = model_digest[:MODEL_CHARACTERS]
         return digest_of(text.encode("utf-8", "surrogateescape"))[: -len(end)] + end
 
     def known_key(self) -> str | None:
-        """Return the key; None where no start has seen the model, or its data is not there.
+        """Return the key; None if no start has seen the model yet, or its data is missing.
 
         Raises:
             OSError: If the model can't be read.
@@ -175,7 +175,7 @@ def _content(name: str) -> bytes:
     try:
         with open(os.path.expanduser(name), "rb") as file:
             return file.read()
-    except (OSError, ValueError):  # who reads the option says what is wrong
+    except (OSError, ValueError):  # reading the option will say what is wrong
         return b""
 
 
@@ -187,14 +187,14 @@ def _versions(places: str | None) -> list[tuple[str, str]]:
 
     found = []
     for cls in loaded(places):
-        # None in a program that lies in no file: python -c, a notebook.
+        # None for a program without a file: python -c, a notebook.
         file = getattr(sys.modules[cls.__module__], "__file__", None)
         found.append((cls.version, digest_of(_content(file or ""))))
     return found
 
 
 class Artifact:
-    """What a session opens, and how; ``model`` is None where the original runs."""
+    """What a session opens, and how; ``model`` is None if the original runs."""
 
     __slots__ = (
         "baked", "data", "digests", "failed", "files", "folder", "free",
@@ -208,14 +208,14 @@ class Artifact:
         # Sizes and times in ns of its files, and their digests, by name.
         self.files: dict[str, tuple[int, int]] = fields["files"]
         self.digests: dict[str, str] = fields["digests"]
-        # As Pass.session_settings has them.
+        # As from Pass.session_settings.
         self.settings: dict[str, str] = fields["settings"]
-        # The model's own data that it reads: names of files by location.
+        # The user's data files that it reads in place: names by location.
         self.data: dict[str, str] = fields["data"]
         self.baked: bool = fields["baked"]  # whether onnxruntime's optimisers ran
-        # Of each input of the user's model, "1" where a dimension is free, else "0".
+        # For each input of the user's model, a "1" per free dimension and a "0" per fixed one.
         self.free: dict[str, str] = fields["free"]
-        # Whether it has operators of a library, which copies of SessionOptions lack.
+        # Whether it has custom operators, whose library copies of SessionOptions lack.
         self.has_custom_operators: bool = fields["has_custom_operators"]
         self.initializers: list[str] = fields["initializers"]  # of the user's model
         self.failed: list[str] = fields["failed"]  # passes that were left out, and why
@@ -234,11 +234,11 @@ class Artifact:
 
     @property
     def may_be_retried(self) -> bool:
-        """Whether a pass has failed so long ago that it may work now: with room, or memory."""
+        """Whether a pass failed so long ago that it may work now, with more disk or memory."""
         return bool(self.failed) and abs(time.time() - self.made) > _RETRY_SECONDS
 
     def write(self) -> None:
-        """Write it into its folder, where it is not yet."""
+        """Write it into its folder, which must not have one yet."""
         write_fields(os.path.join(self.folder, ARTIFACT), [
             str(self.made), self.of_model,
             *_group(x for name, pair in self.files.items()
@@ -291,7 +291,7 @@ def _pairs(fields: Sequence[str]) -> dict[str, str]:
 
 
 def find_artifact(wanted: Wanted, key: str) -> Artifact | None:
-    """Return the entry of a key, as used now; None without one that can be believed."""
+    """Return the entry of a key and mark it as used; None without one that can be trusted."""
     root = wanted.root
     folder = os.path.join(root, "entries", key)
     artifact = Artifact.read(folder)
@@ -306,10 +306,10 @@ def find_artifact(wanted: Wanted, key: str) -> Artifact | None:
 
 
 def changed_files(artifact: Artifact, *, reads_files: bool) -> list[str]:
-    """Return which of an entry's files are not as published.
+    """Return which of an entry's files are not as they were published.
 
-    By their content where only times differ, as those of copies do; of all files if a start
-    has to read them.
+    If only the time differs, as for a copy, the content decides; with ``reads_files``, the
+    content of every file is compared.
 
     Raises:
         OSError: If one is not there.
@@ -329,16 +329,16 @@ def changed_files(artifact: Artifact, *, reads_files: bool) -> list[str]:
 
 
 def _is_same_time(now: int, before: int) -> bool:
-    """Whether times of change, in ns, agree; layers of images have whole seconds."""
+    """Whether modification times, in ns, agree; image layers store whole seconds."""
     return now in (before, before - before % 10**9)
 
 
 def note_use(folder: str | os.PathLike[str]) -> bool:
-    """Write down that an entry is used now; return False if it was removed meanwhile.
+    """Record that an entry is used now; return False if it was removed in the meantime.
 
-    The modification time of a small file does for that, which matters where an overlay copies
-    a whole file first. Nothing is written twice in a minute, nor while the clock is behind an
-    earlier use.
+    The modification time of a small file serves for this, because an overlay file system would
+    copy a whole file first. It is set at most once a minute, and not while the clock is behind
+    an earlier use.
     """
     path = os.path.join(folder, ARTIFACT)
     try:

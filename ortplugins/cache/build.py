@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Builds the entry of what a session wants, in a child process, and publishes it.
+"""Builds the cache entry that a session needs in a child process, and publishes it.
 
-A child is a process of its own, so that a server never sees the peak. It gets a job on its
-standard input: a line of JSON, then the model's bytes where it was given as bytes. It prints,
-as one line of JSON, the manifest of the files that it made, or what went wrong.
+The build runs in a child process so that a server never sees its peak of memory. The child
+reads a job from standard input: a line of JSON and, if the model was given as bytes, its
+content. It prints one line of JSON: the manifest of its files, or what went wrong.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
     from ortplugins.optimization.request import BuildRequest
     from session_options import Pass
 
-# What a child raises goes on here.
+# Errors that are passed on from the child.
 _ERRORS = {cls.__name__: cls for cls in (MissingFileError, ModelFileError, PassError, OSError)}
 _ERROR_CHARACTERS = 500
-_SECONDS = 3600  # for a child, where no pass sets a limit
+_SECONDS = 3600  # for a child, if no pass sets a limit
 _IN_PROCESS = "ORTPLUGINS_BUILD_IN_PROCESS"
 
 
 def get_or_build(wanted: Wanted) -> tuple[Artifact, str]:
-    """Return the entry of what a session wants, and whether it is "built" or from the "cache".
+    """Return the entry that a session needs, and its source: "built" or "cache".
 
     Raises:
         MissingFileError, ModelFileError: If the model cannot be used.
         PassError: If nothing can be built, or the session is strict and a pass has failed.
-        OptionError: If an option has a value that it can't have.
+        OptionError: If the value of an option is invalid.
     """
     key = known_key(wanted)
     found = None if key is None else find_artifact(wanted, key)
@@ -59,7 +59,7 @@ def get_or_build(wanted: Wanted) -> tuple[Artifact, str]:
 
 
 def known_key(wanted: Wanted) -> str | None:
-    """Return the key of a model that starts have seen, see :meth:`.Wanted.known_key`.
+    """Return :meth:`.Wanted.known_key`, with our own errors.
 
     Raises:
         MissingFileError, ModelFileError: If the model cannot be read.
@@ -86,14 +86,14 @@ def _warn_of_changes(folder: str, wanted: Wanted) -> None:
 
 
 def _warn_rebuilt(folder: str, changed: list[str]) -> None:
-    """Warn that an entry is built again because files of it changed on disk."""
+    """Warn that an entry is rebuilt because files of it changed on disk."""
     if changed:
         text = f"{folder}: {', '.join(changed)} changed on disk, and is built again [ORP905]"
         warn_caller(text, OrtpluginsWarning)
 
 
 def discard_if_damaged(artifact: Artifact, wanted: Wanted) -> bool:
-    """Take an entry that changed on disk out of the cache; return whether that was so."""
+    """Remove an entry from the cache if its files changed on disk; return whether they did."""
     if artifact.model is None:
         return False
     try:
@@ -105,7 +105,7 @@ def discard_if_damaged(artifact: Artifact, wanted: Wanted) -> bool:
 
 
 def build_entry(wanted: Wanted) -> tuple[Artifact, str]:
-    """Build an entry; in a cache among temporary files if its own can't be written.
+    """Build an entry; if the cache can't be written, in one below the temporary folder.
 
     Raises:
         As :func:`get_or_build`.
@@ -136,12 +136,12 @@ def build_entry(wanted: Wanted) -> tuple[Artifact, str]:
 
 
 def _built_in(wanted: Wanted, cache: ArtifactCache) -> tuple[Artifact, str]:
-    """Build an entry and publish it, one process at a time for each model."""
+    """Build an entry and publish it; per model, one process at a time."""
     root = os.fspath(cache.root)
     with _read_errors(wanted.name):
         digest = wanted.model_digest()
     with cache.build(digest) as folder:
-        # Another process may have been quicker.
+        # Another process may have built it in the meantime.
         key = known_key(wanted)
         found = None if key is None else find_artifact(wanted, key)
         if found is not None and not found.may_be_retried:
@@ -150,7 +150,7 @@ def _built_in(wanted: Wanted, cache: ArtifactCache) -> tuple[Artifact, str]:
         if manifest is None:
             manifest = make_entry(wanted, folder)
         locations = manifest["locations"]
-        # A model replaced meanwhile must not be published under the old one's key.
+        # If the model was replaced meanwhile, nothing may be published under the old key.
         if wanted.model_digest() != digest or wanted.key(digest, locations) != manifest["key"]:
             raise FileNotFoundError("the model changed while it was read")
         keep_data_locations(digest, locations, root)
@@ -158,7 +158,7 @@ def _built_in(wanted: Wanted, cache: ArtifactCache) -> tuple[Artifact, str]:
 
 
 def make_in_memory(wanted: Wanted) -> dict[str, Any]:
-    """Make what an entry would hold, in this process; its model is the bytes ``content``.
+    """Make the contents of an entry in this process; the model is the bytes ``content``.
 
     Raises:
         As :func:`get_or_build`.
@@ -194,10 +194,10 @@ def make_entry(wanted: Wanted, folder: Path) -> dict[str, Any]:
 
 
 def read_request(wanted: Wanted) -> BuildRequest:
-    """Return how to make what a session wants.
+    """Return the request for the build that a session needs.
 
     Raises:
-        OptionError: If an option has a value that it can't have.
+        OptionError: If the value of an option is invalid.
     """
     from ortplugins.optimization.request import BuildRequest
     from ortplugins.runtime.session_settings import OptimizerSettings
@@ -220,7 +220,7 @@ def read_request(wanted: Wanted) -> BuildRequest:
 
 
 def _made_by_child(wanted: Wanted, folder: Path) -> dict[str, Any] | None:
-    """Have a child do what :func:`make_entry` does; None where this process has to."""
+    """Run :func:`make_entry` in a child; return None if this process has to do it."""
     import subprocess
 
     from session_options.plan import read_plan
@@ -245,7 +245,7 @@ def _made_by_child(wanted: Wanted, folder: Path) -> dict[str, Any] | None:
     code = "from ortplugins.cache.build import make_for_parent; make_for_parent()"
     try:
         done = subprocess.run(
-            # -P: not what lies in the working directory under the name of a module.
+            # -P: don't import modules from the working directory.
             [python, "-P", "-c", code],
             input=json.dumps(job).encode() + b"\n" + content,
             capture_output=True,
@@ -278,8 +278,8 @@ def _made_by_child(wanted: Wanted, folder: Path) -> dict[str, Any] | None:
 
 
 def make_for_parent() -> None:
-    """Do the job on standard input, and end the process."""
-    # A graph is many objects and no garbage: looking for some takes a tenth of a build.
+    """Do the job on standard input and end the process."""
+    # A graph has many objects but no garbage; collecting it would take a tenth of a build.
     gc.set_threshold(100_000)
     header, _, content = sys.stdin.buffer.read().partition(b"\n")
     job = json.loads(header)
@@ -291,7 +291,7 @@ def make_for_parent() -> None:
         warnings.simplefilter("always", OrtpluginsWarning)
         try:
             wanted = Wanted(model, **{name: job[name] for name in named})
-            # Else a pass has another version here, or only the parent knows it.
+            # Otherwise a pass has another version here, or only the parent knows it.
             if wanted.text == job["text"]:
                 answer["manifest"] = make_entry(wanted, Path(job["folder"]))
         except OptionError:  # another version of a pass has other options
@@ -302,7 +302,7 @@ def make_for_parent() -> None:
     answer["warnings"] = [
         str(item.message) for item in caught if issubclass(item.category, OrtpluginsWarning)
     ]
-    # Whatever else prints comes before it: the answer is the last line.
+    # Anything else that is printed comes first: the answer is the last line.
     print(json.dumps(answer), flush=True)
     sys.stderr.flush()
-    os._exit(0)  # somebody waits, and taking hundreds of modules down takes its time
+    os._exit(0)  # the parent waits, and tearing down hundreds of modules takes time

@@ -10,8 +10,8 @@
     <root>/building/<model>.<random>/       an entry that is being built
     <root>/locks/<model>.lock               held by the process that builds
 
-Each import takes part of a millisecond of a start: this module makes do with what onnxruntime
-has imported.
+Each import costs a fraction of a millisecond at every start, so this module uses only what
+onnxruntime has imported anyway.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ except ImportError:
     from hashlib import blake2b
 
 INDEX = "index"
-# A file changed a moment ago may change again within the resolution of its time stamps, as in
-# git's index.
+# A file that has just changed may change again within the resolution of its time stamps; git's
+# index has the same problem.
 SETTLED_SECONDS = 2.0
 _SAMPLED_PAGES, _PAGE_BYTES = 16, 4096
 _CHUNK_BYTES = 1 << 20
-# From this size on, hashing a file takes a noticeable part of a start.
+# From this size on, hashing a file slows a start noticeably.
 INDEXED_BYTES = 1 << 16
 DIGEST_CHARACTERS = 40
 _PLATFORM: str = sys.platform
@@ -50,15 +50,15 @@ def cache_folder(chosen: str = "") -> str:
 def user_folder() -> str:
     """Return the user's own cache directory, whatever was chosen.
 
-    One below the folder for temporary files, where the user has no home that can be written
-    to: in containers that run under any number, say.
+    Without a writable home, for example in a container with an arbitrary user id, this is a
+    directory below the folder for temporary files.
     """
     if _PLATFORM != "linux":  # importing platformdirs takes longer than the rest of a hit
         import platformdirs
 
         return _folder_at(platformdirs.user_cache_dir("ortplugins", appauthor=False))
     base = os.environ.get("XDG_CACHE_HOME", "").strip()
-    # One that is relative is to be ignored.
+    # The specification says to ignore a relative path.
     base = base if os.path.isabs(base) else os.path.expanduser("~/.cache")
     folder = _folder_at(os.path.join(base, "ortplugins"))
     return folder if _can_be_made(folder) else temporary_folder()
@@ -70,16 +70,16 @@ def _folder_at(path: str) -> str:
 
 
 def temporary_folder() -> str:
-    """Return the user's own cache directory among temporary files."""
+    """Return the user's own cache directory below the folder for temporary files."""
     import tempfile
 
-    # Windows has no such number; its folder for temporary files is the user's own.
+    # Windows has no user ids; there, the folder for temporary files is private to the user.
     user = os.geteuid() if hasattr(os, "geteuid") else "user"
     return os.path.join(tempfile.gettempdir(), f"ortplugins-{user}")
 
 
 def _can_be_made(folder: str) -> bool:
-    """Whether a folder is there, or its nearest parent that is there can be written to."""
+    """Whether a folder exists, or its nearest existing parent is writable."""
     while not os.path.isdir(folder):
         parent = os.path.dirname(folder)
         if parent == folder or os.path.lexists(folder):
@@ -91,12 +91,12 @@ def _can_be_made(folder: str) -> bool:
 
 
 def is_private(*folders: str | os.PathLike[str]) -> bool:
-    """Whether nobody but this user, or the administrator, can write to directories."""
+    """Whether only this user and the administrator can write to these directories."""
     try:
         states = [os.stat(folder) for folder in folders]
     except OSError:
         return False
-    if not hasattr(os, "geteuid"):  # Windows: by its ACL, only what is in the user's profile
+    if not hasattr(os, "geteuid"):  # on Windows, ACLs protect the user's profile
         profile = os.path.join(_real("~"), "")
         return all(_real(folder).startswith(profile) for folder in folders)
     return all(
@@ -120,11 +120,11 @@ def digest_of(content: bytes) -> str:
 
 @functools.cache
 def processor() -> str:
-    """Return what names the processor's architecture and instruction sets."""
+    """Return a text that identifies the processor's architecture and instruction sets."""
     try:
         file = os.open("/proc/cpuinfo", os.O_RDONLY)
         try:
-            # The first processor speaks for all, and its flags are in the first page.
+            # All processors have the flags of the first, which are in the first pages.
             content = os.read(file, 8192)
         finally:
             os.close(file)
@@ -141,7 +141,7 @@ def processor() -> str:
 
 
 def state_of(path: str | os.PathLike[str]) -> str:
-    """Return what shows that a file is another one, or was written to."""
+    """Return a text that changes when a file is replaced or written to."""
     with _opened(path) as file:
         return _state_of_open(file)
 
@@ -157,10 +157,10 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[int]:
 
 
 def _state_of_open(file: int) -> str:
-    """Return the state of an open file; its last part is when it was changed.
+    """Return the state of an open file; its last field is the time of the last change.
 
-    A checksum of pages spread over it is a part: file systems without a change time of their
-    own (squashfs, say, with every time set to one date) could show two files alike.
+    It includes a checksum of pages spread over the file, because on a file system without
+    change times (squashfs with all times set to one date) two files could look the same.
     """
     status, sampled = os.fstat(file), blake2b(digest_size=8)
     for number in range(_SAMPLED_PAGES if status.st_size > _PAGE_BYTES else 1):
@@ -172,13 +172,13 @@ def _state_of_open(file: int) -> str:
 
 
 def file_digest(path: str | os.PathLike[str], root: str) -> str:
-    """Return the digest of a file; one that the index has is read for its state alone.
+    """Return the digest of a file; if the index has it, only the file's state is read.
 
-    The index is the one below ``root``; where that can't be written, the user's own, so that a
-    cache in an image has each file read once on a machine.
+    The index lies below ``root`` or, if that is read-only, in the user's own cache directory,
+    so that with a cache in an image each file is read once per machine.
 
     Raises:
-        OSError: If it can't be read, or changes while it is.
+        OSError: If the file can't be read, or changes meanwhile.
     """
     name, started = os.path.realpath(path), time.time()
     with _opened(name) as file:
@@ -201,7 +201,7 @@ def file_digest(path: str | os.PathLike[str], root: str) -> str:
 
 
 def read_digest(path: str | os.PathLike[str]) -> str:
-    """Return the digest of a file, which is read whole.
+    """Read a whole file and return its digest.
 
     Raises:
         OSError: If it can't be read.
@@ -219,7 +219,7 @@ def _digest_of_open(file: int) -> str:
 
 
 def data_locations(digest: str, root: str) -> list[str] | None:
-    """Return where a model, by its digest, has external data; None where that is not known."""
+    """Return the locations of a model's external data, by its digest; None if not known."""
     for place in _places(root):
         if (found := _recall(place, digest, ".data")) is not None and found[0] == digest:
             return found[1:]
@@ -227,14 +227,14 @@ def data_locations(digest: str, root: str) -> list[str] | None:
 
 
 def keep_data_locations(digest: str, locations: Sequence[str], root: str) -> None:
-    """Keep where a model has external data."""
+    """Record the locations of a model's external data."""
     for place in _places(root):
         if _remember(place, digest, [digest, *locations], ".data"):
             break
 
 
 def _places(root: str) -> Sequence[str]:
-    """Return the directories whose index counts, in order."""
+    """Return the directories whose indexes are used, in order."""
     if os.access(root, os.W_OK) or not os.path.isdir(root):
         return (root,)
     return (root, user_folder())
@@ -252,7 +252,7 @@ def _recall(root: str, name: str, suffix: str = "") -> list[str] | None:
 
 
 def _remember(root: str, name: str, fields: Sequence[str], suffix: str = "") -> bool:
-    """Write a line of the index; return whether it could be written."""
+    """Write a record of the index; return whether that worked."""
     path = _path_in_index(root, name, suffix)
     folder, new = os.path.dirname(path), f"{path}.{os.getpid()}.{time.time_ns()}"
     if any("\0" in field for field in fields):
@@ -263,7 +263,7 @@ def _remember(root: str, name: str, fields: Sequence[str], suffix: str = "") -> 
                 os.makedirs(made, mode=0o700, exist_ok=True)
             if not is_private(made):
                 return False
-        # Readers see the file whole or not at all.
+        # Readers see either the complete file or none.
         write_fields(new, fields)
         os.replace(new, path)
     except OSError:
@@ -273,11 +273,11 @@ def _remember(root: str, name: str, fields: Sequence[str], suffix: str = "") -> 
     return True
 
 
-# Small files of texts: JSON takes milliseconds to import.
+# Small text files; importing json would take milliseconds.
 
 
 def read_fields(path: str | os.PathLike[str]) -> list[str] | None:
-    """Return the texts that a file holds; None without one, or if a byte of it has changed."""
+    """Return the fields of a file; None if it is missing or damaged."""
     try:
         with open(path, "rb") as file:
             checksum, _, content = file.read().partition(b"\n")
@@ -289,10 +289,10 @@ def read_fields(path: str | os.PathLike[str]) -> list[str] | None:
 
 
 def write_fields(path: str | os.PathLike[str], fields: Sequence[str]) -> None:
-    """Write texts, none of which holds a NUL, for :func:`read_fields`.
+    """Write fields, none of which may contain a NUL, for :func:`read_fields`.
 
     Raises:
-        OSError: If it can't be written, or is there already.
+        OSError: If the file can't be written or exists already.
     """
     content = "\0".join(fields).encode("utf-8", "surrogateescape")
     with open(path, "xb") as file:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Optimised models on disk: found, built once, published whole; pruned, shared.
+"""The store of optimised models: builds, publishes, prunes and shares entries.
 
-An entry becomes visible by one rename and leaves by one, so a reader never sees half of one.
-``folder.py`` describes the layout of the directory. A session that hits does without this
+An entry appears and disappears by a single rename, so readers never see an incomplete one.
+``folder.py`` describes the layout of the directory. A session that hits does not need this
 module.
 """
 
@@ -34,15 +34,15 @@ from ortplugins.errors import OrtpluginsWarning
 from session_options.entries import CACHE_DIR_KEY, CACHE_LIMIT_KEY
 from session_options.keys import parse_size
 
-# Whoever has found an entry opens it within this time. Twice USE_SECONDS: a use may lie that
-# much behind the one that was written down.
+# A session opens an entry within this time after finding it. Twice USE_SECONDS, because the
+# last recorded use may be that much older than the actual one.
 _OPENING_SECONDS = 2 * USE_SECONDS
-# What belongs to no entry after this time will not get one.
+# Files that belong to no entry after this time never will.
 _INDEX_SECONDS = 86400.0
-KEY_CHARACTERS = 12  # of a key, to people
-# Bytes of a cache that has no limit of its own.
+KEY_CHARACTERS = 12  # of a key, in output for people
+# Default limit of a cache, in bytes.
 _DEFAULT_LIMIT = 20 * 10**9
-# Of what a builder says, the fields of an Artifact.
+# The fields of an Artifact that the builder provides.
 _SAID_BY_BUILDER = (
     "settings", "data", "baked", "has_custom_operators", "free", "initializers", "failed",
     "of_model",
@@ -53,18 +53,18 @@ _NAMES = {
     "building": re.compile(r"[0-9a-f]{16}\..+"),
     "locks": re.compile(r"[0-9a-f]{16}\.lock"),
 }
-# What flock says on NFS without its lock daemon, and on some FUSE file systems.
+# Errors of flock on NFS without its lock daemon, and on some FUSE file systems.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class Entry(NamedTuple):
-    """What lies in the place of an entry, as it was when it was looked at."""
+    """What was found in the place of an entry."""
 
     folder: Path
-    artifact: Artifact | None  # None where no session would take it
+    artifact: Artifact | None  # None if no session would open it
     size: int  # bytes
-    # When a session last took it, to about a minute, in seconds since the epoch: when it was
-    # published, where uses cannot be written down. Ahead of a clock that was set back.
+    # When a session last used it, to about a minute, in seconds since the epoch; when it was
+    # published, if uses cannot be recorded. In the future if the clock was set back.
     last_used: float
 
     @classmethod
@@ -76,17 +76,17 @@ class Entry(NamedTuple):
         return cls(folder, artifact, disk_size(folder), used)
 
     def __str__(self) -> str:
-        """Return the beginning of the key, and the model, where it is known."""
+        """Return the beginning of the key, and the model if it is known."""
         return f"{self.key[:KEY_CHARACTERS]} {self.model}".rstrip()
 
     @property
     def key(self) -> str:
-        """What the folder is called."""
+        """The name of the folder."""
         return self.folder.name
 
     @property
     def model(self) -> str:
-        """The path of the model that it was made from; "bytes" for one without."""
+        """The path of the model that it was made from; "bytes" if it had none."""
         return self.artifact.of_model if self.artifact else ""
 
     @property
@@ -96,20 +96,20 @@ class Entry(NamedTuple):
 
 
 class ArtifactCache:
-    """The entries, memos and locks of one cache directory, which is private to the user."""
+    """The entries, index and locks of one cache directory, which is private to the user."""
 
     def __init__(self, root: Path, limit: int | None = None) -> None:
-        """Name a directory; nothing is created before something is stored."""
+        """Choose a directory; nothing is created until something is stored."""
         self.root, self.limit = root, limit
         self._has_locks = True
 
     def is_trusted(self) -> bool:
-        """Whether nobody but this user, or the administrator, can put models here."""
+        """Whether only this user and the administrator can put models here."""
         parts = (self.root / name for name in _NAMES)
         return cache_files.is_private(self.root, *filter(Path.exists, parts))
 
     def check_trusted(self) -> None:
-        """Raise PermissionError if the directory exists and others can put models there."""
+        """Raise PermissionError if the directory exists and others can write to it."""
         if self.root.exists() and not self.is_trusted():
             raise PermissionError(
                 f"{self.root}: belongs to another user or others may write to it; "
@@ -126,16 +126,16 @@ class ArtifactCache:
         return folder
 
     def own(self, name: str) -> list[Path]:
-        """Return what the cache has put into a subdirectory, and nothing else."""
+        """Return only what the cache itself has put into a subdirectory."""
         found = (self.root / name).glob("*")
         return [path for path in found if _NAMES[name].fullmatch(path.name)]
 
     @contextlib.contextmanager
     def lock(self, key: str, timeout: float = -1) -> Iterator[bool]:
-        """Hold the lock of the model that a key is of; yield whether it is held.
+        """Hold the lock of the model that a key belongs to; yield whether it is held.
 
-        Where the file system has no locks, a warning says so, and nobody waits: several
-        processes may build one entry, and one of them publishes.
+        If the file system has no locks, there is a warning and nobody waits: several
+        processes may build the same entry, and one of them publishes it.
         """
         import filelock
 
@@ -163,7 +163,7 @@ class ArtifactCache:
             lock.release()
 
     def entries(self) -> list[Entry]:
-        """Return all published entries, the newest first; their files are not looked at.
+        """Return all published entries, newest first, without looking at their files.
 
         Raises:
             PermissionError: As :meth:`check_trusted`.
@@ -173,23 +173,23 @@ class ArtifactCache:
         return sorted(found, key=lambda entry: entry.created, reverse=True)
 
     def stored(self) -> Iterator[Entry]:
-        """Yield what is in the place of entries, usable or not."""
+        """Yield everything in the place of entries, usable or not."""
         for path in self.own("entries"):
             with contextlib.suppress(OSError):  # removed just now
                 yield Entry.at(path)
 
     @contextlib.contextmanager
     def build(self, model: str) -> Iterator[Path]:
-        """Become the builder of a model, by its digest; at the end keep the cache's limit.
+        """Become the builder of a model, by its digest; afterwards enforce the cache's limit.
 
-        Yields an empty folder for :meth:`publish`; beside it is room for temporary files, and
-        all of it is removed.
+        Yields an empty folder for :meth:`publish`. Its parent may hold temporary files and is
+        removed in the end.
         """
         import tempfile
 
         building, name = self.make("building"), model[:MODEL_CHARACTERS]
         with self.lock(name) as is_alone:
-            if is_alone:  # whatever else builds from this model was killed
+            if is_alone:  # then any other builder of this model was killed
                 for dead in building.glob(f"{name}.*"):
                     remove_tree(dead)
             scratch = Path(tempfile.mkdtemp(prefix=f"{name}.", dir=building))
@@ -199,14 +199,11 @@ class ArtifactCache:
             finally:
                 remove_tree(scratch)
         if self.limit is not None:
-            with contextlib.suppress(OSError):  # what is too much goes at another time
+            with contextlib.suppress(OSError):  # the limit is enforced another time
                 prune(self, max_size=self.limit)
 
     def publish(self, key: str, folder: Path, made: Mapping[str, Any]) -> Artifact:
-        """Make a built folder the entry of its key; ``made`` is what :func:`.make_entry` says.
-
-        Returns the artifact.
-        """
+        """Publish a folder that :func:`.make_entry` has ``made``; return the artifact."""
         (folder / REPORT).write_text(json.dumps(made["report"], indent=1), encoding="utf-8")
         files = {file.name: file.stat() for file in sorted(folder.iterdir())}
         fields = {name: made[name] for name in _SAID_BY_BUILDER}
@@ -226,10 +223,10 @@ class ArtifactCache:
         return artifact
 
     def discard_damaged(self, artifact: Artifact) -> list[str]:
-        """Take an entry out if files of it changed on disk; return their names.
+        """Remove an entry if its files changed on disk; return the names of these files.
 
-        An entry that was removed or built again since the artifact was read is left alone:
-        then the artifact is what changed.
+        An entry that was removed or rebuilt since the artifact was read is left alone; then
+        the artifact itself counts as changed.
         """
         with self.lock(artifact.key):
             found = Artifact.read(self.root / "entries" / artifact.key)
@@ -237,14 +234,14 @@ class ArtifactCache:
                 return [ARTIFACT]
             try:
                 changed = changed_files(found, reads_files=True)
-            except OSError as error:  # one is missing, or can't be read
+            except OSError as error:  # a file is missing or can't be read
                 changed = [os.path.basename(error.filename or found.folder)]
             if changed:
                 self.remove(artifact.key)
         return changed
 
     def remove(self, key: str) -> None:
-        """Hide an entry from readers by one rename, then unlink it."""
+        """Hide an entry from readers by one rename, then delete it."""
         name = f"{key[-MODEL_CHARACTERS:]}.old.{os.urandom(8).hex()}"
         aside = self.make("building") / name
         os.replace(self.root / "entries" / key, aside)
@@ -255,8 +252,8 @@ class PruneResult(NamedTuple):
     """What :func:`prune` did; sizes in bytes."""
 
     removed: tuple[Entry, ...]
-    left: tuple[tuple[Entry, str], ...]  # what should have gone, and why it has not
-    abandoned: int  # bytes that builders left which were killed
+    left: tuple[tuple[Entry, str], ...]  # what should have gone, and why it did not
+    abandoned: int  # bytes left behind by builders that were killed
     kept: int
     size: int
 
@@ -268,13 +265,13 @@ def prune(
     *,
     everything: bool = False,
 ) -> PruneResult:
-    """Remove what is unused for ``older_than`` seconds, and what is too much for ``max_size``.
+    """Remove entries unused for ``older_than`` seconds, then the oldest above ``max_size``.
 
-    The least recently used go first. Entries leave by a rename and are unlinked afterwards, so
-    a process that has one open keeps it until it closes. Left alone are those used within the
-    last two minutes, which someone may be about to open, unless ``everything`` goes; and those
-    whose key is being built. On Windows an entry that is open anywhere cannot be renamed, and
-    is left. The directory may hold a user's files as well, which stay.
+    The least recently used entries go first. Each is renamed and then deleted, so a process
+    that has it open keeps it until it closes. Entries stay if they were used within the last
+    two minutes, because someone may be about to open them (unless ``everything`` goes), and if
+    their model is being built. On Windows, an entry that is open anywhere cannot be renamed
+    and stays. Files of the user in this directory are not touched.
     """
     cache.check_trusted()
     stored = list(cache.stored())
@@ -296,7 +293,7 @@ def prune(
             else:
                 removed.append(item)
         except FileNotFoundError:
-            stored.remove(item)  # another process was quicker
+            stored.remove(item)  # another process has removed it
     _prune_index(cache, whole=everything)
     kept = [item for item in stored if item not in removed]
     return PruneResult(
@@ -307,13 +304,13 @@ def prune(
 def choose(
     stored: Iterable[Entry], max_size: int | None, older_than: float | None, now: float
 ) -> tuple[list[Entry], list[Entry]]:
-    """Choose what to remove, least recently used first; and what someone may be opening."""
+    """Return what to remove, least recently used first, and what someone may be opening."""
     ordered = sorted(stored, key=lambda item: item.last_used)
     size = sum(item.size for item in ordered)
     chosen: list[Entry] = []
     in_use: list[Entry] = []
     for item in ordered:
-        # Where the clock was set back, uses lie ahead of it and nothing has expired.
+        # If the clock was set back, uses lie in the future and nothing has expired.
         expired = older_than is not None and now - item.last_used > older_than
         expired |= item.artifact is None  # of an earlier layout, or damaged
         if not expired and (max_size is None or size <= max_size):
@@ -327,9 +324,9 @@ def choose(
 
 
 def _remove(cache: ArtifactCache, item: Entry) -> str:
-    """Remove an entry that was not used since it was looked at; return why it stays, if so.
+    """Remove an entry unless it was used since we looked; return why it stays, if it does.
 
-    A reader that finds it between that and the rename has to have it built again.
+    A reader that finds it just before the rename has to rebuild it.
     """
     try:
         with cache.lock(item.key, timeout=0):
@@ -346,7 +343,7 @@ def _remove(cache: ArtifactCache, item: Entry) -> str:
 
 
 def _prune_index(cache: ArtifactCache, *, whole: bool) -> None:
-    """Remove what is known of files that have changed, and unused locks; or all."""
+    """Remove outdated records of the index and unused locks, or all of them."""
     used = {path.name[-MODEL_CHARACTERS:] for path in cache.own("entries")}
     for path in cache.own("index"):
         if whole or not _holds(path, used):
@@ -359,9 +356,9 @@ def _prune_index(cache: ArtifactCache, *, whole: bool) -> None:
 
 
 def _holds(path: Path, used: Container[str]) -> bool:
-    """Whether a line of the index is of use: of a file as it is, or of a model with entries.
+    """Whether a record of the index is still valid: for a file, or for a model with entries.
 
-    ``used`` are the beginnings of the digests of models that have any.
+    ``used`` are the beginnings of the digests of models that have entries.
     """
     if (fields := cache_files.read_fields(path)) is None:
         return bool(path.suffix) and not _is_old(path)  # it may be being written

@@ -30,14 +30,14 @@ PROVIDERS_OF_OPTIONS = "those of the SessionOptions"
 
 
 class Opened:
-    """What a session was opened on; its report is read when somebody asks."""
+    """What a session was opened on; the report is parsed only when somebody asks for it."""
 
     __slots__ = ("artifact", "notes", "report", "source")
 
     def __init__(
         self, source: str, artifact: str = "", report: bytes = b"", notes: Sequence[str] = ()
     ) -> None:
-        """Describe it as :class:`.Report` does, with the rest as its entry's JSON."""
+        """Take the fields of a :class:`.Report`; ``report`` is the JSON of the entry."""
         self.source, self.artifact, self.report = source, artifact, report
         self.notes = tuple(notes)
 
@@ -54,9 +54,9 @@ _STOCK = Opened("stock")
 class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
     """``onnxruntime.InferenceSession`` on the model that the passes made.
 
-    Options without an ortplugins entry give the stock session: nothing is imported, nothing is
-    written. Else the model is optimised at the first start and comes from the cache
-    afterwards. The ``SessionOptions`` are not changed.
+    Options without an ortplugins entry give the stock session: nothing is imported or written.
+    Otherwise the model is optimised at the first start and comes from the cache afterwards.
+    The ``SessionOptions`` are not changed.
     """
 
     _enable_fallback: bool
@@ -78,11 +78,11 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         """Create the session; arguments as for ``onnxruntime.InferenceSession``.
 
         Raises:
-            OptionError: If an ortplugins entry has a value that it can't have.
+            OptionError: If the value of an ortplugins entry is invalid.
             MissingFileError, ModelFileError: If neither ortplugins nor onnxruntime can use the
-                model or its data; it is an instance of onnxruntime's own error as well.
-            PassError: If a pass fails and ``ortplugins.strict`` is ``"1"``; else that is a
-                warning and the untouched model runs.
+                model or its data; also an instance of onnxruntime's own error.
+            PassError: If a pass fails and ``ortplugins.strict`` is ``"1"``. Otherwise there
+                is a warning, and the untouched model runs.
         """
         given = path_or_bytes, sess_options, providers, provider_options
         self._ortplugins = Start(self, super().__init__, given, kwargs).open()
@@ -92,9 +92,9 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         providers: Sequence[Any] | None = None,
         provider_options: Sequence[dict[Any, Any]] | None = None,
     ) -> None:
-        """Register providers and start again, from the model that was given.
+        """Register providers and start again from the original model.
 
-        An optimised model is for the providers it was made for.
+        An optimised model fits only the providers that it was made for.
         """
         if self._ortplugins.source == "stock":
             super().set_providers(providers, provider_options)
@@ -110,11 +110,11 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
 
 
 class Start:
-    """What a session was asked for, and the ways to construct it.
+    """The arguments of a session, and the ways to construct it.
 
-    onnxruntime's constructor takes a ValueError or RuntimeError for a failing provider, and
-    tries again on the CPU. So what is ours happens before it is called, and an artifact is
-    opened without its fallback; the untouched model is opened with it.
+    onnxruntime's constructor treats a ValueError or RuntimeError as a failing provider and
+    tries again on the CPU. So our own work is done before it is called, and an artifact is
+    opened without this fallback; the untouched model is opened with it.
     """
 
     def __init__(
@@ -127,8 +127,8 @@ class Start:
     ) -> None:
         """Take onnxruntime's constructor and its arguments, which may be anything.
 
-        Where entries were ``switched`` on for sessions of others, no error of ours reaches
-        their callers, unless the plan is strict.
+        If entries were ``switched`` on for sessions of other packages, our errors do not
+        reach the callers unless the plan is strict.
         """
         self._session, self._construct = session, construct
         (self._model, self._options), self._providers = given[:2], given[2:]
@@ -160,7 +160,7 @@ class Start:
         try:
             given = CopiedOptions(self._options)
             providers = self._provider_names()
-        except Exception as error:  # most likely no session can be made of them
+        except Exception as error:  # most likely no session accepts them
             note = f"SessionOptions or providers cannot be read: {error}"
             return self._open_given(_untouched(note))
         if given.have_external_weights():
@@ -168,7 +168,7 @@ class Start:
             return self._open_given(_untouched(note, "ORP906"))
         try:
             wanted = self._wanted(entries, providers)
-        except OSError as error:  # of a relative path, where the working directory is gone
+        except OSError as error:  # a relative path, and the working directory is gone
             self._open_given(_STOCK)
             return _warned(f"the working directory cannot be read: {error}")
         return self._open_wanted(wanted, given)
@@ -178,7 +178,7 @@ class Start:
         return entry_of(self._options, key)
 
     def _wanted(self, entries: Mapping[str, str], providers: Sequence[str]) -> Wanted:
-        """Return everything that the entry depends on."""
+        """Return everything that the cache entry depends on."""
         if hint := entries.get(HINT_KEY):
             from session_options.presets import settings_of
 
@@ -199,7 +199,7 @@ class Start:
         )
 
     def _open_wanted(self, wanted: Wanted, given: CopiedOptions) -> Opened:
-        """Construct the session on the entry of what is wanted, or as it was asked for."""
+        """Construct the session on its cache entry or, failing that, on the original model."""
         try:
             opened = self._find_and_open(wanted, given)
             if opened.source == "untouched":
@@ -228,8 +228,8 @@ class Start:
     def _provider_names(self) -> Sequence[str]:
         """Return the names of the providers that the session will have, in order.
 
-        As onnxruntime chooses them: those of its wheel, where none are given, none that its
-        wheel does not have, and the CPU's where none is left.
+        onnxruntime takes all providers of its wheel if none are given, leaves out those that
+        the wheel lacks, and falls back to the CPU if none is left.
         """
         given = _names_of_providers(*self._providers)
         if not given and _has_providers(self._options):
@@ -241,16 +241,16 @@ class Start:
         return [name for name in given if name not in absent] or ("CPUExecutionProvider",)
 
     def _find_and_open(self, wanted: Wanted, given: CopiedOptions) -> Opened:
-        """Return what is opened; no session is open yet on a model that is untouched.
+        """Open the entry and describe it; for an untouched model, leave that to the caller.
 
-        An artifact that was damaged in the cache is built again, once.
+        An entry that was damaged in the cache is rebuilt once.
         """
         if wanted.is_in_memory:
             return self._open_in_memory(wanted, given)
         try:
             key = wanted.known_key()
             artifact = None if key is None else find_artifact(wanted, key)
-        except OSError:  # who builds says what is wrong with the model
+        except OSError:  # the build will say what is wrong with the model
             artifact = None
         is_refused = wanted.is_strict and artifact is not None and artifact.failed
         if artifact is not None and not (is_refused or artifact.may_be_retried):
@@ -258,7 +258,7 @@ class Start:
                 return self._open_artifact(artifact, wanted, given, "cache")
             except NotCopiedError:
                 raise
-            except Exception:  # who builds looks closer
+            except Exception:  # the build looks closer
                 pass
         from ortplugins.cache.build import discard_if_damaged, get_or_build
         from ortplugins.errors import PassError
@@ -278,7 +278,7 @@ class Start:
             raise PassError(f"{name} cannot be opened: {error}") from error
 
     def _open_in_memory(self, wanted: Wanted, given: CopiedOptions) -> Opened:
-        """Build in this process, and open what comes out; nothing touches the disk."""
+        """Build in this process and open the result; nothing touches the disk."""
         import json
 
         from ortplugins.cache.build import make_in_memory
@@ -299,7 +299,7 @@ class Start:
     def _open_artifact(
         self, artifact: Artifact, wanted: Wanted, given: CopiedOptions, source: str
     ) -> Opened:
-        """Open an artifact, and give way to options that it was made without."""
+        """Open an artifact, unless the options hold something that it was built without."""
         with open(os.path.join(artifact.folder, REPORT), "rb") as file:
             report = file.read()
         settings = {**self._settings, **artifact.settings}
@@ -318,7 +318,7 @@ class Start:
                 artifact.data, wanted.name, wanted.data_folder
             )
         elif wanted.data_folder is not None:
-            # onnxruntime looks in the user's folder for the data of any model, ours too.
+            # onnxruntime would look for our data in the user's folder, too.
             settings[DATA_FOLDER_KEY] = artifact.folder
         if settings and artifact.has_custom_operators:
             raise NotCopiedError("libraries of custom operators")
@@ -339,7 +339,7 @@ class Start:
         return Opened(source, artifact.model, report, notes)
 
     def _overrides_dimensions(self, artifact: Artifact) -> bool:
-        """Whether a free dimension of the model's inputs is overridden in the session."""
+        """Whether the session overrides a free dimension of the model's inputs."""
         return any(
             isinstance(size, int) and was_free == "1"
             for meta in self._session.get_inputs()
@@ -349,9 +349,9 @@ class Start:
         )
 
     def _settings_of_written_model(self, artifact: Artifact) -> dict[str, str]:
-        """Return what makes ``optimized_model_filepath`` a model with data of its own.
+        """Return what makes ``optimized_model_filepath`` a model with its own data file.
 
-        Else it would name the artifact's data, which lies in another folder.
+        Otherwise it would refer to the artifact's data, which lies in another folder.
         """
         path = self._options.optimized_model_filepath
         has_data = bool(artifact.data) or os.path.exists(f"{artifact.model}.data")
@@ -360,7 +360,7 @@ class Start:
         return {_WRITTEN_DATA_KEY: f"{os.path.basename(path)}.data"}
 
     def _open_given(self, opened: Opened) -> Opened:
-        """Construct the session that was asked for; return what it was opened on."""
+        """Construct the session exactly as requested; return ``opened``."""
         self._construct(self._model, self._options, *self._providers, **self._kwargs)
         return opened
 
@@ -371,9 +371,9 @@ class Start:
         settings: Mapping[str, str],
         faster: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Construct the session with settings that it needs, and some that it can do without.
+        """Construct the session with required ``settings`` and optional, ``faster`` ones.
 
-        Copies lack operators of libraries and added devices, which the user's options have.
+        Copied options lack custom operator libraries and added devices.
         """
         copied = given.copy({**settings, **faster})
         lacks_devices = _has_providers(self._options) and not _has_providers(copied)
@@ -388,24 +388,24 @@ class Start:
             self._open_alone(model, self._options)
 
     def _open_alone(self, model: str | bytes, options: onnxruntime.SessionOptions) -> None:
-        """Construct a session on a model, and on no other where that fails."""
+        """Construct a session on this model, without onnxruntime's fallback."""
         kwargs = {**self._kwargs, "enable_fallback": 0}
         self._construct(model, options, *self._providers, **kwargs)
 
     def _open_untouched(self, error: Exception) -> Opened:
-        """Construct the session that was asked for, as no better one can be had; say so."""
+        """Construct the session as requested because optimising failed; report why."""
         from ortplugins.errors import MissingFileError, ModelFileError, PassError
         from session_options.keys import OptionError
 
         try:
             self._open_given(_STOCK)
         except Exception as refused:
-            # Of a text that is not UTF-8 Python's own, which is of no other class, too.
+            # A path that is not UTF-8 raises UnicodeError, which can't be combined with ours.
             is_other = self._switched is not None or isinstance(refused, UnicodeError)
             if isinstance(error, ModelFileError) and not is_other:
                 raise _as_both(error, refused) from refused
-            raise  # the caller may expect this very error
-        # Its data may come from elsewhere.
+            raise  # the caller may expect exactly this error
+        # The data may come from elsewhere.
         if isinstance(error, MissingFileError | NotCopiedError):
             return _untouched(str(error))
         is_worded = isinstance(error, ModelFileError | PassError | OptionError)
@@ -413,9 +413,9 @@ class Start:
         return _warned(text)
 
     def _present(self, given: CopiedOptions) -> None:
-        """Have the session name what its caller gave, and fall back as it would.
+        """Make the session report what its caller passed, with the usual fallback.
 
-        Packages look for files beside the model; stock ``set_providers`` opens it again.
+        Packages look for files next to the model; stock ``set_providers`` opens it again.
         """
         if int(self._kwargs.get("enable_fallback", 1)) == 1:
             self._session.enable_fallback()
@@ -434,9 +434,9 @@ class NotCopiedError(RuntimeError):
 
 
 def _as_both(error: ModelFileError, refused: Exception) -> ModelFileError:
-    """Return an error that is caught as ours, and as the one of onnxruntime."""
+    """Return an error that callers can catch as ours or as onnxruntime's."""
     original = type(error)
-    # Where it goes to another process, ours alone can be found again.
+    # Another process can import only our own class when it unpickles the error.
     reduced = {"__reduce__": lambda self: (original, self.args)}
     content = {**reduced, "__module__": original.__module__}
     both: type[ModelFileError] = type(original.__name__, (original, type(refused)), content)
@@ -444,7 +444,7 @@ def _as_both(error: ModelFileError, refused: Exception) -> ModelFileError:
 
 
 def _is_ort_format(path_or_bytes: str | bytes | os.PathLike[str]) -> bool:
-    """Whether onnxruntime takes a model for one in its own format."""
+    """Whether onnxruntime would read a model as one in its own format."""
     if isinstance(path_or_bytes, bytes):
         return path_or_bytes[4:8] == b"ORTM"
     return os.fsdecode(path_or_bytes).lower().endswith(".ort")
@@ -459,7 +459,7 @@ def _name_of(path_or_bytes: str | bytes | os.PathLike[str]) -> str:
 def _log_start(
     path_or_bytes: str | bytes | os.PathLike[str], seconds: float, opened: Opened
 ) -> None:
-    # Importing it takes milliseconds; where nobody has, nobody has asked for messages either.
+    # Importing logging takes milliseconds; if nobody has done so, nobody wants messages.
     logging = sys.modules.get("logging")
     if logging is None or not (logger := logging.getLogger("ortplugins")).isEnabledFor(20):
         return
@@ -467,7 +467,7 @@ def _log_start(
 
 
 def _warned(reason: str) -> Opened:
-    """Warn that the untouched model runs, and return what says so."""
+    """Warn that the untouched model runs; return a description that says so."""
     from ortplugins.errors import OrtpluginsWarning
     from session_options.caller_warnings import warn_caller
 

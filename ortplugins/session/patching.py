@@ -6,8 +6,8 @@ earlier, or derives from it, gets the new one. Nothing is replaced before :func:
 :func:`enabled` is called, and the very same function comes back afterwards.
 
 What is switched on holds for the whole process: libraries open sessions in threads of their
-own. Not caught are sessions of ``ortplugins.InferenceSession``, whose options say everything,
-and those that our modules and passes open while they work.
+own. Sessions of ``ortplugins.InferenceSession``, whose options say everything, are not
+affected, and neither are those that our own modules and passes open while they work.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Entries = dict[str, str]
 def enable(*passes: Pass, **general: bool | str) -> None:
     """Switch passes on for every session of ``onnxruntime`` that this process opens.
 
-    Until :func:`disable`. A second call replaces what the first one switched on.
+    This lasts until :func:`disable`. A second call replaces the first.
 
     Args:
         *passes: For instance ``DqMatMulNBitsFusion()``. When none are given, those of the
@@ -46,8 +46,8 @@ def enable(*passes: Pass, **general: bool | str) -> None:
             ``ORTPLUGINS_STRICT``, ``ORTPLUGINS_BAKE``.
 
     Raises:
-        OptionError: If a pass or an option, here or in the environment, can't be used. What
-            was in force before stays in force then.
+        OptionError: If a pass or an option, here or in the environment, is invalid. Then
+            nothing changes.
     """
     _patch.set_base(_switched(passes, general))
 
@@ -63,9 +63,9 @@ def enable_entries(entries: Mapping[str, str]) -> None:
 
 
 def disable() -> None:
-    """Undo :func:`enable`; without effect when there is nothing to undo.
+    """Undo :func:`enable`; does nothing if there is nothing to undo.
 
-    Blocks of :func:`enabled` end by themselves. Sessions that are open stay as they are.
+    Blocks of :func:`enabled` are not affected. Open sessions stay as they are.
     """
     _patch.set_base(None)
 
@@ -74,7 +74,7 @@ def disable() -> None:
 def enabled(*passes: Pass, **general: bool | str) -> Iterator[None]:
     """Switch passes on for the sessions that are opened inside a ``with`` block.
 
-    By any thread. Blocks nest; the one that was entered last counts, alone.
+    This holds for all threads. Blocks can be nested; only the one entered last counts.
 
     Args:
         *passes: As for :func:`enable`.
@@ -113,7 +113,7 @@ def _switched(passes: Sequence[Pass], general: Mapping[str, bool | str]) -> Entr
 
 
 class _Patch:
-    """What is in force, and the constructor's replacement while anything is."""
+    """What is switched on; replaces the constructor while anything is."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -123,7 +123,7 @@ class _Patch:
         self.in_force: Entries | None = None
 
     def renew_lock(self) -> None:
-        """Have a lock that nobody holds."""
+        """Make a new lock that nobody holds."""
         self._lock = threading.Lock()
 
     def set_base(self, switched: Entries | None) -> None:
@@ -149,7 +149,7 @@ class _Patch:
             if cls.__init__ not in _replacements:
                 cls.__init__ = _replacement(cls.__init__)
             return
-        # Where somebody has replaced ours meanwhile, it stays below theirs and passes through.
+        # If somebody has replaced ours since then, it stays below theirs and passes through.
         while (original := _replacements.get(cls.__init__)) is not None:
             cls.__init__ = original
 
@@ -174,7 +174,7 @@ def _replacement(original: Callable[..., None]) -> Callable[..., None]:
         ):
             original(self, path_or_bytes, sess_options, providers, provider_options, **kwargs)
             return
-        # As onnxruntime does it, so that who replaces these defaults is heard.
+        # As onnxruntime does, because some applications replace these defaults.
         options = sess_options
         if options is None:
             options = onnxruntime.capi._pybind_state.get_default_session_options()
@@ -190,12 +190,12 @@ def _replacement(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-# What ours stand for. Beside the functions: functools.wraps would copy an attribute to
-# whoever wraps ours.
+# The original of each replacement. Kept apart from the functions: functools.wraps would copy
+# an attribute to whatever wraps ours.
 _replacements: weakref.WeakKeyDictionary[Any, Callable[..., None]] = (
     weakref.WeakKeyDictionary()
 )
-# Whether a thread is preparing a session, ``now``: what a pass opens then is not caught.
+# ``now``: whether a thread is preparing a session; sessions that passes open then are plain.
 _working = threading.local()
 _patch = _Patch()
 if hasattr(os, "register_at_fork"):  # another thread may hold the lock then

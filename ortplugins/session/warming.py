@@ -31,12 +31,12 @@ DEFAULT_PASSES = (DqMatMulNBitsFusion.name, PrepackedWeights.name)
 
 @dataclasses.dataclass(frozen=True)
 class WarmResult:
-    """What became of one model.
+    """The result for one model.
 
     Attributes:
-        model: Its path, as it was given.
+        model: Its path, as given.
         report: As ``InferenceSession.ortplugins_report``; None if it failed.
-        size: Bytes of the entry; 0 where the original runs as it is.
+        size: Bytes of the entry; 0 if the original runs unchanged.
         error: Why it failed; empty if it did not.
     """
 
@@ -66,7 +66,7 @@ def warm(
         models: Paths of .onnx files, or one path.
         passes: Pass objects, or names with their options in ``options``.
         options: ``{"<pass>.<option>": value}`` for passes given by name.
-        cache_dir: A cache directory to be read by every user, for an image; by default the
+        cache_dir: A cache directory that every user may read, for an image; by default the
             cache that a session here would use.
         session_entries: Further entries of the sessions' options.
         optimization_level: Of the sessions: ``"disable"``, ``"basic"``, ``"extended"``,
@@ -74,7 +74,7 @@ def warm(
         disabled_optimizers: The sessions' argument of that name.
 
     Returns:
-        What became of each model, in order; one that fails does not stop the others.
+        A result for each model, in order; one that fails does not stop the others.
 
     Raises:
         OptionError: If a pass, an option or an entry is unknown.
