@@ -57,18 +57,6 @@ class Plan(NamedTuple):
         _check_keys(entries)
         return _read(entries.get)
 
-    def to_entries(self) -> dict[str, str]:
-        """Return the session entries that :meth:`from_entries` reads the plan from."""
-        entries = {}
-        for spec in GENERAL_OPTIONS:
-            if (value := getattr(self, spec.name)) != spec.default:
-                entries[f"{PREFIX}.{spec.name}"] = keys.format_value(value)
-        if not self.hint:  # which names the passes itself
-            entries |= _enabling(type(item) for item in self.passes)
-        for item in self.passes:
-            entries |= _entries_of_pass(item)
-        return entries
-
 
 _GENERAL_HELP = {
     "cache_dir": (

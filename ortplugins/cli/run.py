@@ -15,7 +15,7 @@ from cyclopts import Parameter
 
 from ortplugins.cli.options import Passes, Settings, parse_settings
 from session_options.entries import PASSES_KEY, PREFIX
-from session_options.environment import plan_entries
+from session_options.environment import environment_entries
 from session_options.plan import entries_of
 
 
@@ -83,7 +83,7 @@ def marked(arguments: Sequence[str]) -> list[str]:
 
 def _entries(passes: Sequence[str], settings: dict[str, str]) -> dict[str, str]:
     """Entries of the passes named here, else of the environment's, else of the default."""
-    found = entries_of(passes) or plan_entries()
+    found = entries_of(passes) or environment_entries()
     enabling = f"{PREFIX}.enable_"
     names = [key.removeprefix(enabling) for key in found if key.startswith(enabling)]
     names += filter(None, found.get(PASSES_KEY, "").split(","))

@@ -26,8 +26,8 @@ import onnxruntime
 from ortplugins.session.opening import Start
 from session_options import OptionError, Pass
 from session_options.caller_warnings import is_ours
-from session_options.environment import general_entries, plan_entries
-from session_options.plan import HINT_KEY, entries_of, read_plan
+from session_options.environment import environment_entries
+from session_options.plan import entries_of, read_plan
 
 # What one call has switched on, as session entries.
 Entries = dict[str, str]
@@ -42,8 +42,7 @@ def enable(*passes: Pass, **general: bool | str) -> None:
         *passes: For instance ``DqMatMulNBitsFusion()``. When none are given, those of the
             environment variable ``ORTPLUGINS``, else ``DqMatMulNBitsFusion()`` unless there
             is a hint.
-        **general: ``cache_dir``, ``strict``, ``bake``; else ``ORTPLUGINS_CACHE_DIR``,
-            ``ORTPLUGINS_STRICT``, ``ORTPLUGINS_BAKE``.
+        **general: Options that belong to no pass, for instance ``strict=True``.
 
     Raises:
         OptionError: If a pass or an option, here or in the environment, is invalid. Then
@@ -54,12 +53,8 @@ def enable(*passes: Pass, **general: bool | str) -> None:
 
 def enable_entries(entries: Mapping[str, str]) -> None:
     """Do as :func:`enable` for passes that are given as session entries."""
-    switched = general_entries()
-    if entries:
-        switched.pop(HINT_KEY, None)
-    switched |= entries
-    read_plan(switched)  # errors are reported now, not deep inside a library
-    _patch.set_base(switched)
+    read_plan(entries)  # errors are reported now, not deep inside a library
+    _patch.set_base({**entries})
 
 
 def disable() -> None:
@@ -95,15 +90,12 @@ def enabled(*passes: Pass, **general: bool | str) -> Iterator[None]:
 
 
 def _switched(passes: Sequence[Pass], general: Mapping[str, bool | str]) -> Entries:
-    entries = general_entries()
     if wrong := [item for item in passes if not isinstance(item, Pass)]:
         raise OptionError(
             f"{wrong[0]!r} is not a pass: DqMatMulNBitsFusion() is one, for instance"
         )
-    if passes:
-        entries.pop(HINT_KEY, None)  # what a program names counts more than its environment
-    else:
-        entries |= plan_entries(has_hint=bool(general.get("hint")))
+    # What a program names counts instead of its environment.
+    entries = {} if passes or general.get("hint") else environment_entries()
     entries |= entries_of(passes, **general)
     read_plan(entries)  # errors are reported now, not deep inside a library
     return entries
