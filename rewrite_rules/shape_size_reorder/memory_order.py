@@ -64,12 +64,6 @@ class GraphOrder:
     subgraphs: tuple[GraphOrder, ...]
     model: MemoryModel = dataclasses.field(repr=False, compare=False)
 
-    @property
-    def worthwhile(self) -> bool:
-        """Whether ours never holds more than either native order."""
-        best = min(self.default.peak, self.priority.peak)
-        return self.ours.peak <= best + self.chain_bytes
-
     def apply(self) -> set[ir.Node]:
         """Put the nodes of the graph and of all subgraphs into order, Shapes in front.
 
@@ -85,26 +79,21 @@ class GraphOrder:
 
 
 def memory_order(
-    graph: ir.Graph,
-    shapes: ConcreteShapes,
-    parent: ir.Node | None = None,
-    *,
-    reuse: bool = True,
+    graph: ir.Graph, shapes: ConcreteShapes, parent: ir.Node | None = None
 ) -> GraphOrder:
     """Compute an order with a low peak of live bytes; the graph stays as it is.
 
-    ``parent`` is the node whose body the graph is; ``reuse`` says whether the session that
-    will run ours reuses buffers.
+    ``parent`` is the node whose body the graph is.
     """
     model = MemoryModel(graph, shapes, parent)
     dependencies = model.dependencies
     bodies = {
-        index: [memory_order(body, shapes, node, reuse=reuse) for body in subgraphs(node)]
+        index: [memory_order(body, shapes, node) for body in subgraphs(node)]
         for index, node in enumerate(dependencies.nodes)
     }
     classes, chain_bytes = _chain_classes(model)
 
-    def simulated(order: Sequence[int], name: str, reuse: bool = True) -> SimulatedOrder:
+    def simulated(order: Sequence[int], name: str) -> SimulatedOrder:
         inside = {
             index: inner_bytes(
                 dependencies.nodes[index],
@@ -113,7 +102,7 @@ def memory_order(
             for index, orders in bodies.items()
             if orders
         }
-        return SimulatedOrder(tuple(order), model.live(order, inside, reuse))
+        return SimulatedOrder(tuple(order), model.live(order, inside))
 
     def settle(order: Sequence[int]) -> list[int]:
         """Move shapes and chains to where they can run first; PRIORITY_BASED runs that."""
@@ -124,7 +113,7 @@ def memory_order(
 
     default = simulated(dependencies.default(), "default")
     priority = simulated(dependencies.priority(), "priority")
-    settled = [simulated(settle(each.order), "ours", reuse) for each in (priority, default)]
+    settled = [simulated(settle(each.order), "ours") for each in (priority, default)]
     orders = [order for found in bodies.values() for order in found]
     unknown_values = [name for order in orders for name in order.unknown_values]
     return GraphOrder(

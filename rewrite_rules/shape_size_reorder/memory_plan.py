@@ -2,22 +2,19 @@
 """How many bytes onnxruntime holds while it runs each node of an order.
 
 The sizes come from shapes and types; what is held, from the plan that onnxruntime makes for a
-sequential session on the CPU (``onnxruntime/core/framework/allocation_planner.cc``), which is
-repeated here rule by rule:
+sequential session on the CPU without reuse of buffers
+(``onnxruntime/core/framework/allocation_planner.cc``), which is repeated here rule by rule:
 
 1. An output of the graph has a buffer of its own, to the end of the run.
 2. Reshape, Squeeze, Unsqueeze, Flatten and Identity give their input on (``_ALIASES``).
 3. Some kernels write over an input that no other node will read, if it is of the same shape
    and element size (``_IN_PLACE``). Add, Mul and most other operators never do.
-4. Another output takes the buffer of the same shape and element size that was given up last.
-   That buffer is *held in between*: a tensor of step 3 whose buffer serves again at step 90
-   takes its bytes through steps 4 to 89. Scalars don't take part.
-5. Any other output gets a new buffer.
+4. Any other output gets a new buffer.
 
 A buffer is given back after the last node that reads it; one that nobody reads, at the end.
-Shapes are the same if their dimensions have the same number or the same symbol. What belongs
-to the caller (inputs), to the session (initializers) or to a graph around a subgraph does not
-count, nor does what kernels take for themselves while they work.
+What belongs to the caller (inputs), to the session (initializers) or to a graph around a
+subgraph does not count, nor does what kernels take for themselves while they work. With reuse,
+a session holds these bytes or more: a reused buffer is held from its first use to its last.
 
 Rules 2 and 3 are measured, operator by operator, on onnxruntime 1.31; the plan was compared
 with ``mem_bytes_requested_in_use`` of its profiles.
@@ -56,8 +53,8 @@ _IN_PLACE_FLOAT_ONLY = frozenset({"LogSoftmax", "Softmax"})
 _MOST_BYTES = 1 << 40
 _STRING_BYTES = 32  # std::string of libstdc++ and libc++; short texts lie inside
 
-# (element bytes, dimensions): equal keys share buffers.
-_Key = tuple[int, tuple[object, ...]]
+# (element bytes, dimensions): one may be written over another of the same.
+_Key = tuple[int, tuple[int, ...]]
 # The number of what no node makes: the last of all lists, of no size and never free.
 _ELSEWHERE = -1
 
@@ -124,14 +121,13 @@ class MemoryModel:
         return sum(size for size, kept in zip(self.sizes, self.outputs, strict=True) if kept)
 
     def live(
-        self, order: Sequence[int], inner: Mapping[int, int] | None = None, reuse: bool = True
+        self, order: Sequence[int], inner: Mapping[int, int] | None = None
     ) -> npt.NDArray[np.int64]:
         """Return the bytes held while each node of an order runs, its outputs included.
 
-        ``inner`` is the peak of a node's subgraphs while it runs. Without ``reuse``, rule 4
-        does not apply.
+        ``inner`` is the peak of a node's subgraphs while it runs.
         """
-        buffers = self._plan(order, reuse)
+        buffers = self._plan(order)
         # For each buffer the step that it is there from, and the last one that needs it.
         first: dict[int, int] = {}
         last: dict[int, int] = {}
@@ -152,34 +148,24 @@ class MemoryModel:
             live += np.array([inner.get(node, 0) for node in order], np.int64)
         return live
 
-    def _plan(self, order: Sequence[int], reuse: bool) -> list[int]:
+    def _plan(self, order: Sequence[int]) -> list[int]:
         """Which buffer each value has, named by the value that it was allocated for."""
         buffers = [*range(len(self.sizes) - 1), _ELSEWHERE]
         # One more use until the node that makes the value is through with it; outputs keep it.
         left = [1 + uses + kept for uses, kept in zip(self.uses, self.outputs, strict=True)]
         left[_ELSEWHERE] = len(order) * len(left)  # never free
-        free: dict[_Key | None, list[int]] = {}
         for node in order:
             source, over = self.source.get(node), self.overwrites.get(node)
-            for value in self.makes[node]:
-                if not self.outputs[value]:
-                    key = self._keys[value]
-                    found = value
-                    if source is not None:
-                        found = buffers[source]
-                    elif over is not None and left[buffers[over]] == 1:
-                        found = buffers[over]
-                    elif reuse and self.uses[value] and key and key[1] and free.get(key):
-                        found = free[key].pop()
-                    if found != value:
-                        buffers[value] = found
-                        left[found] += left[value]
-                source = over = None  # those of the first output
+            first = self.makes[node][0] if self.makes[node] else _ELSEWHERE
+            if not self.outputs[first]:
+                if source is not None:
+                    buffers[first] = buffers[source]
+                elif over is not None and left[buffers[over]] == 1:
+                    buffers[first] = buffers[over]
+                if buffers[first] != first:
+                    left[buffers[first]] += left[first]
             for value in (*self.reads[node], *self.makes[node]):
-                buffer = buffers[value]
-                left[buffer] -= 1
-                if not left[buffer]:
-                    free.setdefault(self._keys[buffer], []).append(buffer)
+                left[buffers[value]] -= 1
         return buffers
 
     def _measure(self, value: ir.Value, node: int) -> tuple[int, _Key | None]:
@@ -191,9 +177,7 @@ class MemoryModel:
         if dtype is ir.DataType.STRING:
             return min(math.prod(sizes) * _STRING_BYTES, _MOST_BYTES), None
         bits = 8 if dtype is ir.DataType.UNDEFINED else dtype.bitwidth
-        planned = self._shapes.planned.get(value)
-        key = None if planned is None else (math.ceil(bits / 8), planned)
-        return min(-(-math.prod(sizes) * bits // 8), _MOST_BYTES), key
+        return min(-(-math.prod(sizes) * bits // 8), _MOST_BYTES), (math.ceil(bits / 8), sizes)
 
     def _set_reuse(
         self, node: ir.Node, index: int, numbers: Mapping[ir.Value | None, int]

@@ -29,8 +29,6 @@ _NO_REUSE = {"enable_mem_reuse": "0"}
 _GRAPH, _SESSION = "graph", "session"
 # Below that, a model's activations are nothing beside the session itself.
 _LEAN_BYTES = 1 << 20
-# Up to that share of the bytes with reuse, going without is worth the time it may take.
-_WORTH_NO_REUSE = 0.95
 
 
 def reorder(model: ir.Model, context: PassContext, *, dims: Mapping[str, int]) -> None:
@@ -51,16 +49,17 @@ def reorder(model: ir.Model, context: PassContext, *, dims: Mapping[str, int]) -
     simplify_shapes(model, context)
     shapes = concrete_shapes(model, dims)
     order = memory_order(model.graph, shapes)
-    if context.cpu_only:
-        order = _without_reuse(order, memory_order(model.graph, shapes, reuse=False), context)
     _run_in_file_order(model, order, context)
-    if context.cpu_only and context.cpu_arena and order.default.peak >= _LEAN_BYTES:
-        context.session_settings.update(_NO_PATTERN)
-        context.remarks.fired(
-            _SESSION,
-            "memory patterns are off: their block would lie in the arena beside what "
-            f"the first run left there, {_mb(order.ours)} at least",
-        )
+    if context.cpu_only and order.default.peak >= _LEAN_BYTES:
+        context.session_settings.update(_NO_REUSE)
+        reasons = ["buffers are not reused, which would hold them in between"]
+        if context.cpu_arena:
+            context.session_settings.update(_NO_PATTERN)
+            reasons.append(
+                "memory patterns are off: their block would lie in the arena beside what the "
+                f"first run left there, {_mb(order.ours)} at least"
+            )
+        context.remarks.fired(_SESSION, "; ".join(reasons))
     if shapes.unknown_dims:
         context.remarks.note(
             _GRAPH,
@@ -79,31 +78,13 @@ def _first_of(names: Sequence[str]) -> str:
     return f"{', '.join(names[:5])}{' and others' if len(names) > 5 else ''}"
 
 
-def _without_reuse(order: GraphOrder, without: GraphOrder, context: PassContext) -> GraphOrder:
-    """Choose reuse of buffers, which holds them in between, or none, which takes some time."""
-    if without.ours.peak > _WORTH_NO_REUSE * order.ours.peak or not without.worthwhile:
-        return order
-    context.session_settings.update(_NO_REUSE)
-    context.remarks.fired(
-        _SESSION,
-        f"reuse of buffers is off: with it, tensors would take {_mb(order.ours)} "
-        f"instead of {_mb(without.ours)}",
-    )
-    return without
-
-
 def put_in_order(model: ir.Model, order: GraphOrder) -> None:
     """Put the nodes into the planned order, each Shape and Size by its rule."""
     move_behind_makers(model, order.apply())
 
 
 def _run_in_file_order(model: ir.Model, order: GraphOrder, context: PassContext) -> None:
-    if not order.worthwhile:
-        text = (
-            "left in its order: onnxruntime's default runs a Shape late, and holds less so; "
-        )
-        context.remarks.refused(_GRAPH, Refusal("ORP401", text + _peaks(order)))
-    elif order.ours.peak < order.default.peak or (
+    if order.ours.peak < order.default.peak or (
         context.final_graph and order.default.peak >= _LEAN_BYTES
     ):
         # A session that makes the final graph itself gives its nodes other places than the

@@ -58,11 +58,10 @@ def number(dim: Dim | None) -> int | None:
 
 
 class Unknowns:
-    """Makes a model's unknowns; without ``arithmetic``, what depends on one is another."""
+    """Makes a model's unknowns."""
 
-    def __init__(self, arithmetic: bool = True) -> None:
+    def __init__(self) -> None:
         self.count = 0
-        self.arithmetic = arithmetic
         self._memory: dict[Hashable, int] = {}
         self._keys: dict[int, tuple[Any, ...]] = {}
         # Sizes that a node makes the same where none is 1, and what it makes of them.
@@ -81,10 +80,6 @@ class Unknowns:
         """Return a shape of which only the number of dimensions is known."""
         return tuple(self.fresh_dim() for _ in range(rank))
 
-    def is_new(self, dim: Dim, since: int) -> bool:
-        """Whether a dimension is one unknown, made after there were ``since`` of them."""
-        return dim[0] == 1 and len(dim[1]) == 1 and dim[1][0] > since
-
     def whole(self, key: Hashable) -> int:
         """Return the unknown for ``key``, always the same one."""
         unknown = self._memory.get(key)
@@ -94,7 +89,7 @@ class Unknowns:
 
     def remembered(self, *key: Hashable) -> Dim:
         """Return the dimension for ``key``, always the same one."""
-        unknown = self.whole(key) if self.arithmetic else self.fresh()
+        unknown = self.whole(key)
         self._keys[unknown] = key
         return 1, (unknown,)
 
@@ -106,10 +101,6 @@ class Unknowns:
         """Note that sizes are the same where the node runs."""
         self.met.append((sizes, None))
 
-    def inferred(self, dim: Dim) -> Dim:
-        """Return a dimension that takes arithmetic to find."""
-        return dim if self.arithmetic or not dim[1] else self.fresh_dim()
-
     def product(self, dims: Iterable[Dim]) -> Dim:
         dims = tuple(dims)
         size = 1
@@ -119,8 +110,6 @@ class Unknowns:
             unknowns += dim[1]
         if size == 0:
             return known(0)
-        if not self.arithmetic and unknowns and (size, tuple(unknowns)) not in dims:
-            return self.fresh_dim()
         # Products of products grow without end.
         made = int64(size, tuple(sorted(unknowns)))
         if made is None or len(unknowns) > _MAX_UNKNOWNS:
@@ -129,8 +118,7 @@ class Unknowns:
 
     def quotient(self, total: Dim, part: Dim) -> Dim:
         """Divide sizes; in a run that succeeds, nothing remains and ``part`` is not 0."""
-        plain = self.arithmetic or not total[1]
-        if plain and part[0] and total[0] % part[0] == 0:
+        if part[0] and total[0] % part[0] == 0:
             left = collections.Counter(total[1])
             left.subtract(part[1])
             if min(left.values(), default=0) >= 0:
@@ -144,8 +132,7 @@ class Unknowns:
         left = sorted((size, unknowns) for unknowns, size in terms.items() if size)
         if not left:
             return known(0)
-        plain = self.arithmetic or len(parts) == 1 or not left[0][1]
-        made = int64(*left[0]) if plain and len(left) == 1 and left[0][0] > 0 else None
+        made = int64(*left[0]) if len(left) == 1 and left[0][0] > 0 else None
         return self.remembered("sum", *left) if made is None else made
 
     def difference(self, total: Dim, part: Dim) -> Dim | None:
@@ -200,24 +187,16 @@ class DeclaredNames:
         Reshape(x[batch, 9, sequence, 64], [0, 3, -1, 64]) -> [batch, 3, unk__4, 64]
             the number of elements stays: unk__4 is called 3 sequence
 
-    With unknown sizes onnxruntime's planner searches all free buffers for every node.
-
     Args:
         numbers: Sizes of names.
         default: Size of other names of inputs, which ``defaulted`` has then; None: unknown.
-        arithmetic: Whether ``3 sequence / 3`` is ``sequence``. onnxruntime's own shape
-            inference only hands names on.
     """
 
     def __init__(
-        self,
-        numbers: Mapping[str, int] | None = None,
-        default: int | None = None,
-        arithmetic: bool = True,
+        self, numbers: Mapping[str, int] | None = None, default: int | None = None
     ) -> None:
-        self.arithmetic = arithmetic
         self._dims = {name: known(size) for name, size in (numbers or {}).items()}
-        self._names: dict[Dim, str] = {}
+        self._named: set[Dim] = set()
         self._default = default
         self.defaulted: set[str] = set()
 
@@ -226,23 +205,16 @@ class DeclaredNames:
         return None if shape is None else tuple(self._of_input(d, unknowns) for d in shape)
 
     def believe(
-        self, annotation: ir.Shape | None, shape: Shape | None, unknowns: Unknowns, before: int
+        self, annotation: ir.Shape | None, shape: Shape | None, unknowns: Unknowns
     ) -> Shape | None:
-        """Complete a shape by an annotation; ``before``: unknowns that there were before."""
+        """Complete a shape by an annotation."""
         if annotation is None:
             return shape
         if not isinstance(shape, tuple):
             shape = unknowns.fresh_dims(len(annotation))
         if len(shape) != len(annotation):
             return shape
-        return tuple(
-            self._settle(dim, named, unknowns.is_new(dim, before))
-            for dim, named in zip(shape, annotation, strict=True)
-        )
-
-    def name(self, dim: Dim) -> int | str | None:
-        """Return the number or the first name of a dimension; None where it has neither."""
-        return self._names.get(dim) if dim[1] else dim[0]
+        return tuple(map(self._settle, shape, annotation))
 
     def _of_input(self, dim: int | ir.SymbolicDim, unknowns: Unknowns) -> Dim:
         if isinstance(dim, int) and dim >= 0:
@@ -257,22 +229,18 @@ class DeclaredNames:
             found = known(self._default)
         return found if name is None else self._call(found, name)
 
-    def _settle(self, dim: Dim, named: int | ir.SymbolicDim, is_new: bool) -> Dim:
+    def _settle(self, dim: Dim, named: int | ir.SymbolicDim) -> Dim:
         """Return the one dimension that an operator and an annotation speak of."""
-        if not dim[1]:
-            found = None
-        elif isinstance(named, int):
-            return known(named) if named >= 0 else dim
-        else:
-            found = None if named.value is None else self._dims.get(named.value)
-        if found is not None and is_new:
-            return found
-        # A name that is first met at an earlier dimension is news to its other values.
-        speaks = self.arithmetic or is_new or not dim[1]
-        if found is None and speaks and isinstance(named, ir.SymbolicDim) and named.value:
-            self._call(dim, named.value)
-        return dim
+        if isinstance(named, int):
+            return known(named) if dim[1] and named >= 0 else dim
+        if named.value is None:
+            return dim
+        found = self._call(dim, named.value)
+        return dim if not dim[1] or dim in self._named else found
 
     def _call(self, dim: Dim, name: str) -> Dim:
-        self._names.setdefault(dim, name)
-        return self._dims.setdefault(name, dim)
+        """Return the dimension of a name, this one where it is new."""
+        if name not in self._dims:
+            self._dims[name] = dim
+            self._named.add(dim)
+        return self._dims[name]

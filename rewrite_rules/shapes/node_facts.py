@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from rewrite_rules.graph.parameters import int_attribute, ints_attribute
 from rewrite_rules.remarks import Refusal
-from rewrite_rules.shapes.dimensions import Dim, Dims, Shape, Unknowns, known, number
+from rewrite_rules.shapes.dimensions import Dim, Dims, Shape, Unknowns, number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,16 +196,9 @@ class Site:
     def slices(
         self,
     ) -> tuple[Sequence[Dim | None], Sequence[Dim | None], Sequence[int], Sequence[int]]:
-        """The starts, ends, axes and steps of a Slice, as many of each."""
-        starts: Sequence[Dim | None]
-        ends: Sequence[Dim | None]
-        if self.opset < 10:
-            starts = [known(n) for n in self.ints("starts") or ()]
-            ends = [known(n) for n in self.ints("ends") or ()]
-            axes, steps = self.ints("axes"), None
-        else:
-            starts, ends, axes = self.numbers(1), self.numbers(2), self.axes(3)
-            steps = self.constants(4) if self.has(4) else None
+        """The starts, ends, axes and steps of a Slice from opset 10 on, as many of each."""
+        starts, ends, axes = self.numbers(1), self.numbers(2), self.axes(3)
+        steps = self.constants(4) if self.has(4) else None
         axes = tuple(range(len(starts))) if axes is None else axes
         steps = (1,) * len(axes) if steps is None else steps
         if not len(starts) == len(ends) == len(axes) == len(steps):

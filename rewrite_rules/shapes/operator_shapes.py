@@ -44,14 +44,13 @@ _KEEPS = frozenset({
     "LeakyRelu", "Log", "LogSoftmax", "LpNormalization", "MeanVarianceNormalization", "Mish",
     "Neg", "Not", "QuantizeLinear", "RMSNormalization", "RandomNormalLike",
     "RandomUniformLike", "Reciprocal", "Relu", "ReverseSequence", "RotaryEmbedding", "Round",
-    "Scatter", "ScatterElements", "ScatterND", "Selu", "Shrink", "Sigmoid", "Sign",
+    "ScatterElements", "ScatterND", "Selu", "Shrink", "Sigmoid", "Sign",
     "SimplifiedLayerNormalization", "Sin", "Sinh", "Softmax", "Softplus", "Softsign", "Sqrt",
     "Swish", "Tan", "Tanh", "TensorScatter", "ThresholdedRelu", "Trilu",
 })  # fmt: skip
 _MICROSOFT_KEEPS = frozenset({
-    "BiasGelu", "BiasSoftmax", "DequantizeLinear", "FastGelu", "Gelu",
-    "GroupNorm", "QLinearLeakyRelu", "QLinearSigmoid", "QLinearSoftmax", "QuantizeLinear",
-    "QuickGelu", "RotaryEmbedding", "SkipGroupNorm",
+    "BiasGelu", "DequantizeLinear", "FastGelu", "Gelu", "QLinearLeakyRelu", "QLinearSigmoid",
+    "QLinearSoftmax", "QuantizeLinear", "QuickGelu", "RotaryEmbedding",
 })  # fmt: skip
 BROADCASTS = frozenset({
     "Add", "And", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Div", "Equal",
@@ -93,12 +92,6 @@ def output_shapes(site: Site) -> Sequence[Shape | None]:
         if op_type not in _KEEPS_RANK or not site.integer("keepdims", 1):
             raise
         return [site.unknowns.fresh_dims(len(site.dims(0)))]
-
-
-def _group_normalization(site: Site) -> Sequence[Shape]:
-    # A function in onnxruntime: one channel broadcasts with the scales of several.
-    dims, scale = site.dims(0), site.dims(1)
-    return [dims] if len(dims) > 1 and scale == dims[1:2] else []
 
 
 def _transpose(site: Site) -> Sequence[Shape]:
@@ -260,7 +253,7 @@ def _gather_nd(site: Site) -> Sequence[Shape]:
 
 def _pad(site: Site) -> Sequence[Shape]:
     dims = site.dims(0)
-    pads = site.constants(1) if site.opset >= 11 else site.ints("pads") or ()
+    pads = site.constants(1)
     named = site.constants(3) if site.has(3) else range(len(dims))
     axes = [axis_of(axis, len(dims)) for axis in named]
     if len(pads) != 2 * len(axes):
@@ -312,7 +305,7 @@ def _range(site: Site) -> Sequence[Shape]:
         count = _float_count(site)
         return [site.unknowns.fresh_dims(1) if count is None else (count,)]
     if step == (1, ()) and (count := site.unknowns.difference(end, start)) is not None:
-        return [(site.unknowns.inferred(count),)]
+        return [(count,)]
     # The kernel counts in float64.
     exact = all(abs(size) <= EXACT and not unknowns for size, unknowns in (start, end, step))
     if exact and step[0]:
@@ -348,29 +341,6 @@ def _without(dims: Dims, gone: set[int], keep: int) -> Dims:
     if keep:
         return tuple(known(1) if i in gone else dim for i, dim in enumerate(dims))
     return tuple(dim for i, dim in enumerate(dims) if i not in gone)
-
-
-def _top_k(site: Site) -> Sequence[Shape]:
-    dims = site.dims(0)
-    axis = axis_of(site.integer("axis", -1), len(dims))
-    count = _sizes(site, 1)[0] if site.opset >= 10 else known(site.integer("k", 0))
-    return [(*dims[:axis], count, *dims[axis + 1 :])] * 2
-
-
-def _one_hot(site: Site) -> Sequence[Shape]:
-    dims = site.dims(0)
-    axis = axis_of(site.integer("axis", -1), len(dims) + 1)
-    depth = site.facts.integers(site.input(1))
-    size = depth.numbers[0] if depth is not None and depth.numbers else None
-    return [(*dims[:axis], size or site.unknowns.fresh_dim(), *dims[axis:])]
-
-
-def _non_zero(site: Site) -> Sequence[Shape]:
-    shape = site.shape(0)
-    count = site.unknowns.fresh_dim()
-    if isinstance(shape, int):
-        return [(site.unknowns.remembered("rank", shape), count)]
-    return [(known(max(1, len(shape))), count)]
 
 
 def _shape(site: Site) -> Sequence[Shape]:
@@ -482,13 +452,13 @@ def _window(site: Site, dims: Dims, kernel: Sequence[int]) -> Dims:
         size: Dim | None = None
         if auto_pad in ("SAME_UPPER", "SAME_LOWER") and dilations[i] == 1:
             if strides[i] == 1:
-                size = site.unknowns.inferred(dim)
+                size = dim
             elif not dim[1]:
                 size = known(-(-dim[0] // strides[i]))
         elif auto_pad == "NOTSET" and not site.integer("ceil_mode", 0):
             change = pads[i] + pads[i + rank] - reach
             if strides[i] == 1 and change == 0:
-                size = site.unknowns.inferred(dim)
+                size = dim
             elif not dim[1] and dim[0] + change > 0:
                 size = known((dim[0] + change - 1) // strides[i] + 1)
         result.append(site.unknowns.remembered(key, i, dim) if size is None else size)
@@ -537,10 +507,10 @@ def _resize(site: Site) -> Sequence[Shape]:
     dims = site.dims(0)
     if site.node.attributes.keys() & {"axes", "keep_aspect_ratio_policy"}:
         return [site.unknowns.fresh_dims(len(dims))]
-    if site.opset >= 11 and site.has(3):
+    if site.has(3):
         sizes = _sizes(site, 3)
         return [sizes] if len(sizes) == len(dims) else []
-    tensor = constant(site.input(2 if site.opset >= 11 else 1))
+    tensor = constant(site.input(2))
     scales = () if tensor is None else tensor.numpy().astype(np.float32).tolist()
     if len(scales) != len(dims):
         return [site.unknowns.fresh_dims(len(dims))]
@@ -549,26 +519,10 @@ def _resize(site: Site) -> Sequence[Shape]:
 
 def _scaled(site: Site, dim: Dim, scale: float) -> Dim:
     if scale == 1:
-        return site.unknowns.inferred(dim)
+        return dim
     if dim[1] or not 0 < scale < _BEYOND:
         return site.unknowns.remembered("Resize", dim, scale)
     return known(int(np.float32(dim[0]) * np.float32(scale)))
-
-
-def _depth_to_space(site: Site) -> Sequence[Shape]:
-    n, c, h, w = site.dims(0)
-    block = known(site.integer("blocksize", 1))
-    product = site.unknowns.product
-    channels = site.unknowns.quotient(c, product((block, block)))
-    return [(n, channels, product((h, block)), product((w, block)))]
-
-
-def _space_to_depth(site: Site) -> Sequence[Shape]:
-    n, c, h, w = site.dims(0)
-    block = known(site.integer("blocksize", 1))
-    unknowns = site.unknowns
-    channels = unknowns.product((c, block, block))
-    return [(n, channels, unknowns.quotient(h, block), unknowns.quotient(w, block))]
 
 
 def _recurrent(site: Site) -> Sequence[Shape]:
@@ -609,7 +563,6 @@ _STANDARD: dict[str, _Rule] = {
     "Conv": _conv,
     "ConvInteger": _conv,
     "ConvTranspose": _conv_transpose,
-    "DepthToSpace": _depth_to_space,
     "Einsum": _einsum,
     "Expand": lambda site: [site.unknowns.broadcast((site.shape(0), _sizes(site, 1)))],
     "Flatten": _flatten,
@@ -617,9 +570,6 @@ _STANDARD: dict[str, _Rule] = {
     "GatherElements": lambda site: [site.shape(1)],
     "GatherND": _gather_nd,
     "Gemm": _fused_matmul,
-    "GroupNormalization": _group_normalization,
-    "NonZero": _non_zero,
-    "OneHot": _one_hot,
     "Pad": _pad,
     "QLinearConv": partial(_conv, weight=3),
     "QLinearMatMul": _matmul(3),
@@ -629,14 +579,11 @@ _STANDARD: dict[str, _Rule] = {
     "Shape": _shape,
     "Size": lambda site: [()],
     "Slice": _slice,
-    "SpaceToDepth": _space_to_depth,
     "Split": _split,
     "Squeeze": _squeeze,
     "Tile": _tile,
-    "TopK": _top_k,
     "Transpose": _transpose,
     "Unsqueeze": _unsqueeze,
-    "Upsample": _resize,
 }
 _CONTRIBUTED: dict[str, _Rule] = {
     **dict.fromkeys(("FusedGemm", "FusedMatMul", "TransposeMatMul"), _fused_matmul),

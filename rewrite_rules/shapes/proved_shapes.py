@@ -8,8 +8,7 @@ What the walk starts from is a parameter:
 - unknowns, the default: the result is proved. It starts from what onnxruntime checks at each
   run: ranks and numbers in the declared shapes of the graph's inputs, and the initializers;
 - :class:`.DeclaredNames`: dimensions of one name have one size, or the number given for the
-  name, and annotations are believed where an operator says nothing, as onnxruntime's memory
-  planner does.
+  name, and annotations are believed where an operator says nothing.
 
 A proof does not start from annotations of other values, which nothing checks; names of
 dimensions (``x[batch]`` and ``y[batch]`` may be fed with different sizes); a declared rank of
@@ -57,7 +56,7 @@ class ProvedShapes(Facts):
         nonempty: bool = False,
         opened: Container[int] = (),
     ) -> None:
-        self.unknowns = Unknowns(arithmetic=names is None or names.arithmetic)
+        self.unknowns = Unknowns()
         self.estimates, self.nonempty = names is not None, nonempty
         self._names, self._opened = names, opened
         self._main = model.opset_imports
@@ -168,7 +167,7 @@ class ProvedShapes(Facts):
     def _enter(self, graph: ir.Graph, opsets: Mapping[str, int], main: bool = False) -> None:
         self._opsets[graph] = opsets
         for value in graph.inputs:
-            self._define(value, self._declared(value, main), self.unknowns.count)
+            self._define(value, self._declared(value, main))
         if main:
             self._axes = {
                 unknown: axis
@@ -210,16 +209,15 @@ class ProvedShapes(Facts):
             shapes = self._keep_count(node, shapes, before)
         self.met[node] = self.unknowns.met[met:]
         for i, value in enumerate(node.outputs):
-            self._define(value, shapes[i] if i < len(shapes) else None, before)
+            self._define(value, shapes[i] if i < len(shapes) else None)
         if node.outputs:
             self._integers[node.outputs[0]] = None
             with contextlib.suppress(*_MALFORMED):
                 self._integers[node.outputs[0]] = output_integers(site)
 
-    def _define(self, value: ir.Value, shape: Shape | None, before: int) -> None:
-        """Note the shape of a value, made of unknowns of which ``before`` are older."""
+    def _define(self, value: ir.Value, shape: Shape | None) -> None:
         if self._names is not None:
-            shape = self._names.believe(value.shape, shape, self.unknowns, before)
+            shape = self._names.believe(value.shape, shape, self.unknowns)
         self._shapes[value] = self.unknowns.fresh() if shape is None else shape
 
     def _keep_count(
@@ -286,41 +284,21 @@ class ConcreteShapes:
 
     Attributes:
         of: The shapes that could be worked out, of values that nodes make.
-        planned: The shapes that onnxruntime's memory planner goes by, of the values of which
-            it knows all dimensions: numbers, or names that it takes for equal sizes.
         unknown_dims: Dimensions of inputs that counted as :data:`DEFAULT_DIM`; ``"?"`` for
             those without a name.
     """
 
     of: Mapping[ir.Value, tuple[int, ...]]
-    planned: Mapping[ir.Value, tuple[object, ...]]
     unknown_dims: tuple[str, ...] = ()
 
 
 def concrete_shapes(model: ir.Model, dims: Mapping[str, int] | None = None) -> ConcreteShapes:
     """Work out the shapes of all that nodes make, subgraphs included; the nodes are sorted."""
     nodes = ir.traversal.RecursiveGraphIterator(model.graph)
-    made = [value for node in nodes for value in node.outputs if value.name]
-    annotated = {value: value.shape for value in made if value.shape is not None}
-    if len(annotated) == len(made) and all(shape.is_static() for shape in annotated.values()):
-        static = {value: tuple(shape.numpy()) for value, shape in annotated.items()}
-        return ConcreteShapes(static, static)
     numbers = DeclaredNames(dims, DEFAULT_DIM)
     facts = ProvedShapes(model, numbers)
-    of = {value: facts.sizes(value) for value in made}
-    planned: dict[ir.Value, tuple[object, ...]] = {
-        value: tuple(dim if isinstance(dim, int) else dim.value for dim in shape)
-        for value, shape in annotated.items()
-    }
-    if len(annotated) < len(made):  # what optimisers make has no shape in the file
-        names = DeclaredNames(arithmetic=False)
-        facts = ProvedShapes(model, names)
-        for value in made:
-            shape = facts.shape(value)
-            if value not in annotated and isinstance(shape, tuple):
-                planned[value] = tuple(names.name(dim) for dim in shape)
+    made = ((value, facts.sizes(value)) for node in nodes for value in node.outputs)
     return ConcreteShapes(
-        {value: sizes for value, sizes in of.items() if sizes is not None},
-        {value: named for value, named in planned.items() if None not in named},
+        {value: sizes for value, sizes in made if value.name and sizes is not None},
         tuple(sorted(numbers.defaulted)),
     )

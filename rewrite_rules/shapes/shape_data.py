@@ -35,7 +35,7 @@ _Places = npt.NDArray[np.int64]
 
 def output_integers(site: Site) -> Integers | None:
     """Return the numbers of a node's first output; None for other than small int64 tensors."""
-    if site.node.domain or not (site.unknowns.arithmetic or site.node.op_type in _HANDED_ON):
+    if site.node.domain:
         return None
     rule = _RULES.get(site.node.op_type)
     found = rule(site) if rule else None
@@ -71,7 +71,7 @@ def _whole_numbers(site: Site) -> Integers | None:
 
 def _cast(site: Site) -> Integers | None:
     to, data = site.integer("to", 0), _input(site)
-    if to == ir.DataType.INT64 and data is None and site.unknowns.arithmetic:
+    if to == ir.DataType.INT64 and data is None:
         return _whole_numbers(site)
     if data is None or to == ir.DataType.INT64:
         return data
@@ -271,10 +271,5 @@ _RULES: dict[str, Callable[[Site], Integers | None]] = {
     "Where": _where,
 }
 
-# Operators that onnxruntime follows numbers through.
-_HANDED_ON = frozenset({
-    "Add", "Cast", "Concat", "Gather", "Identity", "Mul", "Shape", "Size", "Slice", "Squeeze",
-    "Sub", "Unsqueeze",
-})  # fmt: skip
 # Operators whose numbers are followed.
 INTEGER_OPERATORS = frozenset(_RULES)
