@@ -18,7 +18,7 @@ help:
 	@echo "make test-mutations  rewrite 5,000 mutants of models and compare results (40 minutes)"
 	@echo "make test-peers  run onnx's backend tests, and the models below MODELS, through all passes (8 minutes)"
 	@echo "make test-arm64 test the core on emulated aarch64 (20 minutes)"
-	@echo "make test-versions  run the same files on onnxruntime 1.22 to 1.32 (5 minutes)"
+	@echo "make test-versions  run the same files on onnxruntime 1.24 to 1.32 (5 minutes)"
 	@echo "make test-packaging  install wheel and sdist in empty environments (5 minutes)"
 	@echo "make test-pythons  run the wheel on Python 3.11 to 3.14, where installed (10 minutes)"
 	@echo "make test-tutorial  run the second half of docs/start.md in a fresh clone, with torch and a server (5 minutes)"

@@ -46,7 +46,6 @@ REASONS: Mapping[str, Mapping[str, str]] = {
             "Nothing to do: it is a float constant, which is faster; slow_kernels=fuse "
             "keeps its codes."
         ),
-        "ORP112": "Use the onnxruntime version that the text names, or another bit width.",
         "ORP113": (
             "The older onnxruntime would compute wrong numbers: use the version that the "
             "text names, or accuracy_level=0."
@@ -164,7 +163,6 @@ REASONS: Mapping[str, Mapping[str, str]] = {
             "Neither converter takes the model to the opset that the kernels need: export "
             "it at that, or a newer one."
         ),
-        "ORP608": "Take onnxruntime 1.24 or newer.",
         "ORP609": (
             "Leave kv_cache as exported: a shared cache takes a causal mask and heads of a "
             "multiple of 8."

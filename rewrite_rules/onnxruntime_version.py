@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 # Major and minor version of onnxruntime.
 Version = tuple[int, int]
-OLDEST: Version = (1, 22)  # that results run on
+OLDEST: Version = (1, 24)  # that results run on
 
 
 def parse_version(text: str) -> Version:

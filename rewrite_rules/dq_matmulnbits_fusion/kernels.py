@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Kernels for quantised weights: which onnxruntime has which, what they cost, what they read.
 
-Those of the CPU are measured on onnxruntime 1.22.1, 1.24.4, 1.27.0, 1.29.0, 1.31.1 and 1.32.0
+Those of the CPU are measured on onnxruntime 1.24.4, 1.27.0, 1.29.0, 1.31.1 and 1.32.0
 (Linux, x86-64, AVX-512); a version in between counts as the next older one measured. Forms
 that were right on all of them have no entry. Those of CUDA: from the kernels' messages in the
 wheels of onnxruntime-gpu 1.27, 1.28, 1.30 and 1.31.
@@ -57,31 +57,16 @@ def check_version(
     graph: ir.Graph | ir.Function | None,
     context: PassContext,
 ) -> None:
-    """Refuse what a version of onnxruntime fails on, or computes wrongly, in ``graph``.
+    """Refuse what a version of onnxruntime computes wrongly in ``graph``.
 
     Codes and zero points, be they given or written, are captured where the node lies in a
     body (If, Loop, Scan) and they in a graph around it.
     """
-    version, cpu, bits = context.onnxruntime, context.cpu_only, operand.bits
+    version = context.onnxruntime
     # Unsigned codes without zero points get some, beside the codes.
     zero_points = operand.zero_points or (None if operand.signed else operand.codes)
-    _refuse_missing(
-        version,
-        (
-            (1, 24),
-            cpu and bits == 8 and accuracy_level != 4,
-            f"8-bit weights at accuracy_level {accuracy_level}",
-        ),
-        # It runs 8-bit codes only once they are packed, and packs them only in the subgraph or
-        # right around it: two graphs out the run fails.
-        (
-            (1, 24),
-            cpu and bits == 8 and owner(operand.codes) is not graph,
-            "8-bit weights outside the subgraph of If, Loop or Scan",
-        ),
-    )
     captured = zero_points is not None and owner(zero_points) is not graph
-    if version and version < (1, 29) and cpu and captured and accuracy_level == 4:
+    if version and version < (1, 29) and context.cpu_only and captured and accuracy_level == 4:
         raise NoKernel(
             "ORP113",
             f"onnxruntime {_text(version)} computes wrong numbers at accuracy_level 4 from "
@@ -92,24 +77,12 @@ def check_version(
 
 def check_table(version: Version | None, *, bits: int, odd_blocks: bool) -> None:
     """Refuse tables without a right kernel; ``odd_blocks``: zero points of odd rows."""
-    what = f"Gather from tables of {bits}-bit codes"
-    _refuse_missing(version, ((1, 24), True, what))
     if version is not None and version < (1, 27) and bits == 4 and odd_blocks:
         raise NoKernel(
             "ORP113",
-            f"onnxruntime {_text(version)} computes wrong numbers at {what} with zero points "
-            "for an odd number of blocks: 1.27 is right",
+            f"onnxruntime {_text(version)} computes wrong numbers at Gather from tables of "
+            "4-bit codes with zero points for an odd number of blocks: 1.27 is right",
         )
-
-
-def _refuse_missing(version: Version | None, *kernels: tuple[Version, bool, str]) -> None:
-    """Refuse the first kernel that is needed, and that only a later version has."""
-    for first, needed, what in kernels:
-        if needed and version is not None and version < first:
-            raise NoKernel(
-                "ORP112",
-                f"onnxruntime {_text(version)} has no kernel for {what}: {_text(first)} has",
-            )
 
 
 def _text(version: Version) -> str:

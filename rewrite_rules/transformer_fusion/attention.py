@@ -87,7 +87,6 @@ class FuseAttention(RewriteRuleClassBase):
         facts: ProvedShapes,
         nonempty: ProvedShapes,
         remarks: Remarks,
-        standard: bool,
         caches: list[tuple[ir.Value, ir.Value]],
         shared: SharedCache | None = None,
         tokens_first: bool = False,
@@ -96,7 +95,6 @@ class FuseAttention(RewriteRuleClassBase):
         self._facts = facts
         self._nonempty = nonempty
         self._remarks = remarks
-        self._standard = standard
         self._caches = caches
         self._cache = shared
         self._order = TOKENS_FIRST if tokens_first else SPLIT_HEADS
@@ -143,8 +141,6 @@ class FuseAttention(RewriteRuleClassBase):
         **_: object,
     ) -> Attention:
         found = read_attention(softmax, mixed, out, guarded == 1, self._nonempty)
-        if not found.cached and not self._standard:
-            raise Refusal("ORP608", "without a cache it needs the kernel of onnxruntime 1.24")
         if not found.cached and found.keys.merge is not None:
             raise Refusal("ORP602", "the batch of its heads is not known to be their own")
         if found.cached and self._cache is not None:
@@ -157,7 +153,7 @@ class FuseAttention(RewriteRuleClassBase):
                 )
                 raise Refusal("ORP609", f"{text} cache")
         elif found.cached and not (
-            found.masks and (self._takes_token(found) or found.fits_group_query)
+            found.masks and (found.may_be_token or found.fits_group_query)
         ):
             raise Refusal("ORP603", "no kernel computes it with a cache")
         return found
@@ -210,7 +206,7 @@ class FuseAttention(RewriteRuleClassBase):
         """Return what the kernels are called, and what they ask."""
         one, prompt, plain = questions.of_cached(op, found, self._once)
         forms, cases = list[str](), list[tuple[Question, Build]]()
-        if self._takes_token(found):
+        if found.may_be_token:
             mask = self._once(
                 ("token", found.mask, found.heads // found.groups),
                 lambda: kernels.mask_of_token(op, found),
@@ -234,10 +230,6 @@ class FuseAttention(RewriteRuleClassBase):
                 (is_prompt, lambda op: guarded(op, masked, (lambda op: plain, causal)))
             )
         return ", ".join(forms), cases
-
-    def _takes_token(self, found: Attention) -> bool:
-        """Whether there may be one token, and the standard operator."""
-        return self._standard and number(found.sizes.dim("S")) in (None, 1)
 
     def _in_buffers(
         self, op: Any, found: Attention, end: ir.Value | None

@@ -111,6 +111,11 @@ class Attention:
         return bool(self.masks) and self.size % _KERNEL_SIZES == 0
 
     @property
+    def may_be_token(self) -> bool:
+        """Whether there may be one new token."""
+        return number(self.sizes.dim("S")) in (None, 1)
+
+    @property
     def shortest_prompt(self) -> int:
         """The fewest tokens that GroupQueryAttention takes less time for than nodes.
 

@@ -53,7 +53,6 @@ _ONE_AXIS_OPSET = 13
 # From here on, no operator takes axes as an attribute.
 _AXES_OPSET = 18
 _ATTENTION_OPSET = 23
-_ATTENTION_VERSION = (1, 24)
 _SHARED = "shared"
 
 
@@ -119,7 +118,7 @@ def fuse_transformer(
 def _raise_opset(model: ir.Model, options: TransformerOptions, context: PassContext) -> None:
     """Convert a model with attention: rules meet one spelling, and may write kernels."""
     opset = model.opset_imports.get("", 0)
-    has_kernel = options.attention and _has_standard_attention(context)
+    has_kernel = options.attention and context.cpu_only
     wanted = _ATTENTION_OPSET if has_kernel else _AXES_OPSET
     softmaxes = _by_operator(model)["Softmax"]
     weighted = multiplied_weights(softmaxes)
@@ -136,11 +135,6 @@ def _raise_opset(model: ir.Model, options: TransformerOptions, context: PassCont
     if reason:
         text = f"opset {opset} was not converted to {wanted}: {reason}"
         context.remarks.refused("model", Refusal("ORP607", text))
-
-
-def _has_standard_attention(context: PassContext) -> bool:
-    found = context.onnxruntime
-    return context.cpu_only and (found is None or found >= _ATTENTION_VERSION)
 
 
 def _by_operator(model: ir.Model) -> Mapping[str, list[ir.Node]]:
@@ -160,8 +154,7 @@ def _fuse_attention(
 ) -> None:
     """Fuse rotary embeddings, then attention, in the graph and in its subgraphs."""
     remarks, opset = context.remarks, model.opset_imports.get("", 0)
-    # What a run is asked takes axes as an input.
-    attention = options.attention and opset >= _AXES_OPSET
+    attention = options.attention and opset >= _ATTENTION_OPSET
     is_shared = options.kv_cache == _SHARED and bool(cache_inputs(model))
     caches = list[tuple[ir.Value, ir.Value]]()
     graphs = [model.graph] if is_shared else [*_graphs(model.graph)]
@@ -170,13 +163,12 @@ def _fuse_attention(
     nodes = _by_operator(model)
     weighted = multiplied_weights(nodes["Softmax"])
     ends = {*nodes["Transpose"], *nodes["Add"]}
-    standard = _has_standard_attention(context) and opset >= _ATTENTION_OPSET
     for graph in graphs:
         rules, own = list[RewriteRule](), {node for node in graph if node in ends}
         if options.rotary:
             rules += Rotary.rule(shapes, remarks).commute()
         if attention:
-            shared_by_all = (shapes, nonempty, remarks, standard, caches, shared)
+            shared_by_all = (shapes, nonempty, remarks, caches, shared)
             rules += (FuseAttention.rule(*shared_by_all, first) for first in (False, True))
         if own:
             _apply(model, rules, own.__contains__)

@@ -25,7 +25,7 @@ from checks.environments import CACHE, python_with
 
 import ortplugins
 
-VERSIONS = ("1.22.1", "1.24.4", "1.27.0", "1.29.0", "1.31.1", "1.32.0")
+VERSIONS = ("1.24.4", "1.27.0", "1.29.0", "1.31.1", "1.32.0")
 NEWEST = VERSIONS[-1]
 ACCURACY_LEVELS = (0, 4)
 POLICIES = ("fuse", "float")

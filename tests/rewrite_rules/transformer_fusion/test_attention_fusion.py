@@ -41,8 +41,6 @@ from numpy.typing import NDArray
 
 import ortplugins
 from ortplugins.quantization import quantize
-from rewrite_rules.remarks import PassContext, Remarks
-from rewrite_rules.transformer_fusion.fuse import TransformerOptions, fuse_transformer
 
 LAYERS = 2
 # Sizes that the fusing itself never saw, a caller's single row of positions apart.
@@ -694,15 +692,6 @@ def test_declared_sizes_need_no_guard_against_empty_inputs():
     for _, *outputs in outputs_of_both(model, result, [Run(2, 9, 0)]):
         for actual, expected in zip(*outputs, strict=True):
             np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_an_older_onnxruntime_gets_no_standard_attention():
-    model = ir.from_proto(exported("bert-dynamo-eager"))
-    context = PassContext(Remarks("transformer_fusion"), onnxruntime=(1, 22))
-    fuse_transformer(model, TransformerOptions(), context)
-    assert not counts(model)["Attention"]
-    assert model.opset_imports[""] == 21
-    assert "1.24" in "".join(remark.reason for remark in context.remarks)
 
 
 def test_sizes_that_only_agree_by_name_are_checked():
