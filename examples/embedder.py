@@ -87,7 +87,7 @@ def make_model(folder: Path) -> None:
     path, tokenizer = float_minilm()
     folder.mkdir(parents=True, exist_ok=True)
     model = folder / "model.onnx"
-    quantize(path, model, quant_format="QDQ_transposed", external_data=False, overwrite=True)
+    quantize(path, model, quant_format="QDQ_transposed", overwrite=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     print(f"wrote {model} and tokenizer.json")
 

@@ -74,7 +74,6 @@ class Case:
             block_size=BLOCK_SIZE,
             rules={self.head: "float"} if self.head else {},
             calibration_data_reader=None if method == "rtn" else [str(self.samples)],
-            external_data=self.external,
         )
 
     def peer(self, tool: str, output: Path, fast: bool = False) -> Cost:

@@ -13,7 +13,13 @@ import onnx_ir as ir
 import onnxruntime
 
 from ortplugins.errors import CalibrationError
-from ortplugins.model_io.loading import initializer_tensors, lift_constants, stored_bytes
+from ortplugins.model_io.data_in_place import in_place
+from ortplugins.model_io.loading import (
+    initializer_tensors,
+    lift_constants,
+    relocated,
+    stored_bytes,
+)
 from ortplugins.model_io.saving import DATA_THRESHOLD
 from ortplugins.runtime.stock_session import stock_options
 from ortplugins.samples.sources import Feed
@@ -39,32 +45,24 @@ def detach_tensors(model: ir.Model, scratch: Path) -> Path:
         list(in_memory.values()), scratch, "tensors.data"
     )
     files: dict[int, ir.TensorProtocol] = dict(zip(in_memory, written, strict=True))
-    paths: dict[ir.Value, tuple[Path, ir.ExternalTensor]] = {}
+    externals: dict[ir.Value, ir.ExternalTensor] = {}
     for value, tensor in owners.items():
         external = files.get(id(tensor), tensor)
         assert isinstance(external, ir.ExternalTensor)
-        paths[value] = Path(os.path.realpath(external.path)), external
-    if not paths:
+        externals[value] = external
+    if not externals:
         return scratch
-    try:
-        folder = Path(os.path.commonpath({path.parent for path, _ in paths.values()}))
-    except ValueError as error:  # on two drives of Windows
+    given = {os.fspath(each.path) for each in externals.values()}
+    paths = {path: Path(os.path.realpath(path)) for path in given}
+    if (placed := in_place(paths)) is None:
         raise CalibrationError(
             f"the model's data and the scratch folder {str(scratch)!r} have no parent folder "
             "in common, which onnxruntime needs: use a scratch folder on the model's drive"
-        ) from error
-    for value, (path, external) in paths.items():
-        # The type and the shape are the value's: a tensor may be stored under another name.
-        value.const_value = ir.ExternalTensor(
-            path.relative_to(folder).as_posix(),
-            external.offset,
-            external.length,
-            external.dtype,
-            shape=ir.Shape(external.shape),
-            name=value.name or "",
-            base_dir=str(folder),
         )
-    return folder
+    for value, external in externals.items():
+        name = Path(placed.names[os.fspath(external.path)]).as_posix()
+        value.const_value = relocated(external, name, str(placed.folder))
+    return placed.folder
 
 
 def open_for_samples(

@@ -61,7 +61,6 @@ class QuantizedFile:
         model: ModelLike,
         output: str | os.PathLike[str] | None,
         *,
-        external_data: bool | None = None,
         overwrite: bool = False,
         progress: Progress | None = None,
     ) -> None:
@@ -77,8 +76,7 @@ class QuantizedFile:
             check_output(model, self._target, overwrite)
         self.given, self.loaded = model, load_model(model, map_inline=True)
         self.model = self.loaded.model
-        self._external_data, self._overwrite = external_data, overwrite
-        self._progress = progress
+        self._overwrite, self._progress = overwrite, progress
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
@@ -98,13 +96,10 @@ class QuantizedFile:
         if self._target is None:
             _into_memory(self.model)
             return None, same_kind(self.given, self.model)
-        external = self._external_data
-        if external is None:
-            external = has_data_file(self.loaded, self.model)
         save = functools.partial(
             save_with_data,
             self.model,
-            inline=not external,
+            inline=not has_data_file(self.loaded, self.model),
             overwrite=self._overwrite,
             progress=self._progress,
         )

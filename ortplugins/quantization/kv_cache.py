@@ -92,7 +92,6 @@ def quantize_kv_cache(
     *,
     calibration_data_reader: Any = None,
     calibration_providers: Sequence[Any] = ("CPUExecutionProvider",),
-    external_data: bool | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> QuantizeResult:
@@ -107,7 +106,6 @@ def quantize_kv_cache(
     file = QuantizedFile(
         model,
         output,
-        external_data=external_data,
         overwrite=overwrite,
         progress=progress,
     )

@@ -106,7 +106,6 @@ def quantize_encoder8(
     calibration_providers: Sequence[Any] = ("CPUExecutionProvider",),
     least_cosine: float = 0.999,
     keep_float: Sequence[str] = (),
-    external_data: bool | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> QuantizeResult:
@@ -120,7 +119,6 @@ def quantize_encoder8(
         least_cosine: Least cosine, 0 to 1, of a layer's output to the float layer's, on
             sampled tokens; layers below it stay in float.
         keep_float: Nodes to leave in float; patterns as in the rules of :class:`.Recipe`.
-        external_data: Whether large tensors go to a data file.
         overwrite: Whether ``output`` may exist.
         progress: Called with steps done, their number and what is done.
 
@@ -135,7 +133,6 @@ def quantize_encoder8(
     file = QuantizedFile(
         model,
         output,
-        external_data=external_data,
         overwrite=overwrite,
         progress=progress,
     )

@@ -105,12 +105,6 @@ class MadeUpInputs:
             new = min(chosen["total"], self._by_label["sequence"])
             self._by_label |= {"past": chosen["total"] - new, "sequence": new}
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The size of each named dimension."""
-        values = [value for value, _ in self._inputs]
-        return sizes_of(values, {value.name or "": self._shape(value) for value in values})
-
     def feeds(self, count: int = 1, *, seed: int = 0, steps: bool = False) -> Iterator[Feed]:
         """Yield ``count`` samples, the same for a seed.
 
@@ -121,7 +115,8 @@ class MadeUpInputs:
         past, new = self._by_label["past"], self._by_label["sequence"]
         step = copy.copy(self)
         step._by_label = {**self._by_label, "past": past + new, "sequence": 1}
-        has_steps = steps and not self._given and self.sizes != step.sizes
+        shapes = [[each._shape(value) for value, _ in self._inputs] for each in (self, step)]
+        has_steps = steps and not self._given and shapes[0] != shapes[1]
         for _ in range(count):
             yield self._feed(rng)
             if has_steps and any(_is_past(role) for _, role in self._inputs):
@@ -256,20 +251,6 @@ def _dimension_names(value: ir.Value) -> list[str]:
         else dim.value
         for axis, dim in enumerate(value.shape or ())
     ]
-
-
-def sizes_of(
-    inputs: Sequence[ir.Value], shapes: Mapping[str, Sequence[int]]
-) -> dict[str, int]:
-    """Return the size that each named dimension has in the shapes that inputs are fed in."""
-    return {
-        name: size
-        for value in inputs
-        for name, size in zip(
-            _dimension_names(value), shapes.get(value.name or "", ()), strict=False
-        )
-        if name and "[" not in name
-    }
 
 
 def without_initializers(inputs: Iterable[ir.Value]) -> list[ir.Value]:

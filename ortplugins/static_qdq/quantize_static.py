@@ -91,7 +91,6 @@ def quantize_static_mixed(
     nodes_to_quantize: Sequence[str] = (),
     nodes_to_exclude: Sequence[str] = (),
     calibration_providers: Sequence[Any] = ("CPUExecutionProvider",),
-    external_data: bool | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> StaticMixedResult:
@@ -129,8 +128,6 @@ def quantize_static_mixed(
         nodes_to_quantize: Nodes, by name, glob or regular expression (``re:``); none for all.
         nodes_to_exclude: Nodes to leave in float, in the same way.
         calibration_providers: Execution providers that run the samples.
-        external_data: Whether tensors of 1 KiB and more go to the data file; by default as the
-            source has them, and always when they are more than 1 GiB.
         overwrite: Whether ``model_output`` may exist.
         progress: Called while tensors are written: done, total, name.
 
@@ -168,7 +165,6 @@ def quantize_static_mixed(
     file = QuantizedFile(
         model_input,
         model_output,
-        external_data=external_data,
         overwrite=overwrite,
         progress=progress,
     )

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,8 +49,10 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     assert (tmp_path / "out.onnx.data").read_bytes() == b"and its data"
 
 
-def into(folder: Path, model, **options):
-    return quantize(model, folder / "out.onnx", overwrite=True, external_data=True, **options)
+def into(folder: Path, model: ir.Model, **options):
+    with tempfile.TemporaryDirectory() as source:
+        ir.save(model, f"{source}/m.onnx", external_data="m.data", size_threshold_bytes=0)
+        return quantize(f"{source}/m.onnx", folder / "out.onnx", overwrite=True, **options)
 
 
 X = normal(8, D)
@@ -173,7 +176,7 @@ def test_progress_that_raises_stops_everything(folder, error, call):
 def test_a_full_disk_is_reported(tmp_path, kilobytes, method):
     with disk(tmp_path / "disk", kilobytes << 10) as root:
         samples = data(2, 256)
-        options = {"method": method, "external_data": True, "calibration_data_reader": samples}
+        options = {"method": method, "calibration_data_reader": samples}
         with pytest.raises(OSError, match=r"[Nn]o space left"):
             quantize(pair(256), root / "out.onnx", **options)
         assert not list(root.iterdir())

@@ -334,15 +334,14 @@ def test_each_kind_of_model_comes_back_as_it_came_and_unchanged(tmp_path):
 
 
 @pytest.mark.parametrize("stored_outside", [True, False])
-@pytest.mark.parametrize("external_data", [True, False, None])
 @pytest.mark.parametrize("given", [ir.Model, onnx.ModelProto, Path])
-def test_external_data_goes_where_it_is_said(tmp_path, given, external_data, stored_outside):
+def test_there_is_a_data_file_where_the_source_has_one(tmp_path, given, stored_outside):
     source, output = tmp_path / "model.onnx", tmp_path / "out.onnx"
     ir.save(large(), source, external_data="model.data" if stored_outside else None)
     made = {ir.Model: ir.load, onnx.ModelProto: onnx.load, Path: Path}[given](source)
     before = {path.name for path in tmp_path.iterdir()}
-    result = quantize(made, output, external_data=external_data)
-    outside = (stored_outside and given is Path) if external_data is None else external_data
+    result = quantize(made, output)
+    outside = stored_outside and given is Path
     written = {"out.onnx", "out.onnx.data"} if outside else {"out.onnx"}
     assert {path.name for path in tmp_path.iterdir()} == before | written
     # The result is usable beside its file, and needs none of the model's.
@@ -362,15 +361,15 @@ def test_external_data_goes_where_it_is_said(tmp_path, given, external_data, sto
 
 def test_neither_what_exists_nor_the_model_itself_is_written_over(tmp_path):
     source, data = tmp_path / "source.onnx", tmp_path / "new.onnx.data"
-    ir.save(large(), source)
+    ir.save(large(), source, external_data="source.data")
     data.write_text("mine")
     before = source.read_bytes()
     with pytest.raises(FileExistsError, match=r"new\.onnx\.data"):
-        quantize(source, tmp_path / "new.onnx", external_data=True)
+        quantize(source, tmp_path / "new.onnx")
     with pytest.raises(ModelFileError, match="the model itself"):
         quantize(source, source, overwrite=True)
     assert (source.read_bytes(), data.read_text()) == (before, "mine")
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 # What it says.

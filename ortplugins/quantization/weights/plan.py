@@ -25,7 +25,6 @@ from ortplugins.quantization.weights.uses import (
     WeightUse,
     find_uses,
     readers_of,
-    state_sizes,
 )
 from rewrite_rules.graph.nodes import inline_functions, label
 
@@ -117,7 +116,6 @@ def plan_weights(model: ir.Model, recipe: Recipe) -> WeightPlan:
     except ValueError as error:
         raise ModelFileError(str(error)) from None
     lift_constants(model)
-    state_sizes(model)
     found = list(find_uses(model, recipe.op_types))
     uses = [use for _, use in found if isinstance(use, WeightUse)]
     labels = [label(node) for node, _ in found]

@@ -80,7 +80,6 @@ def quantize(
     recipe: Recipe | str | os.PathLike[str] | None = None,
     calibration_data_reader: Any = None,
     calibration_providers: Sequence[Any] = ("CPUExecutionProvider",),
-    external_data: bool | None = None,
     overwrite: bool = False,
     executor: concurrent.futures.Executor | None = None,
     dry_run: bool = False,
@@ -101,8 +100,6 @@ def quantize(
             ``get_next()``, an iterable, or paths of ``.npz`` files. None for random ones, with
             a warning. With ``method="rtn"`` they only measure the error of outputs.
         calibration_providers: Execution providers that run the samples.
-        external_data: Whether tensors of 1 KiB and more go to the data file; by default as the
-            source has them, and always when they are more than 1 GiB.
         overwrite: Whether ``output`` may exist.
         executor: Where codes are chosen: any ``concurrent.futures.Executor``, on this machine
             or others; by default threads, one per core. The result is the same, bit for bit.
@@ -131,7 +128,6 @@ def quantize(
     file = QuantizedFile(
         model,
         None if dry_run else output,
-        external_data=external_data,
         overwrite=overwrite,
         progress=progress,
     )

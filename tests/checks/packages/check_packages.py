@@ -87,7 +87,7 @@ def float_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def int4_model(float_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same, its MatMuls in int4 in the layout that onnxruntime runs in float."""
     folder = tmp_path_factory.mktemp("minilm-int4") / "model"
-    quantize(float_model, folder, quant_format="QDQ_transposed", external_data=False)
+    quantize(float_model, folder, quant_format="QDQ_transposed")
     return folder
 
 
