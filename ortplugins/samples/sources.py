@@ -52,8 +52,9 @@ CalibrationSource = (
 def checked_feeds(source: CalibrationSource, model: ir.Model) -> Iterator[Feed]:
     """Yield the samples of a source, each checked against the model's inputs as it is read.
 
-    The iterator raises CalibrationError, which names sample and input, if the source fails,
-    has no samples, or one that does not fit. Inputs that are initializers may be left out.
+    The iterator raises CalibrationError, which names sample and input, if the source has no
+    samples, or one that does not fit; and what the source itself raises. Inputs that are
+    initializers may be left out.
     """
     inputs = _tensor_inputs(model)
     if source is None:
@@ -102,21 +103,10 @@ def _each_checked(
     items: Iterator[Any], inputs: Mapping[str, ir.Value], optional: frozenset[str]
 ) -> Iterator[Feed]:
     count = 0
-    while True:
-        try:
-            item = next(items)
-        except StopIteration:
-            break
-        except Exception as error:  # the user's code: any exception
-            raise CalibrationError(
-                f"the calibration reader failed at sample {count}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        if isinstance(item, str | os.PathLike):
-            samples, origin = _file_samples(item, inputs), f" of {os.fspath(item)!r}"
-        else:
-            samples, origin = iter([item]), ""
-        for sample in samples:
+    for item in items:
+        is_path = isinstance(item, str | os.PathLike)
+        origin = f" of {os.fspath(item)!r}" if is_path else ""
+        for sample in _file_samples(item, inputs) if is_path else [item]:
             yield _checked_sample(sample, inputs, optional, f"sample {count}{origin}")
             count += 1
     if not count:

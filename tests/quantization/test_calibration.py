@@ -186,9 +186,8 @@ def test_a_failing_reader_differs_from_one_without_data():
         yield sample()
         raise OSError("disk gone")
 
-    with pytest.raises(CalibrationError, match="sample 1: OSError: disk gone") as caught:
+    with pytest.raises(OSError, match="disk gone"):
         kept(failing())
-    assert isinstance(caught.value.__cause__, OSError)
     with pytest.raises(CalibrationError, match="is empty"):
         kept(Reader([]))
     with pytest.raises(CalibrationError, match="which is one sample: give a list"):

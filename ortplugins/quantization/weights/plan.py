@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Which weights of a model are quantised, how, which share an activation, what became of them.
+"""Which weights are quantised, how, which share an activation, and which stay in float.
 
 WeightUse   a node, and which of its inputs is the matrix         (uses.py)
 Weight      a matrix in one form: its uses, and its codes once it is quantised
@@ -10,23 +10,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
 
 from ortplugins.errors import ModelFileError
-from ortplugins.model_io.loading import lift_constants
+from ortplugins.model_io.loading import initializer_tensors, lift_constants
 from ortplugins.quantization.methods.nearest import BlockFormat, Floats
-from ortplugins.quantization.weights.floats import float_weights
 from ortplugins.quantization.weights.recipe import Recipe
 from ortplugins.quantization.weights.report import FloatWeights, NodeReport, QuantizeReport
-from ortplugins.quantization.weights.uses import (
-    WeightUse,
-    find_uses,
-    readers_of,
-)
+from ortplugins.quantization.weights.uses import WeightUse, find_uses, readers_of
 from rewrite_rules.graph.nodes import inline_functions, label
+
+# What they read in float are scales.
+_READ_CODES = frozenset({
+    "DequantizeLinear", "GatherBlockQuantized", "MatMulIntegerToFloat", "MatMulNBits",
+    "QLinearConv", "QLinearMatMul", "QuantizeLinear",
+})  # fmt: skip
 
 
 @dataclasses.dataclass(eq=False)
@@ -135,7 +136,7 @@ def plan_weights(model: ir.Model, recipe: Recipe) -> WeightPlan:
             return why.get(label(node), "")
         return f"{node.op_type} is not among op_types"
 
-    floats = float_weights(model, planned, reason)
+    floats = _float_weights(model, planned, reason)
     groups = _grouped(weights)
     notes += recipe.without_effect(has_tables=any(weight.is_table for weight in weights))
     return WeightPlan(model, groups, nodes, floats, notes)
@@ -166,6 +167,34 @@ def _chosen(
             key = (use.weight, use.stored_k_last, form, method)
             weights.setdefault(key, Weight([], form, method, k_last)).uses.append(use)
     return nodes, list(weights.values())
+
+
+def _float_weights(
+    model: ir.Model,
+    planned: Mapping[ir.Value, Collection[ir.Node]],
+    why: Callable[[ir.Node], str],
+) -> tuple[FloatWeights, ...]:
+    """Return what is read in float, the largest first.
+
+    ``planned`` are the nodes that are to read codes of a weight; ``why`` says why another
+    does not.
+    """
+    found: dict[tuple[str, str], list[int]] = {}
+    for value, tensor in initializer_tensors(model):
+        readers = [node for node, _ in readers_of(value) if node not in planned.get(value, ())]
+        kinds = {"graph output" if node is None else node.op_type for node in readers}
+        nodes = filter(None, readers)
+        if not tensor.dtype.is_floating_point() or not kinds or kinds & _READ_CODES:
+            continue
+        reason = next(filter(None, map(why, nodes)), "")
+        is_vector = sum(size != 1 for size in tensor.shape.numpy()) < 2
+        key = ("vectors", "") if is_vector else (", ".join(sorted(kinds)), reason)
+        found.setdefault(key, []).append(tensor.size)
+    rows = [
+        FloatWeights(operators, len(sizes), sum(sizes), reason)
+        for (operators, reason), sizes in found.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.elements))
 
 
 def _other_readers(weights: Iterable[Weight], reported: Collection[str]) -> list[NodeReport]:
