@@ -23,7 +23,6 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 from onnxruntime.quantization import (
-    CalibrationMethod,
     QuantFormat,
     QuantType,
     quantize_static,
@@ -40,18 +39,13 @@ from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
     TensorOverride,
 )
 
-CALIBRATION_METHODS = ("MinMax", "Entropy", "Percentile", "Distribution")
-
 
 def quantize_to_eight_bits(
     model: ir.Model,
     scratch: Path,
     samples: Sequence[Feed],
     overrides: Overrides,
-    activation_type: ir.DataType,
-    weight_type: ir.DataType,
     *,
-    method: str,
     keep_relu: bool,
     nodes_to_exclude: Sequence[str],
     **settings: Any,
@@ -68,12 +62,13 @@ def quantize_to_eight_bits(
     floats = {node.name: why for node, why in _kept_in_float(graph)}
     given: dict[str, list[dict[str, Any]]] = {}
     for name in _shared_weights(graph) if settings["per_channel"] else ():
-        given[name] = [{"quant_type": _quant_type(weight_type)}]
+        given[name] = [{"quant_type": settings["weight_type"]}]
+    usual = ir.DataType(settings["activation_type"].tensor_type)
     values = [*graph.inputs, *(value for node in graph for value in node.outputs)]
     halves = {value.name for value in values if value.dtype is ir.DataType.FLOAT16}
     for name, (entry,) in overrides.items():
-        if entry.quant_type in (None, activation_type):
-            entry = dataclasses.replace(entry, quant_type=activation_type, convert=None)
+        if entry.quant_type in (None, usual):
+            entry = dataclasses.replace(entry, quant_type=usual, convert=None)
         else:
             entry = TensorOverride(rmin=entry.rmin, rmax=entry.rmax)
         what = np.float16 if name in halves else np.float32, f"override of tensor {name!r}"
@@ -87,10 +82,7 @@ def quantize_to_eight_bits(
                 output,
                 types.SimpleNamespace(get_next=functools.partial(next, iter(samples), None)),
                 quant_format=QuantFormat.QDQ,
-                activation_type=_quant_type(activation_type),
-                weight_type=_quant_type(weight_type),
                 use_external_data_format=True,
-                calibrate_method=CalibrationMethod[method],
                 nodes_to_exclude=[*nodes_to_exclude, *floats],
                 extra_options={
                     "TensorQuantOverrides": given,

@@ -12,7 +12,6 @@ boundary has every value of the 8-bit one.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
+from onnxruntime.quantization import CalibrationMethod, QuantType
 
 from ortplugins.errors import CalibrationError, QuantizationError
 from ortplugins.model_io.loading import LoadedModel, ModelLike
@@ -30,6 +30,7 @@ from ortplugins.quantization.files import QuantizedFile
 from ortplugins.quantization.selection import check_names, matches
 from ortplugins.report import PassReport, Report
 from ortplugins.samples.sources import CalibrationSource, read_samples
+from ortplugins.static_qdq.onnxruntime_quantizer import quantize_to_eight_bits
 from ortplugins.static_qdq.plan import PrecisionPlan, plan_precision
 from rewrite_rules.closest_name import did_you_mean
 from rewrite_rules.graph.nodes import all_nodes, label
@@ -37,22 +38,16 @@ from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
     Activation,
-    OverrideError,
     Overrides,
     TensorOverride,
     check_overrides,
 )
 from rewrite_rules.onnxruntime_version import parse_version
 from rewrite_rules.remarks import PassContext, Remarks
-from session_options.override_json import read_overrides, read_quant_type
+from session_options.override_json import read_overrides
 from session_options.plan import file_text
 
 _PASS = "mixed_precision_boundaries"
-_ACTIVATIONS = (ir.DataType.UINT8, ir.DataType.INT8)
-_WEIGHTS = (
-    *_ACTIVATIONS,
-    *(ir.DataType.UINT16, ir.DataType.INT16, ir.DataType.UINT4, ir.DataType.INT4),
-)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,16 +78,11 @@ def quantize_static_mixed(
     max_16bit: float | None = None,
     mode: str = "int16",
     target: str = "qnn",
-    activation_type: str | enum.Enum = "QUInt8",
-    weight_type: str | enum.Enum = "QInt8",
-    per_channel: bool = True,
-    calibrate_method: str | enum.Enum = "MinMax",
-    op_types_to_quantize: Sequence[str] | None = None,
     nodes_to_quantize: Sequence[str] = (),
     nodes_to_exclude: Sequence[str] = (),
-    calibration_providers: Sequence[Any] = ("CPUExecutionProvider",),
     overwrite: bool = False,
     progress: Progress | None = None,
+    **settings: Any,
 ) -> StaticMixedResult:
     """Quantise weights and activations of a float model, some activations to 16 bits.
 
@@ -118,18 +108,13 @@ def quantize_static_mixed(
         target: ``"qnn"`` lays boundaries out as onnxruntime's quantiser does, for compilers
             that run DQ -> Q as one conversion. ``"cpu"`` drops a pair of 16 bits that gives
             back the 8-bit values before it; the numbers are the same.
-        activation_type: ``"QUInt8"`` or ``"QInt8"``: of all other activations.
-        weight_type: Of initializers: 8, 16 or 4 bits.
-        per_channel: Whether weights get a scale for each channel; needs opset 13, to
-            which older models are converted.
-        calibrate_method: ``"MinMax"``, ``"Entropy"``, ``"Percentile"`` or ``"Distribution"``.
-        op_types_to_quantize: Operators; by default those that onnxruntime quantises by
-            default.
         nodes_to_quantize: Nodes, by name, glob or regular expression (``re:``); none for all.
         nodes_to_exclude: Nodes to leave in float, in the same way.
-        calibration_providers: Execution providers that run the samples.
         overwrite: Whether ``model_output`` may exist.
         progress: Called while tensors are written: done, total, name.
+        settings: Other arguments of ``quantize_static``: activation_type (QUInt8 by default),
+            weight_type, per_channel (true by default; needs opset 13, to which older models
+            are converted), calibrate_method, op_types_to_quantize, calibration_providers.
 
     Returns:
         Path, report and model.
@@ -145,15 +130,21 @@ def quantize_static_mixed(
             onnxruntime can't quantise the model. No output is written, whatever is raised.
         OSError: If a file can't be written.
     """
-    # It takes a while to import.
-    from ortplugins.static_qdq import onnxruntime_quantizer as quantizer
-
-    method = str(getattr(calibrate_method, "name", calibrate_method))
-    if method not in quantizer.CALIBRATION_METHODS:
-        known = ", ".join(quantizer.CALIBRATION_METHODS)
-        raise CalibrationError(f"calibrate_method is {method!r}: one of {known} is expected")
-    activation = _quant_type_of(activation_type, "activation_type", _ACTIVATIONS)
-    op_types = list(op_types_to_quantize or ())
+    usual = {
+        "activation_type": QuantType.QUInt8,
+        "weight_type": QuantType.QInt8,
+        "per_channel": True,
+        "calibrate_method": CalibrationMethod.MinMax,
+        "calibration_providers": ["CPUExecutionProvider"],
+    }
+    settings = usual | settings
+    activation = ir.DataType(settings["activation_type"].tensor_type)
+    if activation not in (ir.DataType.UINT8, ir.DataType.INT8):
+        raise QuantizationError(
+            f"activation_type is {activation.name.lower()}: name tensors that get 16 bits in "
+            "promote"
+        )
+    method, providers = settings["calibrate_method"], settings["calibration_providers"]
     if isinstance(overrides, str) and overrides.startswith("@"):
         overrides = file_text(overrides[1:], f"overrides are {overrides!r}")
     wanted = BoundaryOptions(
@@ -170,7 +161,8 @@ def quantize_static_mixed(
     )
     loaded = file.loaded
     _check_float_model(loaded)
-    least = (13, "a scale per channel") if per_channel else (10, "QuantizeLinear")
+    by_channel = settings["per_channel"]
+    least = (13, "a scale per channel") if by_channel else (10, "QuantizeLinear")
     infer_shapes(loaded.model)
     read = (value for node in all_nodes(loaded.model) for value in node.inputs)
     if any(value is not None and value.dtype is ir.DataType.FLOAT16 for value in read):
@@ -180,7 +172,6 @@ def quantize_static_mixed(
         infer_shapes(loaded.model)
     graph = loaded.model.graph
     _check_names_given(graph, wanted.overrides, wanted.promote, activation)
-    weights = _quant_type_of(weight_type, "weight_type", _WEIGHTS)
     chosen, excluded = (
         _selected_nodes(option, patterns, graph)
         for option, patterns in (
@@ -194,21 +185,17 @@ def quantize_static_mixed(
     plans = budget is not None or max_16bit is not None
     left = _left_over(wanted.overrides, activation)
     with file.scratch() as scratch:
-        file.model, floats = quantizer.quantize_to_eight_bits(
+        # Its grid, or that of an override, may have negative values.
+        below_0 = wanted.overrides or method is CalibrationMethod.Distribution
+        file.model, floats = quantize_to_eight_bits(
             loaded.model,
             scratch,
             samples,
             wanted.overrides,
-            activation,
-            weights,
-            method=method,
-            # Its grid, or that of an override, may have negative values.
-            keep_relu=bool(wanted.overrides or promote or plans) or method == "Distribution",
+            keep_relu=bool(below_0 or promote or plans),
             nodes_to_exclude=excluded,
             nodes_to_quantize=chosen,
-            op_types_to_quantize=op_types,
-            per_channel=per_channel,
-            calibration_providers=list(calibration_providers),
+            **settings,
         )
         plan = None
         if plans:
@@ -217,32 +204,19 @@ def quantize_static_mixed(
                 samples,
                 budget=budget,
                 max_16bit=max_16bit,
-                providers=calibration_providers,
+                providers=providers,
                 progress=progress,
             )
         promoted = wanted.promote | {*(plan.promoted if plan else ())}
         boundaries = dataclasses.replace(wanted, overrides=left, promote=promoted)
-        passes = _rewrite(file.model, boundaries, calibration_providers)
+        passes = _rewrite(file.model, boundaries, providers)
         artifact, written = file.written()
     inner = sum(node.graph is not graph for node in all_nodes(loaded.model))
     if inner:
         floats.append(f"{inner} nodes of subgraphs and functions stay in float")
-    notes = (*raised, f"ranges from {len(samples)} samples, {method}", *floats)
+    notes = (*raised, f"ranges from {len(samples)} samples, {method.name}", *floats)
     report = Report(passes, "built", notes, os.fspath(artifact or ""))
     return StaticMixedResult(artifact, report, written, plan)
-
-
-def _quant_type_of(given: object, what: str, known: Sequence[ir.DataType]) -> ir.DataType:
-    """Read a type by any of its names."""
-    names = ", ".join(kind.name.lower() for kind in known)
-    try:
-        kind = ir.DataType[read_quant_type(given, what)]
-    except OverrideError as error:
-        raise QuantizationError(str(error)) from None
-    if kind not in known:
-        hint = "; name tensors that get 16 in promote" if what == "activation_type" else ""
-        raise QuantizationError(f"{what} is {kind.name.lower()}: one of {names}{hint}")
-    return kind
 
 
 def _check_float_model(loaded: LoadedModel) -> None:
