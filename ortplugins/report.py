@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What the passes did to a model, as text and as JSON."""
+"""Reports on what the passes did to a model, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _SHOWN = 8
 
 @dataclasses.dataclass(frozen=True)
 class PassReport:
-    """One pass over one model.
+    """The run of one pass on one model.
 
     Attributes:
-        name: Name of the pass.
-        seconds: Wall time.
-        remarks: The outcome of every candidate, in the order they were met.
+        name: The name of the pass.
+        seconds: Wall-clock time.
+        remarks: The outcome of every candidate, in order.
     """
 
     name: str
@@ -34,12 +34,12 @@ class Report:
 
     Attributes:
         passes: One entry per pass that ran.
-        source: Where the model that runs came from: ``"stock"`` (no pass was switched on),
-            ``"built"`` (made now), ``"cache"`` (made earlier), ``"untouched"`` (the original:
-            nothing fired, or something failed). A hint that changes settings only is "built"
-            or "cache" too, with the original as the model.
-        notes: Things to know that belong to no node.
-        artifact: Path of the model that runs, or that was written; empty for the original.
+        source: Where the running model came from: ``"stock"`` (no pass was switched on),
+            ``"built"`` (now), ``"cache"`` (made earlier) or ``"untouched"`` (the original,
+            because nothing fired or something failed). With a hint that changes settings
+            only, it is "built" or "cache", although the original runs.
+        notes: Notes that belong to no node.
+        artifact: The path of the model that runs or was written; empty for the original.
     """
 
     passes: tuple[PassReport, ...] = ()
@@ -59,16 +59,16 @@ class Report:
 
     @property
     def refused(self) -> tuple[Remark, ...]:
-        """The candidates that were left, with the reason."""
+        """The candidates that were left unchanged, with the reason."""
         return self._with(Outcome.REFUSED)
 
     @property
     def on_model(self) -> tuple[Remark, ...]:
-        """The notes of passes that are about the model as a whole."""
+        """The notes of passes on the model as a whole."""
         return tuple(item for item in self._with(Outcome.NOTE) if item.node == "model")
 
     def __str__(self) -> str:
-        """Return one line with the counts, the first refusals and what is noted on all."""
+        """Return one line with the counts, the first refusals and all notes."""
         if not self.passes:
             return "; ".join((f"{self.source}: no pass ran", *self.notes))
         text = f"{self.source}: fired {len(self.fired)}, refused {len(self.refused)}"
@@ -80,7 +80,7 @@ class Report:
         return "; ".join((text, *noted, *self.notes))
 
     def to_text(self) -> str:
-        """Return every remark, a line each, under the pass that made it."""
+        """Return every remark on its own line, grouped by pass."""
         lines = [str(self)]
         for item in self.passes:
             lines.append(f"{item.name} ({item.seconds * 1e3:.0f} ms)")
@@ -92,7 +92,7 @@ class Report:
         return json.dumps(self.to_dict(), indent=1)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain lists, dicts, strings and numbers."""
+        """Return the report as lists, dicts, strings and numbers."""
         return {
             "source": self.source,
             "artifact": self.artifact,
@@ -152,7 +152,7 @@ class Report:
     def of_session(
         cls, stored: bytes, source: str, artifact: str, notes: Sequence[str]
     ) -> Report:
-        """Return the report of a session: the JSON of its entry, if any, and what it adds."""
+        """Return the report of a session from the JSON of its entry, if any, and notes."""
         report = cls.from_dict(json.loads(stored)) if stored else cls()
         return dataclasses.replace(
             report, source=source, artifact=artifact, notes=(*report.notes, *notes)
@@ -163,7 +163,7 @@ class Report:
 
 
 def worded(remark: Remark) -> str:
-    """Return a remark as text, a refusal with its code, which ``explain`` takes."""
+    """Return a remark as text; a refusal includes its code for ``explain``."""
     return f"{remark} [{remark.code}]" if remark.code else str(remark)
 
 

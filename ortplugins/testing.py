@@ -35,17 +35,17 @@ _SHOWN = 30
 
 
 def assert_fused(model: ModelSource, counts: Mapping[str, int]) -> None:
-    """Assert how many nodes of each operator a model has, subgraphs and functions included.
+    """Assert how many nodes of each operator a model has, including subgraphs and functions.
 
-    Counted is what onnxruntime is given; its own fusions come later. Constants do not count.
+    The graph that onnxruntime gets is counted, before its own fusions, without constants.
 
     Args:
         model: The model.
-        counts: Exact numbers by operator: ``"MatMulNBits"`` for every domain,
-            ``"com.microsoft:MatMulNBits"`` for one, ``"ai.onnx:MatMul"`` for ONNX's own.
+        counts: Exact numbers by operator: ``"MatMulNBits"`` in any domain,
+            ``"com.microsoft:MatMulNBits"`` in one, ``"ai.onnx:MatMul"`` in ONNX's own.
 
     Raises:
-        AssertionError: If a number differs; says what was found, what was not fused and why.
+        AssertionError: If a number differs; lists what was found, what was not fused and why.
         MissingFileError, ModelFileError: If the model cannot be used.
     """
     __tracebackhide__ = True
@@ -70,14 +70,14 @@ def assert_fused(model: ModelSource, counts: Mapping[str, int]) -> None:
 def assert_no_unfused_weights(model: ModelSource) -> None:
     """Assert that no weight is unpacked at every inference.
 
-    Of a session, and of what ``optimize`` returned, weights that the fusion would take count
-    as well: it was not run on what runs. Of any other model only those count that it refuses.
+    For a session or a result of ``optimize``, which run as they are, weights that the fusion
+    could take count as well. For any other model, only those count that it refuses.
 
     Args:
         model: The model.
 
     Raises:
-        AssertionError: If there is one; names the nodes and the reasons.
+        AssertionError: If there is such a weight; names the nodes and the reasons.
         MissingFileError, ModelFileError: If the model cannot be used.
         PassError: If the fusion fails.
     """
@@ -111,22 +111,22 @@ def assert_same_outputs(
     Args:
         a: The reference.
         b: The other. Sessions run as they are.
-        rtol: Relative tolerance.
-        atol: Absolute tolerance; None for ``rtol`` times the output's greatest magnitude.
+        rtol: The relative tolerance.
+        atol: The absolute tolerance; None for ``rtol`` times the output's greatest magnitude.
         inputs: A sample (input name -> array), an iterable of them, the path of an .npz file,
             or None for random ones.
         dims: Sizes of symbolic dimensions of random inputs, by name, ``"x[1]"`` for the second
             axis of input x if it has none; others are guessed.
         samples: How many random samples.
-        seed: Of the random samples.
+        seed: Seed of the random samples.
         providers: Execution providers for models that are not sessions.
 
     Raises:
-        AssertionError: If an output differs or is in one model only; names it, the place, both
-            values and the errors.
+        AssertionError: If an output differs or exists in one model only; names it, the place,
+            both values and the errors.
         CalibrationError: If a given input does not fit.
         MissingFileError, ModelFileError: If a model cannot be used or run.
-        UsageError: If an argument cannot be; names it.
+        UsageError: If an argument is invalid; names it.
     """
     __tracebackhide__ = True
     found = compare(
@@ -154,13 +154,13 @@ def _is_meant(name: str, key: tuple[str, str]) -> bool:
 
 
 def _reasons(model: GivenModel) -> dict[str, str]:
-    """Return why nodes are not fused, by the report; without one, by the fusion itself."""
+    """Return why nodes are not fused, from the report or by running the fusion."""
     if model.report is not None:
         return models.by_node((remark.node, remark.reason) for remark in model.report.refused)
     try:
         return models.unfused_in(model)
     except PassError as error:
-        # The counts are wrong whatever the reason: they are reported in any case.
+        # The counts are wrong in any case, so they are reported.
         return {"dq_matmulnbits_fusion": f"gives no reasons: {error}"}
 
 

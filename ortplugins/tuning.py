@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Measures passes and session settings for one model on this machine: ``ortplugins tune``.
 
-Each candidate is measured alone beside plain onnxruntime, then all that gained together, in
-processes that take turns.
+Each candidate is compared with plain onnxruntime on its own, then all successful ones are
+together, in processes that take turns.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from session_options.plan import entries_of
 # A smaller gain is not worth an entry.
 _LEAST_GAIN = 0.02
 _MAX_SAMPLES = 4
-# Tokens of a text, where the model says nothing else.
+# Tokens of a text, unless the model has a fixed length.
 _TOKENS = 64
-# What an aim is judged by: a name of side_by_side.
+# The figure that counts for each aim: a name from side_by_side.
 _FIGURES = {
     "latency": "run",
     "throughput": "run",
@@ -41,14 +41,14 @@ _NO_RATIOS: Mapping[str, float] = MappingProxyType({})
 
 
 class Tried(NamedTuple):
-    """What one candidate gains beside plain onnxruntime.
+    """One candidate compared with plain onnxruntime.
 
     Attributes:
-        name: Of the pass or the setting; several are joined by " + ".
-        settings: What a session with it is set to, as paste-ready names and texts.
-        ratios: Of ``run``, ``start`` and memory, its median over plain onnxruntime's.
-        gains: Whether the figure that counts is smaller in every round, by 2 % in the median.
-        failed: The reason, where it could not be measured.
+        name: The name of the pass or the setting; several are joined by " + ".
+        settings: The session's settings, as names and texts to paste.
+        ratios: For ``run``, ``start`` and memory, the median relative to plain onnxruntime.
+        gains: Whether the figure that counts is smaller in every round, and its median by 2 %.
+        failed: The reason, if it could not be measured.
     """
 
     name: str
@@ -66,14 +66,14 @@ def tune(
     dims: Mapping[str, int] | None = None,
     samples: str | os.PathLike[str] | None = None,
 ) -> tuple[list[Tried], Tried | None]:
-    """Return what was tried, and what gains most; None if nothing does.
+    """Return what was tried, and what gains most; None if nothing gains.
 
     Args:
         model: Path of an .onnx file.
         hint: ``latency``, ``throughput``, ``memory`` or ``start``.
         rounds: Processes of each candidate.
         dims: Sizes of open dimensions, by name.
-        samples: An .npz file of inputs; made-up ones by default.
+        samples: An .npz file with inputs; by default they are made up.
 
     Raises:
         MissingFileError, ModelFileError, CalibrationError, UsageError: As for ``compare``.
@@ -102,7 +102,7 @@ def tune(
 
 
 def _candidates(hint: str) -> Iterator[tuple[str, Mapping[str, str]]]:
-    """Yield a name and the settings of each candidate; all of them are exact."""
+    """Yield the name and the settings of each candidate; all candidates are exact."""
     passes = {
         "memory": ("dq_matmulnbits_fusion", "shape_size_reorder", "prepacked_weights"),
         "start": ("dq_matmulnbits_fusion", "conv_fusion", "prepacked_weights"),
@@ -132,7 +132,7 @@ def _tried(
     rounds: int,
     cache: str,
 ) -> list[Tried]:
-    """Measure candidates beside plain onnxruntime."""
+    """Compare candidates with plain onnxruntime."""
     built = [Candidate(model, "plain onnxruntime")]
     for name, settings in candidates.items():
         kept = {"ortplugins.cache_dir": cache} if _has_passes(settings) else {}
@@ -168,7 +168,7 @@ def _feeds(
     dims: Mapping[str, int] | None,
     samples: str | os.PathLike[str] | None,
 ) -> Iterator[Feed]:
-    """Yield samples, or a made-up prompt and, where there is a cache, the next token."""
+    """Yield samples, or a made-up prompt and, if there is a cache, the next token."""
     graph = load_model(model).model
     if samples is not None:
         yield from itertools.islice(checked_feeds(samples, graph), _MAX_SAMPLES)

@@ -34,14 +34,14 @@ class Comparison:
     """How two models differ; a is the reference.
 
     Attributes:
-        a: What a is called.
-        b: What b is called.
-        samples: How many inputs both were run on.
-        outputs: The outputs' differences, over all samples.
-        not_compared: Outputs that are not, and why not.
-        timings: Of a and b, where runs were asked for.
-        report: What the passes did, where b is a after them.
-        failures: The bounds that b exceeds, a text each.
+        a: The name of a.
+        b: The name of b.
+        samples: How many inputs both ran on.
+        outputs: The differences of each output, over all samples.
+        not_compared: Outputs that could not be compared, and why.
+        timings: The measurements of a and b, if runs were requested.
+        report: What the passes did, if b is the result of passes on a.
+        failures: One text for each bound that b exceeds.
     """
 
     a: str
@@ -59,7 +59,7 @@ class Comparison:
         return [] if self.timings is None else side_by_side(*self.timings)
 
     def __str__(self) -> str:
-        """Return a line for each output."""
+        """Return one line per output."""
         lines = [f"a: {self.a}, b: {self.b}, {self.samples} samples"]
         lines += [f"output {d.name!r}: {d}" for d in self.outputs]
         lines += [f"output {k!r} not compared: {why}" for k, why in self.not_compared.items()]
@@ -107,24 +107,24 @@ def compare(
     timed with all of them (what sessions do by default).
 
     Args:
-        a: The reference: a path, bytes, an object, what :func:`.optimize` returned,
-            or a session, which is run, and timed, with its own settings.
-        b: The other; None for what ``passes`` make of a.
-        passes: Pass objects or names, where b is None.
+        a: The reference: a path, bytes, an object, a result of :func:`.optimize`, or a
+            session, which is run and timed with its own settings.
+        b: The other model; None for the result of ``passes`` on a.
+        passes: Pass objects or names, if b is None.
         options: ``{"<pass>.<option>": value}`` for passes given by name.
         inputs: A sample (input name -> array), an iterable of them, the path of an .npz file,
             or None for random ones.
         dims: Sizes of symbolic dimensions of random inputs, by name, ``"x[1]"`` for the second
             axis of input x if it has none; others are guessed.
         samples: How many random samples.
-        seed: Of the random samples.
-        runs: Timed runs of each process; 0 to time nothing.
-        rounds: Processes of each model, one of each at a time, which run in turn.
+        seed: Seed of the random samples.
+        runs: Timed runs per process; 0 for no timing.
+        rounds: Processes per model; in each round, one process of each model, in turn.
         providers: Execution providers.
-        rtol: Bound of outputs: ``|b - a| <= atol + rtol * |a|``; None for none, and with
-            ``atol`` for 0.
-        atol: The same; None for ``rtol`` times the output's greatest magnitude.
-        max_unfused: How many nodes of b may keep a dequantised weight; None for any number.
+        rtol: Bound of the outputs, ``|b - a| <= atol + rtol * |a|``; None for no bound or,
+            if ``atol`` is given, for 0.
+        atol: See ``rtol``; None for ``rtol`` times the output's greatest magnitude.
+        max_unfused: How many nodes of b may keep a dequantised weight; None for no bound.
 
     Returns:
         The comparison; its ``failures`` are the bounds that b exceeds.
@@ -132,15 +132,15 @@ def compare(
     Raises:
         MissingFileError, ModelFileError: If a model cannot be used, or one fails to run.
         CalibrationError: If a given input does not fit; names it.
-        UsageError: If an argument cannot be; names it.
+        UsageError: If an argument is invalid; names it.
         OptionError, PassError: As :func:`.optimize`.
     """
     if (b is None) != bool(passes):
         raise UsageError("give a second model, or passes that make one: one of the two")
     if runs < 0:
-        raise UsageError(f"runs is {runs}: 0 or more is expected")
+        raise UsageError(f"runs is {runs}; expected 0 or more")
     if rounds < 1:
-        raise UsageError(f"rounds is {rounds}: 1 or more is expected")
+        raise UsageError(f"rounds is {rounds}; expected 1 or more")
     with scratch_folder() as scratch:
         first, report = GivenModel(a), None
         if b is None:
@@ -194,7 +194,7 @@ def compare(
 def _differences(
     pair: ModelPair, bounds: tuple[float, float | None] | None
 ) -> tuple[tuple[Difference, ...], list[str]]:
-    """Return how far outputs are apart, and the worst sample of each that is out of bounds."""
+    """Return the differences of the outputs, and the worst violation of each."""
     sums: dict[str, DifferenceSum] = {}
     worst: dict[str, Violation] = {}
     for sample, name, a, b in pair.run():
@@ -209,7 +209,7 @@ def _differences(
 
 
 def plain(content: Any) -> Any:
-    """Return what JSON can hold: lists for tuples, texts for numbers that are not finite."""
+    """Return the same for JSON: lists for tuples, texts for numbers that are not finite."""
     if isinstance(content, Mapping):
         return {key: plain(item) for key, item in content.items()}
     if isinstance(content, list | tuple):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""How far one array is from another: the measures, and the places beyond a tolerance.
+"""Differences between arrays: how far they are apart, and where they exceed a tolerance.
 
 With the reference a and the other b, over all elements and samples:
 
@@ -7,8 +7,8 @@ With the reference a and the other b, over all elements and samples:
     relative_rms  sqrt(sum |b - a|^2 / sum |a|^2)
     cosine        a . b / (|a| |b|)
 
-NaN equals NaN and an infinity itself; next to anything else they are infinitely far away, and
-the cosine is 0.
+NaN equals NaN, and an infinity equals itself. Compared with anything else, they are infinitely
+far away, and the cosine is 0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-# Elements at a time: differences are taken in float64, and values may fill the memory already.
+# Elements at a time: differences are computed in float64, and values may fill the memory.
 _SLICE = 1 << 20
 
 
@@ -30,13 +30,13 @@ class Difference:
     """How far the values of one name are apart; a is the reference.
 
     Attributes:
-        name: Of the value.
-        dtype: Of a.
-        shape: Of a, in the last sample.
-        max_abs: Greatest absolute difference.
-        relative_rms: Root of the squared differences' sum over that of the squared reference.
-        cosine: Between both.
-        mismatch: Why they could not be compared element by element; empty where they were.
+        name: The name of the value.
+        dtype: The type of a.
+        shape: The shape of a in the last sample.
+        max_abs: The greatest absolute difference.
+        relative_rms: sqrt(sum |b - a|^2 / sum |a|^2).
+        cosine: The cosine between both.
+        mismatch: Why they could not be compared element by element; empty if they were.
     """
 
     name: str
@@ -103,12 +103,12 @@ class DifferenceSum:
 
 @dataclasses.dataclass(frozen=True)
 class Violation:
-    """Where an output is further away than it may be."""
+    """Where an output exceeds its tolerance."""
 
     sample: int
-    count: int  # of elements that are too far away, of this size
-    size: int
-    index: tuple[int, ...]  # of the one that is furthest beyond its bound
+    count: int  # of elements that are too far away
+    size: int  # number of elements
+    index: tuple[int, ...]  # of the element furthest beyond its bound
     a: str
     b: str
     bound: float
@@ -135,13 +135,13 @@ def find_violation(
     rtol: float,
     atol: float | None,
 ) -> Violation | None:
-    """Return where ``|b - a| > atol + rtol * |a|``; None where it does nowhere.
+    """Return where ``|b - a| > atol + rtol * |a|``; None if that is nowhere.
 
-    Without atol that is ``rtol`` times the greatest finite magnitude of a: elements near 0 are
-    sums of greater ones, and have their errors.
+    By default, atol is ``rtol`` times the greatest finite magnitude of a: elements near 0 are
+    sums of greater ones and have their errors.
 
-    Nothing rounds integers of 32 and 64 bits (ids, indices, counts), booleans and strings, so
-    rtol does not apply to them: without atol they must be equal.
+    Integers with 32 and 64 bits (ids, indices, counts), booleans and strings are not rounded,
+    so rtol does not apply to them: without atol they must be equal.
     """
     total = DifferenceSum(name)
     total.add(a, b)
@@ -171,7 +171,7 @@ def find_violation(
 
 
 def _shape_mismatch(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> str:
-    """Say why two arrays cannot be compared element by element; empty if they can."""
+    """Return why two arrays cannot be compared element by element; empty if they can."""
     if a.shape != b.shape:
         return f"shape {list(a.shape)} in a, {list(b.shape)} in b"
     if _is_text(a) != _is_text(b):
@@ -195,9 +195,9 @@ def _is_exact(array: npt.NDArray[Any]) -> bool:
 def _slices(
     a: npt.NDArray[Any], b: npt.NDArray[Any]
 ) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]]:
-    """Yield the elements of a and b and their distance, all in float64, some at a time.
+    """Yield the elements of a and b and their distance, all in float64, slice by slice.
 
-    Texts are 1, those of b 0 where they differ.
+    Strings count as 1, and those of b as 0 where they differ.
     """
     flat_a, flat_b = a.reshape(-1), b.reshape(-1)
     for start in range(0, a.size, _SLICE):
@@ -214,7 +214,7 @@ def _slices(
 
 
 def _distance(x: npt.NDArray[Any], y: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """|y - x|, 0 where both are the same infinity or NaN, infinite where one alone is."""
+    """Return |y - x|: 0 for the same infinity or NaN in both, infinite for it in one."""
     with np.errstate(invalid="ignore", over="ignore"):
         d = np.abs(y - x)
     same = (x == y) | (np.isnan(x) & np.isnan(y))
@@ -224,10 +224,10 @@ def _distance(x: npt.NDArray[Any], y: npt.NDArray[Any]) -> npt.NDArray[Any]:
 def _integer_distance(
     x: npt.NDArray[Any], y: npt.NDArray[Any], rounded: npt.NDArray[Any]
 ) -> npt.NDArray[Any]:
-    """|y - x| of integers; float64 does not distinguish all of those above 2**53.
+    """Return |y - x| for integers; float64 does not distinguish all of those above 2**53.
 
-    The difference modulo 2**64 is exact; it is the distance where that is below 2**64, which
-    only int64 beside uint64 exceeds.
+    The difference modulo 2**64 is exact. It is the distance if that is below 2**64, which only
+    int64 compared with uint64 can exceed.
     """
     p, q = x.astype(np.uint64), y.astype(np.uint64)
     exact = np.where(x > y, p - q, q - p).astype(np.float64)

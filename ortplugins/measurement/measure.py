@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""Measures sessions side by side: time and memory, each session in a process of its own.
+"""Measures time and memory of sessions side by side, each session in its own process.
 
-Used wherever sessions are measured: by ``compare``, ``report``, benchmarks and examples. What
-makes figures comparable is here alone:
+``compare``, ``tune``, the benchmarks and the examples use it. It makes figures comparable:
 
-- The first process of each candidate is not counted: it reads the files into the page cache,
-  and one with passes builds what later ones find.
-- The candidates take turns, round after round, another one first in each: what else the
-  machine does meets all of them.
-- A figure has a value for each process, and a difference between candidates is one only where
-  the ranges of their values do not overlap.
+- The first process of each candidate does not count: it reads the files into the page cache,
+  and with passes it builds what later ones find.
+- In every round the candidates take turns, starting with another one each time, so that other
+  load on the machine affects all of them.
+- A figure has one value per process. Two candidates differ only if the ranges of their values
+  do not overlap.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ from ortplugins.runtime.machine import process_memory
 from session_options.entries import STRICT_KEY
 
 _SCRIPT = Path(__file__).with_name("session_process.py")
-# Runs of each process that are not counted: buffers are allocated, late weights packed.
+# Runs of each process that do not count: buffers are allocated, and late weights are packed.
 _WARM_UPS = 2
-# A turn of a session: short runs are repeated for so long.
+# Length of a session's turn: short runs are repeated for this long.
 _TURN_SECONDS = 0.02
-# Short runs are spread over so many turns at least: a single one may meet a busy moment.
+# Short runs are spread over at least so many turns, as a single one may meet a busy moment.
 _MIN_TURNS = 5
-# After a run a session's threads spin, on the cores of the next one: seconds to wait for their
-# end at most, and without a /proc to see it in.
+# After a run, the threads of a session keep spinning on the cores of the next one. Seconds to
+# wait for them at most, and without /proc.
 _MAX_SPIN_SECONDS, _PAUSE_SECONDS = 0.2, 0.005
 # How often the memory of a process is looked at while it opens a session or warms up.
 _WATCH_SECONDS = 0.002
@@ -65,7 +64,7 @@ Feed = Mapping[str, npt.NDArray[Any]]
 
 
 class MeasureError(RuntimeError):
-    """A session could not be opened or run; names the candidate and the reason."""
+    """A session could not be opened or run; the message names the candidate and the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +73,9 @@ class Candidate:
 
     model: str | os.PathLike[str]  # the .onnx file
     name: str = ""  # in messages; by default the file's
-    # Of the SessionOptions: a name with a dot is an entry, one without an attribute; its value
-    # may be the name of an enumeration's member. Without any entry of ours the session is
-    # plain onnxruntime's, in a process without ortplugins.
+    # SessionOptions: a name with a dot is an entry, any other an attribute, whose value may be
+    # the name of an enumeration's member. Without ortplugins entries, the session is plain
+    # onnxruntime's, in a process that does not import ortplugins.
     settings: Mapping[str, str | int | bool] = dataclasses.field(default_factory=dict)
     providers: Sequence[Any] = ("CPUExecutionProvider",)  # or pairs of a name and its options
 
@@ -88,7 +87,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """The values of one figure, a value for each process."""
+    """The values of one figure, one per process."""
 
     values: tuple[float, ...]
 
@@ -100,21 +99,21 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What a candidate took, seconds and bytes; None for what was not, or cannot be, measured.
+    """Seconds and bytes of a candidate; None for what was not, or cannot be, measured.
 
-    Private and resident memory are those of :mod:`.machine`.
+    :mod:`.machine` defines private and resident memory.
     """
 
     start: Spread | None = None  # to create the session, without imports
-    run: Spread | None = None  # of each process the median; the geometric mean of the feeds
-    runs: tuple[Spread, ...] = ()  # of each feed
+    run: Spread | None = None  # the median per process; the geometric mean over the feeds
+    runs: tuple[Spread, ...] = ()  # the same for each feed
     started_private: Spread | None = None  # after the start
     private: Spread | None = None  # after the runs
-    peak_private: Spread | None = None  # the most seen until the warm-up runs were done
-    peak_resident: Spread | None = None  # mapped files included
-    first_start: float | None = None  # the one that is not counted: with the build, if any
+    peak_private: Spread | None = None  # the most seen up to the end of the warm-up runs
+    peak_resident: Spread | None = None  # including mapped files
+    first_start: float | None = None  # the start that does not count, with the build if any
     report: Mapping[str, Any] | None = None  # of a session with passes
-    failed: str = ""  # the reason, where nothing was measured
+    failed: str = ""  # the reason, if nothing was measured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,10 +121,10 @@ class Cost:
     """One figure of two measurements, side by side.
 
     Attributes:
-        what: Was measured.
+        what: What was measured.
         unit: ``"s"`` or ``"B"``.
-        a: The values of the one.
-        b: The values of the other.
+        a: The values of the first measurement.
+        b: The values of the second.
     """
 
     what: str
@@ -135,12 +134,12 @@ class Cost:
 
     @property
     def ratio(self) -> float | None:
-        """The median of a over that of b; None where b has taken nothing."""
+        """The median of a divided by that of b; None if that is 0."""
         return self.a.median / self.b.median if self.b.median else None
 
     @property
     def differs(self) -> bool | None:
-        """Whether the ranges do not overlap; None of single values, which have no range."""
+        """Whether the ranges do not overlap; None for single values, which have no range."""
         if min(len(self.a.values), len(self.b.values)) < 2:
             return None
         return max(self.a.values) < min(self.b.values) or max(self.b.values) < min(
@@ -158,7 +157,7 @@ def side_by_side(a: Measurement, b: Measurement) -> list[Cost]:
 
 @dataclasses.dataclass(frozen=True)
 class Started:
-    """What a process says of the session that it has opened, and its memory then."""
+    """What a process reports about the session that it has opened, and its memory then."""
 
     seconds: float
     private: int | None
@@ -178,13 +177,13 @@ class SessionProcess:
     ) -> None:
         """Start the process; it imports numpy and onnxruntime.
 
-        ``timeout`` is in seconds, for one answer; a process that takes longer is killed.
+        ``timeout`` is the number of seconds for one answer; a slower process is killed.
         """
         self._name, self._timeout = name, timeout
         self.peak_private: int | None = None  # the most bytes seen; None without /proc
         if (python := child_python("measure")) is None:
             raise MeasureError("no Python interpreter to start a process with")
-        # -P: the script's own folder has modules of common names.
+        # -P: the script's own folder has modules with common names.
         self._process = subprocess.Popen(
             [python, "-P", str(_SCRIPT)],
             stdin=subprocess.PIPE,
@@ -229,10 +228,10 @@ class SessionProcess:
         watched: bool = False,
         callers: int = 1,
     ) -> float:
-        """Run the session on inputs that :func:`write_feed` wrote; return seconds of a run.
+        """Run the session on inputs from :func:`write_feed`; return the seconds of a run.
 
-        That is run again for as many ``seconds``, and their median returned; of several
-        ``callers`` at the same time it is over their number. Watching the memory costs time.
+        The run is repeated for ``seconds``, and the median counts. With several ``callers`` at
+        the same time, it is divided by their number. Watching the memory takes time.
         """
         answer = self._ask(
             "onnxruntime failed to run it",
@@ -245,7 +244,7 @@ class SessionProcess:
         return float(answer["seconds"])
 
     def rest(self) -> None:
-        """Wait until the session's threads sleep."""
+        """Wait until the threads of the session sleep."""
         end = time.monotonic() + _MAX_SPIN_SECONDS
         states = [Path(folder, "stat") for folder in Path(f"/proc/{self.pid}/task").glob("*")]
         time.sleep(0 if states else _PAUSE_SECONDS)
@@ -255,7 +254,7 @@ class SessionProcess:
     def call(self, function: str, **arguments: Any) -> Any:
         """Call ``"module:name"`` in the process with the session, or None; return its result.
 
-        Arguments and result can be written as JSON.
+        Arguments and result must be serialisable as JSON.
         """
         answer = self._ask(function, do="call", function=function, arguments=arguments)
         return answer["result"]
@@ -283,14 +282,14 @@ class SessionProcess:
 
     def _ask(self, what: str, watched: bool = True, **command: Any) -> dict[str, Any]:
         assert self._process.stdin is not None
-        # A process that is gone says so by having no answer.
+        # A process that is gone gives no answer, which is noticed below.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(command) + "\n")
             self._process.stdin.flush()
         return self._answer(what, watched)
 
     def _answer(self, what: str, watched: bool) -> dict[str, Any]:
-        """Wait for the answer, and meanwhile note the peak of the private memory."""
+        """Wait for the answer, and meanwhile record the peak of the private memory."""
         end = time.monotonic() + self._timeout
         text = None
         while text is None:
@@ -313,7 +312,7 @@ class SessionProcess:
         return answer
 
     def _read(self) -> None:
-        """Put each line that the process writes into the queue, at its end an empty one."""
+        """Put each line that the process writes into the queue, and "" at the end."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._answers.put(line)
@@ -321,7 +320,7 @@ class SessionProcess:
 
 
 def _is_running(stat: Path) -> bool:
-    """Return whether a thread runs, or would, by its file ``stat``."""
+    """Return whether a thread is running or runnable, by its file ``stat``."""
     with contextlib.suppress(OSError):  # it has ended
         return stat.read_bytes().rpartition(b")")[2].split()[0] == b"R"
     return False
@@ -329,7 +328,7 @@ def _is_running(stat: Path) -> bool:
 
 def write_feed(feed: Feed, path: Path) -> Path:
     """Write inputs for :meth:`SessionProcess.run`; return the path."""
-    # Names of inputs may be anything; those of files in an archive not.
+    # Names of inputs may contain any character; names of files in an archive may not.
     arrays = {f"input{index}": array for index, array in enumerate(feed.values())}
     np.savez(path, allow_pickle=False, names=json.dumps(list(feed)), **arrays)
     return path
@@ -348,23 +347,23 @@ def measure(
     warmed: bool = False,
     timeout: float = 900.0,
 ) -> list[Measurement]:
-    """Measure candidates in turn; one that fails has a reason in place of figures.
+    """Measure candidates in turn; one that fails has a reason instead of figures.
 
     Args:
         candidates: What is measured.
-        feeds: Inputs, one or several; a model is given those that it takes. Without any,
+        feeds: Inputs, one set or several; a model gets those that it has. Without any, only
             starts are measured.
-        rounds: Processes of each candidate that count; one more before does not.
-        runs: Timed runs of each process, on each feed. Short ones share a turn, and their
-            median counts once; they are made in several turns, which may make them more.
-        min_runs: As many are begun in any case.
-        seconds: After so many no further run of a process on a feed is begun.
+        rounds: Processes of each candidate that count; one before them does not.
+        runs: Timed runs per process and feed. Short runs share a turn, and their median counts
+            once; they are spread over several turns, which may make them more.
+        min_runs: Runs that are made in any case.
+        seconds: After this time, a process begins no further run on a feed.
         callers: Threads that run a session at the same time.
-        lockstep: Whether the processes of a round live at the same time, and run in turn, run
-            by run: the closest comparison of times. Else there is one process at a time, which
-            takes the least memory.
-        warmed: Whether all files were read already, so that the first processes count, too.
-        timeout: Seconds for one start, or one run.
+        lockstep: Keep all processes of a round alive and alternate run by run, which compares
+            times most closely. Otherwise there is one process at a time, which takes the least
+            memory.
+        warmed: Whether all files were read before, so that the first processes count, too.
+        timeout: Seconds for one start or one run.
     """
     found = [_Figures(candidate) for candidate in candidates]
     with (
@@ -386,14 +385,14 @@ def measure(
                 with contextlib.ExitStack() as ended:
                     for process in group:
                         ended.callback(process.close)
-                    # Importing onnxruntime, the first step, is not timed: all at once.
+                    # The first step, importing onnxruntime, is not timed: all do it at once.
                     list(pool.map(lambda process: next(process, None), group))
                     collections.deque(itertools.zip_longest(*group), maxlen=0)
     return [item.measurement() for item in found]
 
 
 class _Work(NamedTuple):
-    """What one process does; arguments of :func:`measure`."""
+    """What one process has to do; see the arguments of :func:`measure`."""
 
     feeds: Sequence[Path]
     runs: int
@@ -405,7 +404,7 @@ class _Work(NamedTuple):
 
 @dataclasses.dataclass
 class _Figures:
-    """What the processes of one candidate took so far."""
+    """The figures of one candidate's processes so far."""
 
     candidate: Candidate
     values: dict[str, list[float]] = dataclasses.field(default_factory=dict)
@@ -434,7 +433,7 @@ class _Figures:
 
 
 def _steps(figures: _Figures, work: _Work, *, counted: bool) -> Generator[None, None, None]:
-    """Take one process of a candidate through its steps; yield where others take theirs."""
+    """Take one process of a candidate through its steps; yield to let others take theirs."""
     if figures.failed:
         return
     try:

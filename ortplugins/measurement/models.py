@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Models in whatever kind they were given, and two of them run on the same inputs."""
+"""Models given in any form, and pairs of them that run on the same inputs."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ Inputs = Mapping[str, Any] | CalibrationSource
 
 
 class GivenModel:
-    """One answer to what a model is, whatever kind it was given as."""
+    """A model that was given as a path, bytes, an object, a result or a session."""
 
     def __init__(self, model: ModelSource) -> None:
-        """Look at what was given; nothing is read."""
+        """Take what was given; nothing is read yet."""
         self.name = "the model"  # in messages
-        # It stands for the model that it opened: before onnxruntime's own fusions.
+        # A session stands for the model that it opened, before onnxruntime's own fusions.
         self.session: onnxruntime.InferenceSession | None = None
         self.report: Report | None = None  # of optimize(), or of a session with passes
-        # What the given session is set to, or what ``optimize`` asks sessions for.
+        # Settings of the given session, or those that a result of ``optimize`` requires.
         self.settings: Mapping[str, str] = {}
         self._given: Any = model
         self._file: Path | None = None
-        # The session's folder for external data; None: beside the model.
+        # The session's folder for external data; None for the model's own.
         self._data_folder: str | None = None
         if isinstance(model, onnxruntime.InferenceSession):
             self.name, self.session = "the session's model", model
@@ -71,16 +71,16 @@ class GivenModel:
             self.name = "the model given as bytes"
         elif not isinstance(model, onnx.ModelProto | ir.Model):
             raise TypeError(
-                f"a {type(model).__name__} is not a model: a path, bytes, an onnx.ModelProto, "
-                "an onnx_ir.Model, an OptimizeResult or a session is expected"
+                f"a {type(model).__name__} is not a model: expected a path, bytes, an "
+                "onnx.ModelProto, an onnx_ir.Model, an OptimizeResult or a session"
             )
         # Whether it is what will run.
         self.is_final = isinstance(model, onnxruntime.InferenceSession | OptimizeResult)
 
     def file(self, scratch: Path) -> Path:
-        """Return its file; what lies in memory is written to ``scratch``, which has to stay.
+        """Return its file; a model in memory is written to ``scratch``, which has to stay.
 
-        So is a model whose data is in another folder, where only a session looks for it.
+        The same holds for a model whose data lies in a folder that only the session knows.
         """
         if self._file is None:
             source = self._source()
@@ -93,14 +93,14 @@ class GivenModel:
         return self._file
 
     def graph(self) -> ir.Model:
-        """Return its graph, for the caller to change; tensors stay where they are."""
+        """Return its graph, which the caller may change; tensors stay where they are."""
         with warnings.catch_warnings():
             # onnx has no place for the records of packed weights.
             warnings.filterwarnings("ignore", message="Ignoring unknown external data")
             return load_model(self._source(), self._data_folder).model
 
     def _source(self) -> Any:
-        """Path, bytes or object; of a session what onnxruntime was given."""
+        """Return a path, bytes or object; for a session, what onnxruntime was given."""
         if self.session is None:
             return self._given
         report = getattr(self.session, "ortplugins_report", None)
@@ -122,8 +122,7 @@ def unfused_in(
 ) -> dict[str, str]:
     """Run the fusion on a copy; return nodes whose dequantised weights would stay, and why.
 
-    In a ``final`` model, the one that will run, these are also the nodes that the fusion would
-    take, had it been run.
+    For a ``final`` model, which runs as it is, nodes that the fusion would take count as well.
     """
     copy = model.graph()
     infer_shapes(copy)
@@ -140,7 +139,7 @@ def unfused_in(
 
 
 def by_node(reasons: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Return the reasons of each node as one text."""
+    """Return one text per node with all its reasons."""
     found: dict[str, list[str]] = {}
     for node, reason in reasons:
         found.setdefault(node, []).append(reason)
@@ -148,7 +147,7 @@ def by_node(reasons: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 
 def operator_counts(model: ir.Model) -> collections.Counter[tuple[str, str]]:
-    """Count nodes by domain and operator, those of subgraphs and functions too."""
+    """Count nodes by domain and operator, including subgraphs and functions."""
     return collections.Counter((node.domain, node.op_type) for node in all_nodes(model))
 
 
@@ -164,7 +163,7 @@ def _settings_of(session: onnxruntime.InferenceSession) -> dict[str, str]:
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Yield a temporary folder; on Windows, files that a session has open stay behind."""
+    """Yield a temporary folder; on Windows, files that are still open stay behind."""
     with tempfile.TemporaryDirectory(
         prefix="ortplugins-", ignore_cleanup_errors=True
     ) as folder:
@@ -172,7 +171,7 @@ def scratch_folder() -> Iterator[Path]:
 
 
 class ModelPair:
-    """Two sessions and the inputs that both are run on."""
+    """Two sessions and the inputs that both run on."""
 
     def __init__(
         self,
@@ -182,7 +181,7 @@ class ModelPair:
         providers: Sequence[Any] = ("CPUExecutionProvider",),
         **chosen: Any,
     ) -> None:
-        """Open both; sessions are taken as they are. Inputs are chosen as for a comparison."""
+        """Open both models; sessions are used as they are. See :func:`comparison_feeds`."""
         self.a, self.b = (
             model.session or open_model(model.file(scratch), "disable", providers)
             for model in (a, b)
@@ -205,7 +204,7 @@ class ModelPair:
                 yield index, name, x, y
 
     def _check_inputs(self) -> None:
-        """Let b take fewer inputs than a, for which nothing was left to read them."""
+        """Raise if b has an input that a lacks; b may have fewer, which nothing reads."""
         known = {
             item.name: item.type
             for item in (*self.a.get_inputs(), *self.a.get_overridable_initializers())
@@ -247,10 +246,10 @@ def comparison_feeds(
     samples: int = 1,
     seed: int = 0,
 ) -> list[Feed]:
-    """Return feeds of a model, each checked against its inputs; as :func:`.compare` says."""
+    """Return feeds for a model, each checked against its inputs; see :func:`.compare`."""
     values = [_value(item) for item in session.get_inputs()]
     if samples < 1:
-        raise UsageError(f"samples is {samples}: 1 or more is expected")
+        raise UsageError(f"samples is {samples}; expected 1 or more")
     source: Any
     if inputs is None:
         made = MadeUpInputs(_with_uses(values, session), dims)
@@ -263,7 +262,7 @@ def comparison_feeds(
         source = [inputs] if isinstance(inputs, Mapping) else inputs
     optional = [_value(item) for item in session.get_overridable_initializers()]
     graph = ir.Graph([*values, *optional], [], nodes=[], name="inputs")
-    for value in optional:  # may be left out of a sample
+    for value in optional:  # a sample may leave them out
         graph.initializers[value.name or ""] = value
     return read_samples(source, ir.Model(graph, ir_version=10))
 
@@ -280,7 +279,7 @@ def _value(item: Any) -> ir.Value:
 
 
 def _with_uses(values: Sequence[ir.Value], session: Any) -> Sequence[ir.Value]:
-    """Return the values as inputs of their graph, where the session's model is at hand."""
+    """Return the same inputs with their uses, if the session's model is available."""
     try:
         graph = GivenModel(session).graph().graph
     except ModelFileError:
@@ -292,7 +291,7 @@ def _with_uses(values: Sequence[ir.Value], session: Any) -> Sequence[ir.Value]:
 def fetch(
     session: onnxruntime.InferenceSession, names: Sequence[str], feed: Feed, what: str
 ) -> list[npt.NDArray[Any]]:
-    """Run a session on those arrays of a feed that it takes; return outputs by name."""
+    """Run a session on those arrays of a feed that it needs; return the named outputs."""
     inputs = (*session.get_inputs(), *session.get_overridable_initializers())
     taken = {item.name: feed[item.name] for item in inputs if item.name in feed}
     try:

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""Opens a session and runs it, as standard input says: the child of :mod:`.measure`.
+"""Opens and runs a session on command: the child process of :mod:`.measure`.
 
-A script, run by its path in a process of its own. One that runs plain onnxruntime imports
-nothing of ortplugins, which would count as its memory.
+This is a script that is run by its path. For plain onnxruntime it imports nothing of
+ortplugins, which would count as memory of the session.
 
-Each line of standard input is a command, each line of standard output its answer, in JSON::
+Each line of standard input is a command, and each line of standard output is its answer, in
+JSON::
 
     {"do": "open", "session": "module:class", "model": ..., ...}
                                           {"seconds": 0.1, "report": {...}, "modules": [...]}
-    {"do": "run", "feed": "x.npz", ...}   {"seconds": 0.001}, the median of its runs
+    {"do": "run", "feed": "x.npz", ...}   {"seconds": 0.001}, the median of the runs
     {"do": "call", "function": "module:name", "arguments": {...}}       {"result": ...}
     {"do": "peak"}                        {"bytes": 123}
 
@@ -30,9 +31,9 @@ _DATA_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 
 
 def main() -> None:
-    """Do what standard input says, until it ends."""
+    """Execute the commands on standard input until it ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever else prints goes to the error output
+    os.dup2(2, 1)  # anything else that is printed goes to standard error
 
     def answer(content: Mapping[str, Any]) -> None:
         answers.write(json.dumps(content) + "\n")
@@ -49,7 +50,7 @@ def main() -> None:
 
 
 class _Child:
-    """The session, and the inputs that it was run on; a method for each command."""
+    """The session and its inputs; one method per command."""
 
     def __init__(self) -> None:
         import numpy
@@ -119,7 +120,7 @@ class _Child:
 
     def peak(self) -> dict[str, Any]:
         most = None
-        if sys.platform == "darwin":  # elsewhere it is not in bytes, or not of this program
+        if sys.platform == "darwin":  # elsewhere it is not in bytes, or includes the parent
             import resource
 
             most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -139,7 +140,7 @@ class _Child:
         return options
 
     def _read(self, path: str) -> dict[str, Any]:
-        """Read the inputs; those that the model does not take are left out."""
+        """Read the inputs, without those that the model does not have."""
         taken = {
             item.name
             for item in (

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""External data that a new model reads where the old one has it, in place of a copy.
+"""External data that a new model reads in place, instead of from a copy.
 
-onnxruntime takes the external data of a model that is given as bytes from one folder
-(``session.model_external_initializers_file_folder_path``). Hard links would do without, but
-onnx and onnx_ir refuse a file that has several: linking a user's data would break the user's
-own tools.
+For a model given as bytes, onnxruntime reads external data from one folder
+(``session.model_external_initializers_file_folder_path``). Hard links would be simpler, but
+onnx and onnx_ir refuse a file with several links: linking the user's data would break the
+user's own tools.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Smaller data is copied: what is saved is little, and the entry needs no other file.
+# Less data is copied: copying costs little, and the entry then needs no other file.
 LEAST_BYTES = 100_000_000
-# With more new tensors than this the data is copied, too: what is inside of an .onnx file lies
-# in every session's private memory.
+# With more bytes of new tensors, the data is copied as well: tensors inside an .onnx file take
+# private memory in every session.
 NEW_BYTES = 10_000_000
 
 
 class PlacedData(NamedTuple):
-    """The folder of a model's data files, and their names there by the model's locations."""
+    """The folder of a model's data files, and their names in it by location."""
 
     folder: Path
     names: dict[str, str]
 
 
 def in_place(files: Mapping[str, Path]) -> PlacedData | None:
-    """Return where data files are, by location, links resolved; None if on two drives."""
+    """Return where data files are, with links resolved; None if they are on two drives."""
     from pathlib import Path
 
     try:
@@ -50,13 +50,13 @@ def folder_of(names: Mapping[str, str], model: str, data_folder: str | None) -> 
 
 
 def data_folders(model: str, data_folder: str | None) -> list[str]:
-    """Return where a model's data may be: beside it, or beside the file that it links to."""
+    """Return the folders for a model's data: its own, and that of the file it links to."""
     if data_folder is not None:
         return [data_folder]
     return [os.path.dirname(model), os.path.dirname(os.path.realpath(model))]
 
 
 def data_file(location: str, folders: Sequence[str]) -> str:
-    """Return the path of external data, links resolved, whether it is there or not."""
+    """Return the path of external data with links resolved, whether it exists or not."""
     paths = [os.path.join(folder, location) for folder in folders]
     return os.path.realpath(next(filter(os.path.exists, paths), paths[0]))

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 ModelLike: TypeAlias = "str | os.PathLike[str] | onnx.ModelProto | ir.Model"
 
-# As many as one protobuf may have.
+# The limit of a protobuf message.
 _MAX_PROTO_BYTES = (1 << 31) - 1
-# The first format in which an initializer is an input only if a caller may feed another.
+# From this ir_version on, an initializer is an input only if callers may override it.
 _OPTIONAL_INPUTS = 4
-# Where a graph keeps types of maps, by the names of its inputs and outputs.
+# Key in a graph's metadata for the types of maps, by the names of inputs and outputs.
 _TYPES = "ortplugins.types"
-# Constant nodes of fewer elements stay nodes: shapes and axes, which other tools expect there.
+# Constant nodes with fewer elements stay: shapes and axes, which other tools expect there.
 _LIFTED_ELEMENTS = 16
 
 
@@ -39,7 +39,7 @@ class LoadedModel:
     """A model whose external data was checked; large tensors are still on disk."""
 
     model: ir.Model
-    data_files: dict[str, Path]  # by the location that the model has for them
+    data_files: dict[str, Path]  # by their location in the model
     name: str
 
 
@@ -62,14 +62,14 @@ def load_model(
     *,
     map_inline: bool = False,
 ) -> LoadedModel:
-    """Load a model of any kind lazily; an object is copied.
+    """Load a model lazily; an object is copied.
 
-    External data is looked for beside the .onnx file, or in ``folder``; that of bytes in the
-    current folder. A path that is a symbolic link (as in Hugging Face's cache) may have its
-    data beside the link or beside the file that it points to, as onnxruntime allows.
+    External data is looked for next to the .onnx file, or in ``folder``; for bytes, in the
+    current folder. If the path is a symbolic link (as in Hugging Face's cache), data may lie
+    next to the link or next to its target, as in onnxruntime.
 
-    With ``map_inline``, large tensors within the file count as external data of it; results
-    that point to them must not be saved as such.
+    With ``map_inline``, large tensors inside the file are treated as its external data;
+    results that refer to them must not be saved that way.
     """
     data_folder = None if folder is None else str(Path(folder).absolute())
     if isinstance(model, bytes):
@@ -83,7 +83,7 @@ def load_model(
         if map_inline and os.path.isfile(model):
             from ortplugins.model_io.mapped_initializers import read_without_tensors
 
-            with contextlib.suppress(OSError):  # reading it whole says what is wrong
+            with contextlib.suppress(OSError):  # reading it whole will say what is wrong
                 mapped = read_without_tensors(model)
         content = mapped or read_model_file(model)
     else:
@@ -92,13 +92,13 @@ def load_model(
 
 
 def _from_memory(model: onnx.ModelProto | ir.Model) -> LoadedModel:
-    """Copy a model from memory; tensors are shared, and nothing is checked on disk."""
+    """Copy a model in memory; tensors are shared, and nothing is checked on disk."""
     name = "model given as object"
     if isinstance(model, ir.Model):
         copy = model.clone()
         _prepare(copy, name)
     else:
-        # Tensors keep their proto, and passes may rename them.
+        # Tensors keep their protobuf, and passes may rename them.
         own = type(model)()
         own.CopyFrom(model)
         copy = _deserialize(own, name)
@@ -134,8 +134,8 @@ def _deserialize(proto: onnx.ModelProto, name: str) -> ir.Model:
     try:
         _make_dense(proto)
         model = _as_model(proto)
-    except Exception as error:  # any malformed field, in any of onnx_ir's exceptions
-        cause: BaseException = error  # onnx_ir wraps it once for each message on the way
+    except Exception as error:  # for malformed fields, onnx_ir raises all kinds of exceptions
+        cause: BaseException = error  # onnx_ir wraps it once per enclosing message
         while cause.__cause__ is not None:
             cause = cause.__cause__
         raise ModelFileError(f"{name}: is not a valid ONNX model: {cause}") from error
@@ -144,7 +144,7 @@ def _deserialize(proto: onnx.ModelProto, name: str) -> ir.Model:
 
 
 def _make_dense(proto: onnx.ModelProto) -> None:
-    """Replace sparse initializers and constants by dense ones, as onnxruntime does."""
+    """Replace sparse initializers and constants with dense ones, as onnxruntime does."""
     for graph in _all_graphs(proto):
         if sparse := getattr(graph, "sparse_initializer", ()):
             graph.initializer.extend(map(_dense, sparse))
@@ -167,7 +167,7 @@ def _dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
     if (indices < 0).any() or len(indices) != values.size:
         raise ValueError(f"sparse tensor {sparse.values.name!r} has no valid indices")
     dense = np.zeros(tuple(sparse.dims), values.dtype)
-    if indices.ndim == 1:  # of elements in order; else each has a row
+    if indices.ndim == 1:  # flat indices; otherwise one row per element
         indices = np.stack(np.unravel_index(indices, dense.shape), 1)
     dense[tuple(indices.T)] = values
     return numpy_helper.from_array(dense, sparse.values.name)
@@ -181,7 +181,7 @@ def _all_graphs(
 
 
 def load_result(path: Path) -> ir.Model:
-    """Return the model of a file that was made here; external tensors stay in theirs."""
+    """Return the model in a file that we made; external tensors stay where they are."""
     import onnx
 
     proto = onnx.load(os.fspath(path), load_external_data=False)
@@ -205,14 +205,14 @@ def proto_graphs(
 
 
 def _prepare(model: ir.Model, name: str) -> None:
-    """Bring a model into one form, and check what anything may rest on."""
+    """Normalise a model, and check what everything else relies on."""
     normalize_domains(model)
     # Before version 4 all initializers were inputs, which onnxruntime lets no caller feed.
     if model.ir_version < _OPTIONAL_INPUTS:
         inputs = [value for value in model.graph.inputs if not value.is_initializer()]
         model.graph.inputs[:] = inputs
         model.ir_version = _OPTIONAL_INPUTS
-    # A protobuf that was cut off between two fields parses, and lacks what came after.
+    # A protobuf that was cut off between two fields parses but lacks the rest.
     if not model.graph.outputs or not model.opset_imports:
         missing = "outputs" if model.opset_imports else "opset imports"
         raise ModelFileError(f"{name}: has no graph {missing}; was the file cut off?")
@@ -236,13 +236,13 @@ def _check_are_computed(values: Iterable[ir.Value | None], what: str) -> None:
         is_given = value.is_graph_input() or value.is_initializer()
         if value.producer() is None and not is_given:
             raise ModelFileError(
-                f"{what} {value.name!r}, which is no input, no initializer and no output of a "
-                "node"
+                f"{what} {value.name!r}, which is neither an input, an initializer nor the "
+                "output of a node"
             )
 
 
 def _bind_external_data(model: ir.Model, folders: Sequence[str], name: str) -> dict[str, Path]:
-    """Check every external tensor, give it an absolute path; return the files by location."""
+    """Check external tensors and give them absolute paths; return the files by location."""
     _lift_checked_constants(model, name)
     found: dict[str, Path] = {}
     sizes: dict[Path, int] = {}
@@ -275,13 +275,13 @@ def _bind_external_data(model: ir.Model, folders: Sequence[str], name: str) -> d
                 f"{what}: needs bytes {offset} to {offset + tensor.nbytes} of {str(path)!r}, "
                 f"which has {sizes[path]}; is the file complete?"
             )
-        # Checked here once, the links included; an empty base_dir tells onnx_ir so.
+        # The path, including links, was checked here; an empty base_dir tells onnx_ir so.
         owner.const_value = relocated(tensor, str(path), "")
     return found
 
 
 def relocated(tensor: ir.ExternalTensor, location: str, folder: str) -> ir.ExternalTensor:
-    """Return a tensor that lies at the same offset of another file, within a folder."""
+    """Return the same tensor at the same offset of another file, relative to a folder."""
     return ir.ExternalTensor(
         location,
         tensor.offset or 0,
@@ -295,17 +295,17 @@ def relocated(tensor: ir.ExternalTensor, location: str, folder: str) -> ir.Exter
 
 
 def lift_constants(model: ir.Model) -> None:
-    """Make Constant nodes initializers: one kind of constant to look after."""
+    """Turn Constant nodes into initializers, so that there is one kind of constant."""
     onnx_ir.passes.common.LiftConstantsToInitializersPass(
         lift_all_constants=False, size_limit=_LIFTED_ELEMENTS
     )(model)
 
 
 def _lift_checked_constants(model: ir.Model, name: str) -> None:
-    """Lift constants of a model that nobody has checked yet."""
+    """Lift the constants of a model that was not checked before."""
     try:
         lift_constants(model)
-    except Exception as error:  # a value without a type, or of another, in onnx_ir's classes
+    except Exception as error:  # for invalid values, onnx_ir raises all kinds of exceptions
         raise ModelFileError(f"{name}: a Constant node has no valid value: {error}") from error
     for node in all_nodes(model):
         for attribute in node.attributes.values():
@@ -328,7 +328,7 @@ def initializer_tensors(model: ir.Model) -> Iterator[tuple[ir.Value, ir.TensorPr
 
 
 def stored_bytes(tensor: ir.TensorProtocol) -> int:
-    """Bytes that a tensor takes in a data file; strings stay in the model: 0."""
+    """Return the bytes of a tensor in a data file; 0 for strings, which stay in the model."""
     if tensor.dtype in (ir.DataType.STRING, ir.DataType.UNDEFINED):
         return 0
     return tensor.nbytes
@@ -354,20 +354,20 @@ def _find_data_file(location: str, folders: Sequence[str], what: str) -> Path:
 
 
 def is_path(model: ModelLike) -> TypeGuard[str | os.PathLike[str]]:
-    """Whether a model was given by its path."""
+    """Whether a model was given as a path."""
     return isinstance(model, (str, os.PathLike))
 
 
 def same_kind(given: ModelLike, result: ir.Model) -> Any:
-    """Return the result as a ModelProto where one was given."""
+    """Return the result as a ModelProto if a ModelProto was given."""
     return result if is_path(given) or isinstance(given, ir.Model) else to_proto(result)
 
 
-# Types of maps, which onnx_ir has no form for: kept aside, and written back.
+# onnx_ir cannot represent types of maps: they are kept aside and written back.
 
 
 def _as_model(proto: onnx.ModelProto) -> ir.Model:
-    """Return the model of a protobuf, and have :func:`to_proto` write types of maps."""
+    """Return the model of a protobuf; :func:`to_proto` will write its types of maps."""
     types = {}
     for value in (*proto.graph.input, *proto.graph.output):
         if _holds_map(value.type):
@@ -385,12 +385,12 @@ def _as_model(proto: onnx.ModelProto) -> ir.Model:
 
 
 def has_kept_types(model: ir.Model) -> bool:
-    """Whether an input or output of the model is of such a type."""
+    """Whether an input or output of the model has such a type."""
     return _TYPES in model.graph.meta
 
 
 def to_proto(model: ir.Model) -> onnx.ModelProto:
-    """Return the model as a protobuf, with what onnx_ir does not write: types, version 0."""
+    """Return the model as a protobuf, including what onnx_ir omits: map types, version 0."""
     proto = ir.to_proto(model)
     if model.model_version is not None:
         proto.model_version = model.model_version

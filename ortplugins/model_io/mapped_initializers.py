@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Reads an .onnx file without its large tensors, which stay in the file as external data.
 
-A protobuf holds a tensor's raw_data as a plain run of bytes, so that run can be mapped like
-any external data file. Parsing the whole file instead takes twice its size in memory: once as
-bytes, once as the parsed message. Only fields of the main graph's initializers are looked into
-(https://protobuf.dev/programming-guides/encoding/); all else is copied as it is.
+A protobuf stores a tensor's raw_data as contiguous bytes, which can be mapped like an external
+data file. Parsing the whole file would take twice its size in memory: once for the bytes and
+once for the parsed message. Only the initializers of the main graph are examined
+(https://protobuf.dev/programming-guides/encoding/); everything else is copied.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 class _MalformedError(Exception):
-    """The bytes are not a protobuf message, or of a kind that this module does not read."""
+    """The bytes are not a protobuf message, or not one that this module can read."""
 
 
 def read_without_tensors(path: str | os.PathLike[str]) -> bytes | None:
-    """Return a serialized ModelProto whose large initializers are external data of ``path``.
+    """Return a serialized ModelProto whose large initializers are external data in ``path``.
 
-    None where that gains nothing, or where the file is not such a message: whoever parses it
-    whole will say what is wrong.
+    None if that gains nothing or the file is no such message; parsing it whole will then say
+    what is wrong.
     """
     with open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size < _MIN_FILE_BYTES:
@@ -51,7 +51,7 @@ def read_without_tensors(path: str | os.PathLike[str]) -> bytes | None:
 def _reduced(
     content: mmap.mmap, start: int, stop: int, path: Sequence[int], location: str
 ) -> bytes | None:
-    """Return a message without the data of the tensors at a path; None without any."""
+    """Return a message without the data of the tensors at a path; None if there are none."""
     parts, reduced = [], False
     for number, kind, first, value, last in _fields(content, start, stop):
         inner = None
@@ -66,7 +66,7 @@ def _reduced(
 
 
 def _reduced_tensor(content: mmap.mmap, start: int, stop: int, location: str) -> bytes | None:
-    """Refer to a tensor's raw data instead of holding it; None where it is held otherwise."""
+    """Replace a tensor's raw data by a reference; None if its data is stored differently."""
     parts, data = [], None
     for number, kind, first, value, last in _fields(content, start, stop):
         if number in (_EXTERNAL_DATA, _DATA_LOCATION):
@@ -90,7 +90,7 @@ def _reduced_tensor(content: mmap.mmap, start: int, stop: int, location: str) ->
 def _fields(
     content: mmap.mmap, start: int, stop: int
 ) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield a message's fields: number, wire type, start, start of the value, end."""
+    """Yield the fields of a message: number, wire type, start, start of the value, end."""
     while start < stop:
         tag, value = _read_varint(content, start, stop)
         number, kind = tag >> 3, tag & 7
@@ -110,7 +110,7 @@ def _fields(
 
 
 def _read_varint(content: mmap.mmap, start: int, stop: int) -> tuple[int, int]:
-    """Return a number, seven bits a byte, the low ones first; and where it ends."""
+    """Return a number with seven bits per byte, low bits first, and where it ends."""
     number = shift = 0
     while start < stop and shift < 70:
         byte = content[start]

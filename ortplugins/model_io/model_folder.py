@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A folder with one model, and the tokenizer and configurations that belong to it."""
+"""A folder with one model, its tokenizer and its configuration files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from ortplugins.errors import MissingFileError, ModelFileError
 from ortplugins.model_io.saving import REPLACED, scratch_within
 
-# Weights in other forms, which would be those of the model as it was.
+# Other files with weights, which would be those of the original model.
 _WEIGHTS = frozenset({
     ".bin", ".ckpt", ".data", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".ort", ".pt",
     ".pth", ".safetensors",
@@ -21,9 +21,9 @@ _WEIGHTS = frozenset({
 
 
 def model_in(path: str | os.PathLike[str]) -> Path:
-    """Return a model's file: the path itself, or the one .onnx file in a folder.
+    """Return a model's file: the path itself, or the only .onnx file in a folder.
 
-    Those that lie in the folder itself go before those of its subfolders.
+    Files in the folder itself take precedence over those in its subfolders.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -41,7 +41,7 @@ def model_in(path: str | os.PathLike[str]) -> Path:
 
 
 def tokenizer_beside(path: str | os.PathLike[str]) -> Path | None:
-    """Return the ``tokenizer.json`` beside a model, or the one in a folder; None without."""
+    """Return the ``tokenizer.json`` next to a model, or in its folder; None without one."""
     folder = Path(path) if os.path.isdir(path) else Path(path).parent
     tokenizer = folder / "tokenizer.json"
     if tokenizer.is_file():
@@ -52,13 +52,13 @@ def tokenizer_beside(path: str | os.PathLike[str]) -> Path | None:
 
 @dataclasses.dataclass(frozen=True)
 class OutputFolder:
-    """A folder for another form of the model of a folder."""
+    """A folder to be written with another form of a folder's model."""
 
     source: Path
     model: Path
     target: Path
-    overwrite: bool = False  # what is in the target goes
-    companions: bool = True  # what belongs to the model goes along
+    overwrite: bool = False  # replace what is in the target
+    companions: bool = True  # copy the files that belong to the model
 
     @property
     def location(self) -> Path:
@@ -71,7 +71,7 @@ class OutputFolder:
         return self.target / self.location
 
     def check(self) -> None:
-        """Raise, before any work is done, where the folder cannot go."""
+        """Raise, before any work is done, if the folder cannot be written."""
         source, target = (
             Path(os.path.realpath(self.source)),
             Path(os.path.realpath(self.target)),
@@ -103,9 +103,9 @@ class OutputFolder:
 
     @contextlib.contextmanager
     def staged(self, without: Collection[Path]) -> Iterator[Path]:
-        """Yield the file to write a model to; the folder appears when that is done, complete.
+        """Yield the path to write the model to; the complete folder appears afterwards.
 
-        What goes along is there already.
+        Companion files are there already, except for ``without``.
         """
         target = Path(os.path.realpath(self.target))
         left = {os.path.realpath(path) for path in without}
@@ -123,12 +123,12 @@ class OutputFolder:
                 if target.exists():
                     target.rename(old)
                 folder.rename(target)
-            finally:  # whatever came between the two
+            finally:  # if anything went wrong between the two
                 if old.exists() and not target.exists():
                     old.rename(target)
 
     def _companions(self) -> list[Path]:
-        """Return what goes along, relative to the source: no weights, nothing hidden."""
+        """Return the companion files, relative to the source: no weights, nothing hidden."""
         if not self.companions:
             return []
         found = (path.relative_to(self.source) for path in sorted(self.source.rglob("*")))

@@ -31,18 +31,18 @@ from ortplugins.model_io.loading import (
 )
 from rewrite_rules.graph.lazy_tensors import AliasTensor, ChunkedTensor, relabel
 
-# Tensors of fewer bytes stay inside the .onnx file.
+# Smaller tensors, in bytes, stay inside the .onnx file.
 DATA_THRESHOLD = 1024
-# Offsets of tensors in the files that we write: whole pages, so that onnxruntime's mapping of
-# a tensor is aligned for every kernel.
+# Tensors begin at whole pages in our files, so that onnxruntime's mappings are aligned for
+# every kernel.
 _ALIGNMENT = 4096
-# Bytes of tensors that all threads together hold while writing.
+# Bytes of tensors that all threads together hold in memory while writing.
 _IN_FLIGHT_BYTES = 64 << 20
-# A protobuf ends at 2 GiB; above this the tensors leave the file whatever the source did.
+# A protobuf is limited to 2 GiB; larger tensors leave the file whatever the source did.
 _INLINE_BYTES = 1 << 30
 
 _SCRATCH_PREFIX, _SCRATCH_LOCK, _SCRATCH_FILES = ".ortplugins-", "lock", "files"
-# In a scratch folder, what an output is called while it is replaced.
+# Name of a replaced output in a scratch folder.
 REPLACED = "old"
 
 # (tensors written so far, tensors in all, name of the next one)
@@ -51,9 +51,9 @@ Progress = Callable[[int, int, str], None]
 
 @contextlib.contextmanager
 def scratch_within(folder: str | os.PathLike[str] | None) -> Iterator[str]:
-    """Yield a temporary folder in that of an output; None for the system's own.
+    """Yield a temporary folder inside ``folder``; None stands for the system's own.
 
-    Those that killed processes left beside it are removed: nobody holds their lock any more.
+    Folders that killed processes have left there are removed: nobody holds their lock.
     """
     import filelock
 
@@ -72,7 +72,7 @@ def scratch_within(folder: str | os.PathLike[str] | None) -> Iterator[str]:
         except FileNotFoundError:
             continue
         except (OSError, NotImplementedError):
-            break  # the file system has no locks, so that nobody will remove it
+            break  # the file system has no locks, so nobody will remove it
         if os.path.exists(lock.lock_file):
             break
         lock.release()  # another process removed the folder just before it was locked
@@ -92,7 +92,7 @@ def _remove_abandoned(folder: Path) -> None:
         lock_file = path / _SCRATCH_LOCK
         if path.is_symlink() or not lock_file.is_file() or lock_file.is_symlink():
             continue
-        # In use; another user's; or on a file system without locks.
+        # It may be in use, another user's, or on a file system without locks.
         busy = (OSError, filelock.Timeout, NotImplementedError)
         with contextlib.suppress(*busy), filelock.FileLock(lock_file, timeout=0):
             if not (path / _SCRATCH_FILES / REPLACED).exists():
@@ -100,10 +100,10 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def output_data_path(model: ir.Model, output: Path, *, overwrite: bool = False) -> Path:
-    """Return a name for the data file of ``output`` that no tensor of the model lies in.
+    """Return a path for the data file of ``output`` that no tensor of the model lies in.
 
-    Where ``output`` may be there already, one that no file has: until the new model is in its
-    place, the old one reads the old data.
+    If ``output`` may exist, the path must be new, too: until the new model is in place, the
+    old one reads the old data.
     """
     used = {*_paths_of(model)}
     names = (output.name + suffix for suffix in _suffixes())
@@ -116,7 +116,7 @@ def output_data_path(model: ir.Model, output: Path, *, overwrite: bool = False) 
 
 
 def _suffixes() -> Iterator[str]:
-    """Yield the endings that data files of an output may have, after its name."""
+    """Yield the suffixes that data files of an output may have."""
     yield ".data"
     yield from (f".{number}.data" for number in itertools.count(1))
 
@@ -133,21 +133,21 @@ def save_with_data(
     finish: Callable[[Path], None] | None = None,
     progress: Progress | None = None,
 ) -> list[Path]:
-    """Save a model and its tensors; the files, which are returned, appear when complete.
+    """Save a model and its tensors; return the files, which appear only when complete.
 
-    The model's tensors point to the new files afterwards.
+    Afterwards the model's tensors refer to the new files.
 
     Args:
         model: The model to save.
         output: The .onnx file.
-        keep_in_place: Leave tensors that lie in files of the output's folder already.
+        keep_in_place: Leave tensors where they are if their file is in the output's folder.
         inline: Keep all tensors inside the .onnx file.
-        least_bytes: Tensors of fewer bytes stay inside.
+        least_bytes: Smaller tensors stay inside.
         overwrite: Whether the files may exist.
-        data_folder: Tensors in files of this folder stay there, and all others are kept inside
-            the .onnx file. A session has to be given the folder to find them.
-        finish: Called with the saved model, in a folder of its own with all its files, before
-            they appear; may change them and add others.
+        data_folder: Tensors in files of this folder stay there, and all others are stored
+            inside the .onnx file. Sessions need the folder to find them.
+        finish: Called with the path of the saved model, in a folder with only its files,
+            before they appear; may change them and add others.
         progress: Called before each tensor.
     """
     folder = Path(os.path.realpath(output.parent))
@@ -163,7 +163,7 @@ def save_with_data(
             finish(Path(scratch, output.name))
             _rename_data(Path(scratch, output.name), output)
         old = _old_data(folder / output.name)
-        # The model last: until then the old one, if any, reads the old data.
+        # The model comes last: until then the old one, if any, reads the old data.
         names = sorted(os.listdir(scratch), key=lambda name: (name == output.name, name))
         written = [output.with_name(name) for name in names]
         check_absent(written, overwrite)
@@ -180,7 +180,7 @@ def save_with_data(
 
 
 def _rename_data(model_path: Path, output: Path) -> None:
-    """Give data files beside a model names that no file beside ``output`` has."""
+    """Rename the data files of a model if files with their names exist next to ``output``."""
     taken = {path.name for path in output.parent.iterdir()}
     there = [x.name for x in model_path.parent.iterdir() if x.name != model_path.name]
     free = (output.name + suffix for suffix in _suffixes())
@@ -209,9 +209,9 @@ def _tensors_of(message: Any) -> Iterator[onnx.TensorProto]:
 
 
 def _old_data(output: Path) -> set[Path]:
-    """Return data files that the model in the place of an output reads, or that it left.
+    """Return the data files that the current model at ``output`` reads or has left behind.
 
-    Of those that it may have written itself, by their names.
+    Only files that we may have written count, by their names.
     """
     ours = re.compile(re.escape(output.name) + r"(\.[0-9]+)?\.data")
     found = {path for path in output.parent.iterdir() if ours.fullmatch(path.name)}
@@ -221,7 +221,7 @@ def _old_data(output: Path) -> set[Path]:
         open(output, "rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as old,
     ):
-        # ``<output>.data`` may be the user's; the numbered ones are of writers that were cut.
+        # ``<output>.data`` may be the user's; numbered ones come from interrupted writers.
         return {
             path
             for path in found
@@ -230,17 +230,17 @@ def _old_data(output: Path) -> set[Path]:
 
 
 def _paths_of(model: ir.Model) -> Iterator[str]:
-    """Yield the files that tensors of a model lie in."""
+    """Yield the files that contain tensors of a model."""
     for _, tensor in initializer_tensors(model):
         if isinstance(tensor, ir.ExternalTensor):
             yield os.path.realpath(tensor.path)
 
 
 def serialized(model: ir.Model) -> bytes:
-    """Return a model as the content of an .onnx file, with all its tensors.
+    """Return the content of an .onnx file for a model with all its tensors.
 
     Raises:
-        ModelFileError: If it is larger than a protobuf may be.
+        ModelFileError: If it exceeds the limit of a protobuf.
     """
     _sort_tensors(model, None, None)
     try:
@@ -252,9 +252,9 @@ def serialized(model: ir.Model) -> bytes:
 def _sort_tensors(
     model: ir.Model, stays_in: Path | None, least_bytes: int | None
 ) -> list[ir.Value]:
-    """Leave tensors in files of a folder, take others into the model; return what is left.
+    """Leave tensors in files of a folder, take small ones into the model; return the rest.
 
-    These are the values whose tensors, of ``least_bytes`` and more, go to the data file.
+    These are the values whose tensors, of at least ``least_bytes``, go to the data file.
     """
     to_write = []
     for value, tensor in initializer_tensors(model):
@@ -274,7 +274,7 @@ def _sort_tensors(
 
 
 def _write_model(model: ir.Model, path: Path) -> None:
-    """Write the .onnx file of a model whose tensors are where they belong."""
+    """Write the .onnx file of a model whose tensors are in their places."""
     try:
         if has_kept_types(model) or model.model_version == 0:
             path.write_bytes(to_proto(model).SerializeToString())
@@ -289,8 +289,7 @@ def _write_model(model: ir.Model, path: Path) -> None:
 def _write_tensors(
     values: Sequence[ir.Value], folder: Path, location: str, progress: Progress | None
 ) -> None:
-    # Tensors that are the same bytes (a tied embedding and head, under two shapes) are written
-    # once; the others point there.
+    # Tensors with the same bytes (a tied embedding and head, in two shapes) are written once.
     groups: dict[object, list[ir.Value]] = {}
     for value in values:
         groups.setdefault(identity_of(value.const_value), []).append(value)
@@ -304,8 +303,8 @@ def _write_tensors(
 
     tensors = [original_of(members[0].const_value) for members in groups.values()]
     workers = min(4, os.cpu_count() or 1)
-    # onnx_ir counts every tensor whole. One that is made in chunks is never held whole: as
-    # many as can be in the making come on top, or one large weight would keep others waiting.
+    # onnx_ir counts tensors by their full size, but those made in chunks are never held whole.
+    # So as many as are written at once come on top; otherwise a large one blocks the others.
     chunked = sorted(item.nbytes for item in tensors if isinstance(item, ChunkedTensor))
     written = ir.external_data.convert_tensors_to_external(
         tensors,
@@ -324,14 +323,14 @@ def _write_tensors(
 
 
 def _under(tensor: ir.TensorProtocol, like: ir.TensorProtocol) -> ir.TensorProtocol:
-    """A tensor in a file under another's type, shape and name; others as they are."""
+    """Return a tensor of a file with the type, shape and name of ``like``; else ``like``."""
     if not isinstance(tensor, ir.ExternalTensor):
         return like
     return relabel(tensor, like.dtype, tuple(like.shape.numpy()), like.name or "")
 
 
 def identity_of(tensor: ir.TensorProtocol | None) -> object:
-    """Return what two tensors have in common when their bytes are the same."""
+    """Return a key that two tensors share if their bytes are the same."""
     tensor = original_of(tensor)
     if isinstance(tensor, ir.ExternalTensor):
         return tensor.path, tensor.offset, tensor.length
@@ -339,7 +338,7 @@ def identity_of(tensor: ir.TensorProtocol | None) -> object:
 
 
 def original_of(tensor: ir.TensorProtocol | None) -> ir.TensorProtocol:
-    """Return the tensor that others, under other types or shapes, stand for."""
+    """Return the tensor behind aliases, which have another type or shape."""
     while isinstance(tensor, AliasTensor):
         tensor = tensor.original.const_value
     assert tensor is not None
@@ -347,7 +346,7 @@ def original_of(tensor: ir.TensorProtocol | None) -> ir.TensorProtocol:
 
 
 def check_absent(paths: Sequence[Path], overwrite: bool) -> None:
-    """Raise FileExistsError or IsADirectoryError where an output cannot go."""
+    """Raise FileExistsError or IsADirectoryError if an output cannot be written."""
     for path in paths:
         if path.is_dir():
             raise IsADirectoryError(f"{path}: is a folder")
@@ -356,7 +355,7 @@ def check_absent(paths: Sequence[Path], overwrite: bool) -> None:
 
 
 def check_output(model: ModelLike, output: Path, overwrite: bool) -> None:
-    """Raise, before any work is done, where a model's output cannot go."""
+    """Raise, before any work is done, if a model's output cannot be written."""
     if is_path(model) and os.path.realpath(model) == os.path.realpath(output):
         raise ModelFileError(f"{output}: is the model itself; choose another output")
     check_absent([output], overwrite)
@@ -365,8 +364,8 @@ def check_output(model: ModelLike, output: Path, overwrite: bool) -> None:
 
 
 def has_data_file(loaded: LoadedModel, model: ir.Model) -> bool:
-    """Whether a result gets a data file by default: where the source has one, or by size."""
-    # Tensors within the model's own file, mapped, are not external to it.
+    """Whether a result gets a data file by default: if the source has one, or by size."""
+    # Tensors that are mapped from the model's own file do not count as external.
     own = os.path.realpath(loaded.name)
     if any(os.path.realpath(path) != own for path in loaded.data_files.values()):
         return True

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Runs the passes of a request and onnxruntime's own optimisers, and saves what comes out.
+"""Runs the passes of a request and onnxruntime's own optimisers, and saves the result.
 
-The one way from a model to an optimised one: ``optimize`` takes it to a file, the cache to an
-entry.
+This is the only way to an optimised model: ``optimize`` writes a file, the cache an entry.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ from rewrite_rules.graph.nodes import all_nodes
 from session_options import Pass
 from session_options.caller_warnings import warn_caller
 
-# New constants of this size leave a baked .onnx file, or every session would hold a copy.
+# New constants of this size leave a baked .onnx file; otherwise every session holds a copy.
 _INLINE_LIMIT = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BuildResult:
-    """What :func:`build` made; no files where nothing had to be written."""
+    """The result of :func:`build`; without files if nothing had to be written."""
 
     model: ir.Model  # after the last pass that changed it in memory
     files: tuple[Path, ...]
@@ -60,8 +59,8 @@ class BuildResult:
     report: Report
     session_settings: Mapping[str, str]
     modified: bool  # whether a pass changed anything
-    content: bytes | None = None  # the model, where nothing may be written
-    placed: PlacedData | None = None  # of data that was left where it lies
+    content: bytes | None = None  # the model, if nothing may be written
+    placed: PlacedData | None = None  # data that stays where it is
 
 
 def build(
@@ -75,9 +74,9 @@ def build(
 ) -> BuildResult:
     """Take a loaded model, which is changed, through all stages.
 
-    Without ``output`` it stays in memory; optimisers of onnxruntime, and passes that work on
-    files, need one. Data stays where ``placed`` says, unless passes work on files, or much of
-    it is new. What else may be given is for :func:`save_with_data`.
+    Without ``output`` the model stays in memory; onnxruntime's optimisers and passes that work
+    on files need an output. Data stays in ``placed`` unless passes work on files or much data
+    is new. Other arguments are passed to :func:`save_with_data`.
     """
     runs = PassRuns(request)
     runs.needs_of_session()  # raises before anything is written
@@ -140,7 +139,7 @@ def build(
 
 
 def _check(request: BuildRequest, result: BuildResult, path: Path | None) -> None:
-    """Remove a result that is wrong, and raise WrongResult; ``path`` is its file, if any."""
+    """If a result is wrong, remove it and raise WrongResult; ``path`` is its file, if any."""
     from ortplugins.optimization.smoke_check import find_failure
 
     settings = dict(result.session_settings)
@@ -164,7 +163,7 @@ def _check(request: BuildRequest, result: BuildResult, path: Path | None) -> Non
 
 
 def _first_wrong(request: BuildRequest) -> Pass:
-    """Return the pass whose result fails, of those before it none; the last has failed."""
+    """Return the first pass after which the result is wrong; after the last, it is."""
     passes = request.plan.passes
     for count in range(1, len(passes)):
         plan = request.plan._replace(passes=passes[:count])
@@ -188,13 +187,13 @@ def build_without_failing(
     is_entry: bool,
     **settings: Any,
 ) -> tuple[BuildResult, list[str]]:
-    """Build as :func:`build`; leave passes out that fail.
+    """Build as :func:`build` does, but leave out passes that fail.
 
-    Of a cache entry all that fail; of a file those whose result is wrong, and which the file
-    can do without. Returns the result, and a note on each, of which there is a warning, too.
+    For a cache entry, any pass that fails is left out; for a file, only optional passes with a
+    wrong result are. Returns the result, and one note per such pass, which is a warning, too.
 
     Raises:
-        FailedPass: Of others, and if the plan is strict.
+        FailedPass: If another pass fails, or the plan is strict.
     """
     notes: list[str] = []
     tolerated = FailedPass if is_entry else WrongResult
@@ -214,10 +213,10 @@ def build_without_failing(
 def build_artifact(
     request: BuildRequest, loaded: LoadedModel, folder: Path | None
 ) -> dict[str, Any]:
-    """Make the files of a cache entry, where a pass that fails is left out.
+    """Make the files of a cache entry, leaving out passes that fail.
 
-    Returns its report, and fields of an :class:`.Artifact`; without a folder also ``content``,
-    the new model as bytes, or None where nothing was modified.
+    Returns its report and fields of an :class:`.Artifact`; without a folder, also ``content``,
+    the new model as bytes, or None if nothing was modified.
     """
     described = _described(loaded.model)
     result, failed = build_without_failing(
@@ -242,7 +241,7 @@ def build_artifact(
 
 
 def _described(model: ir.Model) -> dict[str, Any]:
-    """Return what a session on the result is compared with: free dimensions, initializers."""
+    """Return facts of the original that sessions on the result are checked against."""
     free = {
         str(value.name): "".join("0" if isinstance(x, int) else "1" for x in value.shape)
         for value in model.graph.inputs
@@ -263,7 +262,7 @@ def _described(model: ir.Model) -> dict[str, Any]:
 
 
 def _may_stay(loaded: LoadedModel) -> PlacedData | None:
-    """Return where a model's data is, if it is so much that no copy is made without need."""
+    """Return where a model's data is, if it is so much that copying should be avoided."""
     files = loaded.data_files
     if sum(path.stat().st_size for path in files.values()) < LEAST_BYTES:
         return None
@@ -273,7 +272,7 @@ def _may_stay(loaded: LoadedModel) -> PlacedData | None:
 def _optimized(
     path: Path, settings: OptimizerSettings, notes: list[str], placed: PlacedData | None
 ) -> tuple[ir.Model, bool]:
-    """Return what onnxruntime's optimisers make of a saved model, and whether they did."""
+    """Run onnxruntime's optimisers on a saved model; return the result and if they ran."""
     from ortplugins.optimization.offline_optimizers import bake
 
     try:
@@ -284,14 +283,14 @@ def _optimized(
         )
         model, baked = load_result(path), False
     if placed is not None:
-        for _, tensor in initializer_tensors(model):  # read without its data
+        for _, tensor in initializer_tensors(model):  # the model was read without its data
             if hasattr(tensor, "base_dir"):
                 tensor.base_dir = str(placed.folder)
     return model, baked
 
 
 def _new_bytes(model: ir.Model, placed: PlacedData) -> int:
-    """Return the bytes of the tensors that lie in none of the files."""
+    """Return the bytes of the tensors that lie outside the placed files."""
     size = 0
     for _, tensor in initializer_tensors(model):
         path = getattr(original_of(tensor), "path", None)

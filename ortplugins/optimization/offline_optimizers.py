@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Runs onnxruntime's own optimisers once, offline, and keeps the graph they make.
+"""Runs onnxruntime's own optimisers once, offline, and keeps the resulting graph.
 
-The result holds for this machine, this onnxruntime and a CPU session of the same settings; it
-is opened with ORT_DISABLE_ALL. Weights are not touched: without a name for an external file,
-onnxruntime writes the new graph with the old references.
+The result is valid for this machine, this onnxruntime and CPU sessions with the same settings;
+it is opened with ORT_DISABLE_ALL. Weights are not touched: without the name of an external
+file, onnxruntime writes the new graph with the old references.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ortplugins.runtime.copied_options import DATA_FOLDER_KEY
 from ortplugins.runtime.session_settings import OptimizerSettings
 from rewrite_rules.graph.parameters import contents
 
-# Merges a sum and the LayerNormalization behind it into a kernel that adds up element by
-# element: 1.1 to 3.2 times the time of both (1.31.1, 1 to 1,024 rows of 384 and 576).
+# Merges a sum and the LayerNormalization after it into a kernel that works element by element:
+# it takes 1.1 to 3.2 times as long (1.31.1, 1 to 1,024 rows of 384 and 576).
 SLOW_OPTIMIZERS = ("SkipLayerNormFusion",)
 
 
 def bake(
     source: Path, settings: OptimizerSettings, data_folder: Path | None = None
 ) -> ir.Model:
-    """Return what the optimisers make of a file, whose data lies beside it or in a folder.
+    """Return the optimised graph of a file whose data lies next to it or in a folder.
 
     Raises:
         PassError: If they fail.
@@ -39,14 +39,14 @@ def bake(
         onnxruntime.GraphOptimizationLevel, settings.level
     )
     options.optimized_model_filepath = str(target)
-    options.log_severity_level = 3  # "hardware-specific file": so is the cache key
+    options.log_severity_level = 3  # it warns of a hardware-specific file; so is the key
     options.enable_cpu_mem_arena = False
-    # A plan for reusing buffers takes most of the start of a large graph without shapes.
+    # On a large graph without shapes, planning the reuse of buffers takes most of the time.
     options.enable_mem_reuse = False
     options.intra_op_num_threads = 1  # no thread pool for a session that never runs
     for key, text in settings.entries:
         options.add_session_config_entry(key, text)
-    # Packing weights is for running; leaving it out keeps memory flat.
+    # Weights are packed for running only; leaving this out keeps memory flat.
     options.add_session_config_entry("session.disable_prepacking", "1")
     if data_folder is not None:
         options.add_session_config_entry(DATA_FOLDER_KEY, os.fspath(data_folder))
@@ -70,9 +70,9 @@ def bake(
 
 
 def give_shapes_back(before: ir.Model, after: ir.Model) -> None:
-    """Give a baked graph the shapes of intermediate values, which onnxruntime does not save.
+    """Restore the shapes of intermediate values, which onnxruntime does not save.
 
-    Without them its memory planner takes most of the start of a large graph.
+    Without them, its memory planner takes most of the start of a large graph.
     """
     shaped: dict[str | None, ir.Value] = {
         value.name: value
@@ -83,8 +83,8 @@ def give_shapes_back(before: ir.Model, after: ir.Model) -> None:
     for node in after.graph:
         for index, value in enumerate(node.outputs):
             known = shaped.get(value.name)
-            # The same name may stand for another tensor once a Transpose was moved: the
-            # shape counts only where the node that makes the value is the same.
+            # After a Transpose was moved, the same name may stand for another tensor, so the
+            # shape counts only if the producer is the same.
             if known is None or not _same_node(known.producer(), node, index, known):
                 continue
             value.shape, value.type = known.shape, known.type
@@ -101,7 +101,7 @@ def _same_node(before: ir.Node | None, after: ir.Node, index: int, value: ir.Val
 
 
 def _attribute_values(node: ir.Node) -> dict[str, object]:
-    """Return the attributes that two nodes can be compared by; of subgraphs the name only."""
+    """Return attributes for a comparison of two nodes; subgraphs count by name only."""
     values: dict[str, object] = {}
     for name, attribute in node.attributes.items():
         value = attribute.value

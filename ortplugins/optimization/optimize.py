@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""From a model to an optimised model, as a file or as an object."""
+"""Optimises a model into a file or an object."""
 
 from __future__ import annotations
 
@@ -35,17 +35,16 @@ _SCRATCH = "ortplugins.optimize.scratch"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OptimizeResult:
-    """What :func:`optimize` made.
+    """The result of :func:`optimize`.
 
     Attributes:
-        path: The file written; None when no output was asked for.
+        path: The file written; None if no output was requested.
         report: What the passes did.
-        model: The optimised model, of the type that was given (``onnx_ir.Model`` for a path).
-            Its tensors may still lie in the source's files.
-        session_settings: What sessions on the file need, as ``Pass.session_settings`` returns
-            it.
-        data_files: What the file reads beside itself: written with it, or left where the
-            source has it.
+        model: The optimised model, of the given type (``onnx_ir.Model`` for a path). Its
+            tensors may still lie in the source's files.
+        session_settings: Settings that sessions on the file need, as from
+            ``Pass.session_settings``.
+        data_files: Data files that the model needs: written with it, or left where they were.
     """
 
     path: Path | None
@@ -68,23 +67,23 @@ def optimize(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> OptimizeResult:
-    """Apply passes to a model, ahead of any session. The result runs on every machine.
+    """Apply passes to a model ahead of any session. The result runs on every machine.
 
     Args:
         model: Path of an .onnx file, ``onnx.ModelProto`` or ``onnx_ir.Model``; not changed.
             Large tensors of a path are read only where a pass rewrites them.
-        output: File to write; its data goes to ``<output>.data``. Tensors that lie in files
-            of the output's folder already, unchanged, stay there.
+        output: File to write; its data goes to ``<output>.data``. Unchanged tensors stay where
+            they are if their file is in the output's folder.
         passes: Pass objects, or names with their options in ``options``.
         options: ``{"<pass>.<option>": value}`` for passes given by name.
         providers: Execution providers that the result is for.
-        onnxruntime_version: Oldest onnxruntime that the result has to run on, ``"1.24"`` for
-            instance; the installed one by default.
-        external_data: Whether tensors of 1 KiB and more go to the data file; by default as
-            the source has them, and always when they are more than 1 GiB.
-        bake: Run onnxruntime's own optimisers too (all of them, for the CPU) before the file
-            is finished. The result is for this machine and this onnxruntime, and for sessions
-            with ``ORT_DISABLE_ALL``. :class:`PrepackedWeights` needs it.
+        onnxruntime_version: The oldest onnxruntime that the result has to run on, for example
+            ``"1.24"``; by default the installed one.
+        external_data: Whether tensors of at least 1 KiB go to the data file; by default as in
+            the source, and always if they exceed 1 GiB.
+        bake: Also run all of onnxruntime's own optimisers for the CPU. The result is then
+            specific to this machine and this onnxruntime, and for sessions with
+            ``ORT_DISABLE_ALL``. :class:`PrepackedWeights` needs it.
         overwrite: Whether ``output`` may exist.
         progress: Called while tensors are written: done, total, name.
 
@@ -95,7 +94,7 @@ def optimize(
         FileExistsError: If ``output`` exists and ``overwrite`` is false.
         MissingFileError, ModelFileError: If the model or its data can't be used.
         OptionError: If a pass, an option or the version is unknown.
-        PassError: If a pass fails. No output is written then.
+        PassError: If a pass fails. Then no output is written.
     """
     if bake and (foreign := set(providers) - {"CPUExecutionProvider"}):
         raise OptionError(f"bake is for the CPU, not for {', '.join(sorted(foreign))}")
@@ -150,7 +149,7 @@ def optimize_for(
     if result.baked:
         needs["graph_optimization_level"] = "ORT_DISABLE_ALL"
     optimized = result.model
-    if finishing:  # the files are not what the model was any more
+    if finishing:  # the files differ from the model in memory
         with warnings.catch_warnings():
             # onnx_ir has no place for the records of packed weights.
             warnings.filterwarnings("ignore", message="Ignoring unknown external data")
@@ -164,7 +163,7 @@ def optimize_for(
         data = tuple(_data_beside(target, optimized))
         files = [f"sessions on this file need {name} = {text}" for name, text in needs.items()]
         files += [
-            f"{target.name} reads {path.name}, which was there before: keep it beside the file"
+            f"{target.name} reads {path.name}, which was there before: keep both together"
             for path in data
             if path not in result.files
         ]
@@ -175,7 +174,7 @@ def optimize_for(
 
 
 def _data_beside(output: Path, model: ir.Model) -> list[Path]:
-    """Return the data files of a model that was saved, as paths in its folder."""
+    """Return the data files of a saved model, as paths in its folder."""
     folder = Path(os.path.realpath(output.parent))
     found = {
         Path(os.path.realpath(tensor.path)).relative_to(folder)
@@ -186,7 +185,7 @@ def _data_beside(output: Path, model: ir.Model) -> list[Path]:
 
 
 def checked_version(text: str | None) -> str:
-    """Return the oldest onnxruntime that a result is for: the installed one by default."""
+    """Return the oldest onnxruntime that a result has to run on, by default this one."""
     if text is None:
         return str(onnxruntime.__version__)
     try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Runs a result beside its original on a few made-up batches: the guard against our own bugs.
+"""Compares a result with its original on made-up batches: a guard against our own bugs.
 
-Whether a rewrite is right is proved from the graph, or asked by it at run time; what fails
-here is a bug of a pass. Where the original runs no batch, nothing is concluded.
+That a rewrite is right is proved from the graph or checked by it at run time; a failure here
+is a bug of a pass. If the original runs none of the batches, nothing is concluded.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from rewrite_rules.facts.input_roles import Kind, role_of
 from rewrite_rules.graph.nodes import all_nodes
 from rewrite_rules.graph.parameters import constant
 
-# Tokens of a text, and how many of them are padding in one batch. Hardly a size of anything
-# else, so an axis that long counts tokens.
+# Tokens of a text, and how many of them are padding in one batch. An unusual number, so an
+# axis of this length counts tokens.
 _LENGTH, _PADDING = 19, 6
 _ATTEMPTS = 8  # at sizes that the original runs with
-# Of the greatest number of an output, and what counts as none; rounding stays far below.
+# Tolerance: a share of an output's greatest number, and an absolute one; rounding stays far
+# below both.
 _MOST, _ZERO = 0.1, 1e-5
 _TO_CODES = ("DynamicQuantizeLinear", "QuantizeLinear")
 _RANDOM = ("Random", "Bernoulli", "Multinomial")
@@ -45,9 +46,9 @@ Settings = Mapping[str, str]
 def find_failure(
     request: BuildRequest, after: ir.Model, path: Any, needs: Settings, scratch: Path | None
 ) -> str | None:
-    """Say what is wrong with a result, ``after``, saved as ``path``; None if nothing is.
+    """Return what is wrong with the result ``after``, saved as ``path``; None if nothing is.
 
-    Without ``scratch`` nothing is written: ``path`` has the bytes that would be saved.
+    Without ``scratch`` nothing is written, and ``path`` is the content of the file.
     """
     before, failure = request.load().model, None
     counts = not any(map(_differs_by_chance, (*all_nodes(before), *all_nodes(after))))
@@ -57,7 +58,7 @@ def find_failure(
         source = scratch / "before.onnx"
         save_with_data(before, source)
     own = request.optimizers.level
-    # Optimisers of onnxruntime have bugs, too: what fewer of them leave is right.
+    # onnxruntime's optimisers have bugs, too: agreement with fewer of them is enough.
     for level in dict.fromkeys((own, "ORT_ENABLE_BASIC", "ORT_DISABLE_ALL")):
         try:
             run = _open(request, source, {"graph_optimization_level": level, **folder})
@@ -87,9 +88,9 @@ def _first_difference(run: Run, batches: Iterable[Any], counts: bool) -> str | N
 
 
 def _open(request: BuildRequest, source: Any, settings: Settings) -> Run:
-    """Open a model as the user's session does, but for what only makes it fast."""
+    """Open a model as the user's session does, except for settings that only affect speed."""
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # what fails is reported by the caller
+    options.log_severity_level = 4  # the caller reports failures
     options.enable_cpu_mem_arena = request.cpu_arena
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     apply_settings(options, {**dict(request.optimizers.entries), **settings})
@@ -103,14 +104,14 @@ def _open(request: BuildRequest, source: Any, settings: Settings) -> Run:
 
 
 def _batches(model: ir.Model, run: Run) -> Iterator[tuple[Feed, Sizes]]:
-    """Yield a text, the token behind it where there is a cache, and two texts with padding.
+    """Yield a text, the next token if there is a cache, and two texts with padding.
 
-    With each comes how many places count along axes of a size.
+    Each comes with the number of positions that count along axes of a size.
     """
     one = MadeUpInputs(model.graph.inputs, length=_LENGTH)
     for feed in one.fitted_feeds(run, attempts=_ATTEMPTS):
         yield feed, {}
-    with contextlib.suppress(UsageError, ModelFileError):  # it takes one text
+    with contextlib.suppress(UsageError, ModelFileError):  # the model takes only one text
         two = MadeUpInputs(model.graph.inputs, {"batch": 2}, length=_LENGTH)
         real = dict[int, int]()
         feed = next(two.fitted_feeds(run, seed=1, attempts=_ATTEMPTS))
@@ -123,7 +124,7 @@ def _batches(model: ir.Model, run: Run) -> Iterator[tuple[Feed, Sizes]]:
 
 
 def _differs_by_chance(node: ir.Node) -> bool:
-    """Whether a last digit may move numbers by whole steps, or nothing determines them."""
+    """Whether a node turns rounding into whole steps, or its results are random."""
     if node.op_type in _TO_CODES:
         return constant(node.inputs[0]) is None
     if node.op_type == "MatMulNBits":
@@ -132,7 +133,7 @@ def _differs_by_chance(node: ir.Node) -> bool:
 
 
 def _difference(a: Any, b: Any | None, real: Sizes, counts: bool) -> str | None:
-    """Say how an output is wrong; only where numbers count, how far it is off."""
+    """Return how an output is wrong; its numbers are compared only if they count."""
     if b is None or (a.dtype, a.shape) != (b.dtype, b.shape):
         found = "missing" if b is None else f"{b.dtype} {list(b.shape)}"
         return f"is {found} instead of {a.dtype} {list(a.shape)}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Runs the passes of a request over a model, stage by stage, and keeps their remarks."""
+"""Runs the passes of a request on a model, stage by stage, and collects their remarks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from session_options.passes import NOTHING_TO_DO
 
 
 class FailedPass(PassError):
-    """The pass :attr:`name` raised; the model is in whatever state it left."""
+    """The pass :attr:`name` raised; the model may be in any state."""
 
     def __init__(self, item: Pass, text: str) -> None:
         super().__init__(f"pass {item.name!r} {text}")
@@ -37,25 +37,25 @@ class FailedPass(PassError):
 
 
 class WrongResult(FailedPass):
-    """The pass :attr:`name` raised nothing, but its result fails the smoke check."""
+    """The result of the pass :attr:`name` fails the smoke check."""
 
     def __init__(self, item: Pass, failure: str) -> None:
         super().__init__(item, f"made a wrong result, please report it: {failure}")
 
 
 class PassRuns:
-    """The passes of one request over one model."""
+    """The runs of one request's passes on one model."""
 
     def __init__(self, request: BuildRequest) -> None:
         self._request = request
         self._reports: dict[str, PassReport] = {}
-        self.modified = False  # the model, or what sessions on it need
+        self.modified = False  # the model, or the settings that sessions on it need
         self.session_settings: dict[str, str] = {}
 
     def reports(self) -> tuple[PassReport, ...]:
-        """Return one report per pass; one that takes part in two stages has one, too.
+        """Return one report per pass, even if it takes part in two stages.
 
-        A pass that met no candidate says so.
+        If a pass met no candidate, its report says so.
         """
         found = []
         for item in self._reports.values():
@@ -68,9 +68,9 @@ class PassRuns:
         return any(item.takes_part_in(stage) for item in self._request.plan.passes)
 
     def run(self, stage: str, target: ir.Model | Path, *, final_graph: bool = False) -> None:
-        """Run the passes of a stage on the model; for ``"finish"``, on the path of the file.
+        """Run the passes of a stage on the model or, for ``"finish"``, on the file's path.
 
-        With ``final_graph``, no optimiser of onnxruntime will change it any more.
+        ``final_graph`` says that no optimiser of onnxruntime will change the graph any more.
         """
         for item in self._request.plan.passes:
             if item.takes_part_in(stage):
@@ -85,7 +85,7 @@ class PassRuns:
         try:
             modified = getattr(item, stage)(target, context)
             if isinstance(target, ir.Model):
-                # Rewrites may put a producer behind its consumer; sorting is stable.
+                # Rewrites may put a producer after its consumer; sorting is stable.
                 sort_nodes(target.graph)
         except RewriteError as error:
             raise FailedPass(item, f"failed at {error}") from error
@@ -116,7 +116,7 @@ class PassRuns:
         )
 
     def needs_of_session(self) -> dict[str, str]:
-        """Return what sessions on the result need, tried on options of our own."""
+        """Return the settings that sessions on the result need, after trying them out."""
         needs: dict[str, str] = {}
         for item in self._request.plan.passes:
             try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Child processes: which interpreter runs them, and in what environment."""
+"""The interpreter and the environment of child processes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import sys
 from session_options.environment import VARIABLE
 
 _PYTHON = f"{VARIABLE}_PYTHON"
-# Names what the processes above this one were started for.
+# Lists the purposes of this process and its ancestors.
 _MARKER = f"{VARIABLE}_CHILD_OF"
 
 
 def child_python(purpose: str) -> str | None:
-    """Return the interpreter that a child process is started with.
+    """Return the interpreter for a child process.
 
-    ``ORTPLUGINS_PYTHON``; else what ``multiprocessing.set_executable`` was given; else this
-    process's own, unless that is a program: one frozen by PyInstaller, or one that embeds
-    Python, such as uWSGI. None where there is none, and in a child of the same purpose: that
-    is a program which was taken for an interpreter.
+    This is ``ORTPLUGINS_PYTHON``, else the one from ``multiprocessing.set_executable``, else
+    this process's own, unless that is a program: frozen by PyInstaller, or embedding Python,
+    such as uWSGI. None if there is none, or in a child with the same purpose, where a program
+    was mistaken for an interpreter.
     """
     if purpose in _purposes():
         return None
@@ -37,14 +37,14 @@ def child_python(purpose: str) -> str | None:
 def child_environment(
     purpose: str, scratch: str | os.PathLike[str] | None = None
 ) -> dict[str, str]:
-    """Return this process's environment, for a child that imports from the same places.
+    """Return an environment for a child that imports from the same places as this process.
 
-    Its sessions are plain ones, whatever is switched on here. Its temporary files go to
-    ``scratch``, where somebody sweeps up after one that is killed.
+    Its sessions are plain, whatever is switched on here. Its temporary files go to
+    ``scratch``, which the caller removes even if the child is killed.
     """
-    # Under ``ortplugins run`` it would switch passes on in the child, too.
+    # Under ``ortplugins run``, the variable would switch passes on in the child, too.
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
-    # Python ignores other kinds of entries, too.
+    # Python ignores other kinds of entries as well.
     searched = [entry for entry in sys.path if entry and isinstance(entry, str)]
     environment["PYTHONPATH"] = os.pathsep.join(searched)
     if scratch is not None:
@@ -54,14 +54,14 @@ def child_environment(
 
 
 def end_with_parent() -> None:
-    """Have this child process end when its parent does, however that ends."""
+    """End this child process when its parent ends, for whatever reason."""
     import threading
     import time
 
     parent = os.getppid()
 
     def wait() -> None:
-        # Windows keeps the number of a parent that has ended.
+        # On Windows, the parent's id does not change when it ends.
         while os.getppid() == parent:
             time.sleep(0.5)
         os._exit(1)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""Copies of a user's ``SessionOptions``, and what is set on them.
+"""Copies of a user's ``SessionOptions``, and how they are changed.
 
-The user's own object is never changed: another thread may make a session from it at any
-moment. Python has no way to copy options, but a native session has a copy of its own, and
-returns copies of that; on an empty model it costs a tenth of a millisecond. Left behind are
-libraries of custom operators and devices that were added as providers.
+The user's own object is never changed: another thread may create a session from it at any
+moment. Python cannot copy options, but a native session holds a copy and returns copies of
+it; with an empty model, this takes a tenth of a millisecond. Custom operator libraries and
+devices that were added as providers are not copied.
 
-Options have no getters for weights that were given by hand. A model with one external tensor
-is refused by options that hold external weights; a copy refuses to add an initializer that it
-has already. A start that is known imports this module, so it imports little.
+Options have no getters for weights that the user has supplied. So we probe: options with
+external weights refuse a model with one external tensor, and a copy refuses to add an
+initializer that it has already. Hits import this module, so it imports little.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from onnxruntime.capi import _pybind_state, onnxruntime_pybind11_state
 
 from session_options.entries import DATA_FOLDER_KEY as DATA_FOLDER_KEY
 
-# Models without a node, and with a byte of external data that a node reads. Slashes fill up
-# its location, which has a fixed length.
+# A model without nodes, and one whose node reads a byte of external data. Slashes pad its
+# location to a fixed length.
 _EMPTY_MODEL = b"\x08\x07:\x03\x12\x01gB\x04\n\x00\x10\r"
 _EXTERNAL_MODEL = (
     b'\x08\x07:\xb1\x01\n\x10\n\x01a\x12\x01y"\x08Identity\x12\x01g*\x88\x01\x08\x01\x10\x02B\x01ajp'
@@ -39,7 +39,7 @@ class CopiedOptions:
     """The ``SessionOptions`` of a user as they were when this was made."""
 
     def __init__(self, options: onnxruntime.SessionOptions) -> None:
-        """Copy them; raise what any session on them would raise."""
+        """Copy them; raises what any session with them would raise."""
         self._native = _pybind_state.InferenceSession(options, _EMPTY_MODEL, False, False)
         if options.enable_profiling:
             os.unlink(self._native.end_profiling())
@@ -53,10 +53,10 @@ class CopiedOptions:
         return copied
 
     def have_external_weights(self) -> bool:
-        """Whether external initializers were added, or files of them that are in memory.
+        """Whether external initializers were added, by value or as files in memory.
 
-        onnxruntime refuses a model that lacks one of the names, or whose data is in none of
-        the files; without any it reads the data from disk, here from a library of its own.
+        Then onnxruntime refuses a model that lacks one of their names, or whose data is in
+        none of the files. Otherwise it reads the data from disk, here from its own library.
         """
         folder, model = _external_model()
         own = self._native.session_options
@@ -68,14 +68,14 @@ class CopiedOptions:
             own.add_session_config_entry(key, "0")
         probe = _pybind_state.InferenceSession(own, model, False, False)
         try:
-            # Not those of a policy, which may be slow to start.
+            # Providers chosen by a policy may be slow to start.
             probe.initialize_session(["CPUExecutionProvider"], [{}], set())
         except Exception:  # onnxruntime's own classes, none of which is documented
             return True
         return False
 
     def added_initializer(self, names: Iterable[str]) -> str | None:
-        """Return the first of these initializers that was added by hand; None if none was."""
+        """Return the first of these initializers that the user added; None if none was."""
         import numpy as np
 
         value = onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros(1, np.float32))
@@ -90,13 +90,13 @@ class CopiedOptions:
 
 @functools.cache
 def _external_model() -> tuple[str, bytes]:
-    """Return a model with a byte of a library's as external data, and the library's folder."""
+    """Return a model whose external data is a byte of a library, and the library's folder."""
     folder, name = os.path.split(os.path.realpath(onnxruntime_pybind11_state.__file__))
     return folder, _EXTERNAL_MODEL % os.fsencode(name).rjust(_LOCATION_BYTES, b"/")
 
 
 def running_options(session: onnxruntime.InferenceSession) -> onnxruntime.SessionOptions:
-    """Return a copy of what a session runs with; its own method names what its user gave."""
+    """Return a copy of the options in use; the session's own method returns the user's."""
     return session._sess.session_options
 
 
@@ -105,19 +105,19 @@ def apply_settings(
 ) -> None:
     """Change options.
 
-    In ``settings`` a key with a dot is an entry, one without an attribute, whose value may be
-    the name of an enumeration's member, or "0" or "1" for a bool, digits for an int.
+    In ``settings``, a key with a dot is an entry; any other is an attribute, whose value may
+    be the name of an enumeration's member, "0" or "1" for a bool, or digits for an int.
     """
     for name, value in settings.items():
         if "." in name:
-            if entry_of(options, name) != str(value):  # onnxruntime warns of entries set again
+            if entry_of(options, name) != str(value):  # setting it twice causes a warning
                 options.add_session_config_entry(name, str(value))
         else:
             setattr(options, name, _attribute(name, value, type(getattr(options, name))))
 
 
 def entry_of(options: onnxruntime.SessionOptions, name: str) -> str | None:
-    """Return a session entry, or None where it was never set."""
+    """Return a session entry, or None if it was never set."""
     try:
         return str(options.get_session_config_entry(name))
     except RuntimeError:  # there is none

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""onnxruntime's own optimisers, as a session runs them."""
+"""How a session runs onnxruntime's own optimisers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _QDQ = "QDQSelectorActionTransformer"
 
 
 class OptimizerSettings(NamedTuple):
-    """How to run the optimisers: level, names of those to leave out, session entries."""
+    """How to run the optimisers: the level, names of disabled ones, session entries."""
 
     level: str
     disabled: tuple[str, ...] = ()
@@ -20,7 +20,7 @@ class OptimizerSettings(NamedTuple):
 
     @property
     def native_accuracy_level(self) -> int | None:
-        """Level at which dequantised weights are fused; None where they are not."""
+        """The accuracy level of onnxruntime's own fusion; None if it does not run."""
         entries = dict(self.entries)
         named = entries.get(DISABLED_OPTIMIZERS_KEY, "").split(";")
         if (
@@ -34,5 +34,5 @@ class OptimizerSettings(NamedTuple):
         return int(level) if level in ("0", "1", "2", "3", "4") else None
 
 
-# For a file that no session asked for.
+# For files, which belong to no session.
 ALL_OPTIMIZERS = OptimizerSettings("ORT_ENABLE_ALL")

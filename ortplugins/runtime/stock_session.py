@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Plain sessions of onnxruntime, at an optimisation level that has a short name."""
+"""Plain onnxruntime sessions at an optimisation level given by a short name."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ LEVELS = {
     "layout": "ORT_ENABLE_LAYOUT",
     "all": "ORT_ENABLE_ALL",
 }
-"""Optimisation levels of onnxruntime by the names that options take."""
+"""onnxruntime's optimisation levels by the names that our options use."""
 
 
 NUMPY_TYPES = frozenset({
     "bool", "double", "float", "float16", "int16", "int32", "int64", "int8", "string",
     "uint16", "uint32", "uint64", "uint8",
 })  # fmt: skip
-"""Element types that numpy has, in onnxruntime's word: it returns arrays of no others."""
+"""Element types, in onnxruntime's spelling, that exist in numpy and so can be returned."""
 
 
 def optimization_level_of(name: str) -> onnxruntime.GraphOptimizationLevel:
@@ -34,7 +34,7 @@ def optimization_level_of(name: str) -> onnxruntime.GraphOptimizationLevel:
     levels = onnxruntime.GraphOptimizationLevel
     known = {short: member for short, member in LEVELS.items() if hasattr(levels, member)}
     if name not in known:
-        raise UsageError(f"unknown level {name!r}: one of {', '.join(known)} is expected")
+        raise UsageError(f"unknown level {name!r}; expected one of {', '.join(known)}")
     return getattr(levels, known[name])
 
 
@@ -52,7 +52,7 @@ def open_model(
     providers: Sequence[Any] = ("CPUExecutionProvider",),
     settings: Mapping[str, str | int | bool] | None = None,
 ) -> onnxruntime.InferenceSession:
-    """Open a session on a file; ``settings`` of its options go before the level."""
+    """Open a session on a file; ``settings`` take precedence over the level."""
     options, settings = stock_options(level), settings or {}
     if not os.path.isfile(path):
         from ortplugins.model_io.loading import read_model_file
@@ -85,11 +85,11 @@ def opened(
 def quiet_runner(
     session: onnxruntime.InferenceSession,
 ) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """Return what runs a session, without onnxruntime's log where inputs do not fit."""
+    """Return a function that runs a session and does not log inputs that do not fit."""
     options = onnxruntime.RunOptions()
     options.log_severity_level = 4
     names = [item.name for item in session.get_outputs() if type_of(item) in NUMPY_TYPES]
-    if not names:  # [] would fetch the others, which numpy cannot hold
+    if not names:  # [] would fetch all outputs, which numpy cannot represent
         return lambda feed: {}
     return lambda feed: dict(zip(names, session.run(names, feed, options), strict=True))
 

@@ -120,11 +120,11 @@ BAD: dict[str, tuple[Spoil, str]] = {
     ),
     "a value of no node": (
         changed(lambda graph: graph.node[-1].input.__setitem__(0, "gone")),
-        r"node 'matmul' \(MatMul\) reads 'gone', which is no input",
+        r"node 'matmul' \(MatMul\) reads 'gone', which is neither an input",
     ),
     "an output of no node": (
         changed(lambda graph: graph.output[0].__setattr__("name", "gone")),
-        "an output is 'gone', which is no input",
+        "an output is 'gone', which is neither an input",
     ),
     "folder as data": (instead(Path.mkdir), "is not a regular file"),
     "pipe as data": (instead(os.mkfifo), "is not a regular file"),
