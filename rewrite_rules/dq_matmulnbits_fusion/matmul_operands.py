@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: MIT
 """MatMul, FusedMatMul and Gemm by a constant in one form, and the biases that they add.
 
-y = alpha * x @ W + beta * bias                   the weight on the right
-y = alpha * W.T @ x + beta * bias                 on the left: y.T = alpha * x.T @ W
+    y = alpha * x @ W + beta * bias
 
 A constant bias that is the same for every row is one that MatMulNBits takes.
 """
@@ -27,17 +26,15 @@ from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Product:
-    """A multiplication, seen from one of its operands.
+    """A multiplication by its right operand.
 
     Attributes:
-        index: Input that holds the weight.
-        k_axis: Which of the last two axes of that input is reduced.
-        transpose_x: Whether the last two axes of the other operand have to be swapped first.
+        k_axis: Which of the last two axes of the weight is reduced.
+        transpose_x: Whether the last two axes of the left operand have to be swapped first.
         alpha, beta: Factors of the product and of the bias.
     """
 
     node: ir.Node
-    index: int
     k_axis: int
     transpose_x: bool
     alpha: float
@@ -45,10 +42,10 @@ class Product:
 
     @property
     def x(self) -> ir.Value | None:
-        return self.node.inputs[1 - self.index]
+        return self.node.inputs[0]
 
     def x_rank(self, facts: ProvedShapes) -> int | None:
-        """Return the rank of the other operand; None where it isn't proved."""
+        """Return the rank of the left operand; None where it isn't proved."""
         if self.node.op_type == "Gemm":
             return 2
         dims = facts.dims(self.x)
@@ -62,19 +59,17 @@ class Product:
         return self.node.inputs[2]
 
 
-def read_product(node: ir.Node, index: int) -> Product:
-    """Read a node as a product whose weight is one of its first two inputs."""
-    transposed, alpha, beta = [0, 0], 1.0, 1.0
+def read_product(node: ir.Node) -> Product:
+    """Read a node as a product whose weight is its second input."""
+    alpha, beta = 1.0, 1.0
     if node.op_type != "MatMul":
-        transposed = [int_attribute(node, name, 0) for name in ("transA", "transB")]
         alpha = float_attribute(node, "alpha", 1.0)
     if node.op_type == "Gemm":
         beta = float_attribute(node, "beta", 1.0)
     elif int_attribute(node, "transBatchA", 0) or int_attribute(node, "transBatchB", 0):
         raise Refusal("ORP107", f"{node.op_type} transposes batches")
-    own, other = bool(transposed[index]), bool(transposed[1 - index])
-    on_left = index == 0
-    return Product(node, index, int(own != on_left), other != on_left, alpha, beta)
+    k_axis, transpose_x = (int_attribute(node, name, 0) for name in ("transB", "transA"))
+    return Product(node, int(bool(k_axis)), bool(transpose_x), alpha, beta)
 
 
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)

@@ -63,7 +63,7 @@ class MatMulByWeight(OperandRule):
     """``MatMul(x, W)`` -> ``MatMulNBits(x)``; ``alpha * MatMulNBits(x)`` of FusedMatMul."""
 
     def _plan(self, node: ir.Node, chain: list[ir.Node], operand: DequantizedOperand) -> Emit:
-        product, run = read_product(node, 1), self._run
+        product, run = read_product(node), self._run
         if operand.bits == 8 and _is_dequantized(product.x):
             raise Refusal(
                 "ORP115",

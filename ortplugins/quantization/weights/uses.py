@@ -212,7 +212,7 @@ def _product(
     node: ir.Node, root: ir.Value, tensor: ir.TensorProtocol, swapped: bool, main: ir.Graph
 ) -> WeightUse | None:
     """Read a product by a constant matrix; None where the node is not valid."""
-    product = read_product(node, 1)
+    product = read_product(node)
     if product.x is None:
         return None
     if product.transpose_x:
@@ -238,7 +238,7 @@ def _is_matrix(
     """Whether a weight ``[1, K, N]`` may be ``[K, N]``: the product keeps its rank."""
     if {*shape[:-2]} != {1} or node.op_type != "MatMul" or swapped:
         return False
-    rank = read_product(node, 1).x_rank(facts())
+    rank = read_product(node).x_rank(facts())
     return rank is not None and rank >= len(shape)
 
 
