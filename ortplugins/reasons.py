@@ -108,7 +108,7 @@ REASONS: Mapping[str, Mapping[str, str]] = {
             "Complete the override: scale and zero_point, or finite rmin and rmax in this "
             "order."
         ),
-        "ORP313": "Convert the model by onnx.version_converter, to opset 11 to 20.",
+        "ORP313": "Convert the model by onnx.version_converter, to opset 11 or newer.",
         "ORP315": "Add dq_matmulnbits_fusion, which reads the codes of 4-bit weights.",
         "ORP316": "Raise ortplugins.mixed_precision_boundaries.float_limit_mb.",
     },

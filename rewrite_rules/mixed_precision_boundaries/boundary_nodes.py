@@ -99,7 +99,7 @@ class Boundaries:
         made: ir.Value = getattr(op, op_type)(
             value, *parameters, **attributes, _domain=domain, _name=named, _outputs=outputs
         )
-        dtype = grid.dtype if op_type == Q else ir.DataType.from_numpy(grid.float_dtype)
+        dtype = grid.dtype if op_type == Q else FLOAT
         made.type, made.shape = ir.TensorType(dtype), value.shape
         if op_type == DQ and tensor.dequantizes:
             made.shape = tensor.dequantizes[0].outputs[0].shape

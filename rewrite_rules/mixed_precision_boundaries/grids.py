@@ -66,12 +66,6 @@ class _Wanted:
         keeps = self.region.plans[tensor].produced == tensor.grid.dtype
         return (keeps and self.asked(tensor.grid.dtype)) or tensor.grid
 
-    @property
-    def is_converted(self) -> bool:
-        """Whether a pair of Q and DQ leads from or to another type of a tensor."""
-        plans = self.region.plans
-        return any(t.codes_are_read or plans[t].types() - {self.dtype} for t in self.tensors)
-
     def asked(self, dtype: ir.DataType) -> QuantizationGrid | None:
         """Return the grid that overrides of any of the tensors ask for."""
         asked: dict[QuantizationGrid, str] = {}
@@ -107,25 +101,13 @@ def _other_sign(wanted: _Wanted) -> QuantizationGrid | None:
     return wanted.own.refine(wanted.dtype) if same else None
 
 
-def _whole_range(wanted: _Wanted) -> QuantizationGrid | None:
-    """The whole range of a type of more bits, over a range that begins or ends at 0.
-
-    Only if nothing converts it.
-    """
-    own = wanted.own
-    if wanted.dtype.bitwidth <= own.bits or wanted.is_converted:
-        return None
-    span = _known_range(own)
-    return span and QuantizationGrid.of_range(wanted.dtype, *span, own.float_dtype)
-
-
 def _refined(wanted: _Wanted) -> QuantizationGrid | None:
     """The refinement of the grid that it has, which holds each of its values."""
     finer = wanted.dtype.bitwidth > wanted.own.bits
     return wanted.own.refine(wanted.dtype) if finer else None
 
 
-PRECEDENCE = (_asked, _own, _other_sign, _whole_range, _refined)
+PRECEDENCE = (_asked, _own, _other_sign, _refined)
 
 
 def _shared_grid(wanted: _Wanted) -> QuantizationGrid:
@@ -139,26 +121,14 @@ def _shared_grid(wanted: _Wanted) -> QuantizationGrid:
     return found
 
 
-def _known_range(grid: QuantizationGrid) -> tuple[float, float] | None:
-    """The range that an 8-bit grid was made for, where its codes tell it exactly.
-
-    Those that begin or end at 0 do. Quantisers remove the Relu and Clip that such a range
-    stands for, and the refinement would let values pass, by a step of 8 bits.
-    """
-    if grid.float_dtype != np.float32 or grid.zero_point not in (grid.low, grid.high):
-        return None
-    low, high = grid.dequantize([grid.low, grid.high])
-    return float(low), float(high)
-
-
 def _asked_grid(
     own: QuantizationGrid, dtype: ir.DataType, entry: TensorOverride
 ) -> QuantizationGrid | None:
     if entry.scale is not None and entry.zero_point is not None:
-        return QuantizationGrid(dtype, own.float_dtype.type(entry.scale), entry.zero_point)
+        return QuantizationGrid(dtype, np.float32(entry.scale), entry.zero_point)
     if entry.rmin is None and entry.rmax is None and entry.symmetric is None:
         return None
     low, high = map(float, own.dequantize([own.low, own.high]))
     low = low if entry.rmin is None else entry.rmin
     high = high if entry.rmax is None else entry.rmax
-    return QuantizationGrid.of_range(dtype, low, high, own.float_dtype, bool(entry.symmetric))
+    return QuantizationGrid.of_range(dtype, low, high, bool(entry.symmetric))

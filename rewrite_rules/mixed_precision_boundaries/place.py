@@ -25,16 +25,14 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from rewrite_rules.closest_name import did_you_mean
+from rewrite_rules.graph.int8_moves import OPSET as INT8_OPSET
+from rewrite_rules.graph.int8_moves import move_int8_codes
 from rewrite_rules.graph.nodes import (
-    input_of,
     is_dequantize_linear,
     is_quantize_linear,
     label,
 )
-from rewrite_rules.mixed_precision_boundaries.boundary_nodes import (
-    OPSET_OF_16_BITS,
-    Boundaries,
-)
+from rewrite_rules.mixed_precision_boundaries.boundary_nodes import Boundaries
 from rewrite_rules.mixed_precision_boundaries.boundary_rules import write_boundaries
 from rewrite_rules.mixed_precision_boundaries.grids import Grids, choose_grids
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
@@ -120,6 +118,8 @@ def place_boundaries(model: ir.Model, options: BoundaryOptions, context: PassCon
     for planned in ready:
         _add(boundaries, planned, context.remarks)
     write_boundaries(boundaries)
+    if options.mode == "float" and ready and graph.opset >= INT8_OPSET:
+        move_int8_codes(model)
 
 
 class _Planned(NamedTuple):
@@ -192,12 +192,6 @@ def _check_plan(
         raise Refusal(
             "ORP305", f"tensor {tensor.name!r} would be float and of another type at once"
         )
-    if plan.produced == ir.DataType.FLOAT and _is_moved_int8(graph, tensor, region):
-        raise Refusal(
-            "ORP313",
-            f"tensor {tensor.name!r} would be float, moved from int8 codes: no session loads "
-            "that from opset 21 on",
-        )
     if plan.produced == ir.DataType.FLOAT and plan.clipped and graph.opset < _OPSET_OF_CLIP:
         raise Refusal(
             "ORP313",
@@ -224,30 +218,6 @@ def _check_sharing(
                     f"{tensor.name!r} as {type_name(read)} and write {other.name!r} as "
                     f"{type_name(written)}; give both one type",
                 )
-
-
-# Over these, onnxruntime repeats a DequantizeLinear, towards the readers; Identity nodes it
-# has removed by then.
-_PASSED_OPERATORS = frozenset(
-    {"Identity", "MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"}
-)
-
-
-def _is_moved_int8(graph: QuantizedGraph, tensor: QuantizedTensor, region: Region) -> bool:
-    """Whether data movement makes a tensor of one that stays in int8.
-
-    From opset 21 on, onnxruntime makes a QuantizeLinear of two types of that, with which no
-    session loads (PropagateDQForward of qdq_propagation.cc, 1.31 and 1.32).
-    """
-    node = tensor.producer if graph.opset >= OPSET_OF_16_BITS else None
-    while node is not None and node.op_type in _PASSED_OPERATORS:
-        for read in graph.read_by(node):
-            plan = region.plans.get(read)
-            left = read.grid.dtype if plan is None else plan.produced
-            return left == ir.DataType.INT8
-        value = input_of(node, 0)
-        node = None if value is None else value.producer()
-    return False
 
 
 # What operators compute, whatever they read.

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
@@ -26,13 +25,11 @@ _LEAST = float(np.finfo(np.float32).smallest_normal)
 
 @dataclasses.dataclass(frozen=True)
 class QuantizationGrid:
-    """A grid per tensor; its scale is a numpy scalar of the type that values have, too."""
+    """A grid per tensor, of float32 values."""
 
     dtype: ir.DataType
-    # A float16 and a float32 of one value are equal; the grids are not.
-    scale: np.generic = dataclasses.field(compare=False)
+    scale: np.float32
     zero_point: int
-    _stored: tuple[str, bytes] = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.dtype not in GRID_TYPES:
@@ -50,21 +47,15 @@ class QuantizationGrid:
                 f"zero point {self.zero_point} lies outside the range of "
                 f"{self.dtype.name.lower()}",
             )
-        stored = np.asarray(self.scale)
-        object.__setattr__(self, "_stored", (stored.dtype.name, stored.tobytes()))
 
     @staticmethod
     def of_range(
-        dtype: ir.DataType,
-        rmin: float,
-        rmax: float,
-        float_dtype: np.dtype[np.generic],
-        symmetric: bool = False,
+        dtype: ir.DataType, rmin: float, rmax: float, symmetric: bool = False
     ) -> QuantizationGrid:
         """Return the grid that onnxruntime's quantiser gives a range of values.
 
         ``compute_scale_zp`` of onnxruntime/quantization/quant_utils.py. Refused: a range that
-        is not finite, or whose scale is too small for the float type.
+        is not finite, or whose scale is too small.
         """
         if not (np.isfinite(rmin) and np.isfinite(rmax) and rmin <= rmax):
             raise Refusal("ORP312", f"{rmin}..{rmax} is not a range of values")
@@ -75,16 +66,15 @@ class QuantizationGrid:
             rmin = -rmax
             low = -high if low < 0 else low
         scale = (rmax - rmin) / (high - low)
-        if scale < float(ml_dtypes.finfo(float_dtype).smallest_normal):
+        if scale < _LEAST:
             if rmax > rmin:
                 # onnxruntime gives it the scale 1, which leaves nothing of the values.
                 raise Refusal(
-                    "ORP308",
-                    f"scale {scale:.3g} of {rmin}..{rmax} is not a normal {float_dtype}",
+                    "ORP308", f"scale {scale:.3g} of {rmin}..{rmax} is not a normal float32"
                 )
-            return QuantizationGrid(dtype, float_dtype.type(1.0), 0)
+            return QuantizationGrid(dtype, np.float32(1.0), 0)
         middle = np.round((low + high) / 2) if symmetric else np.round(low - rmin / scale)
-        return QuantizationGrid(dtype, float_dtype.type(scale), int(middle))
+        return QuantizationGrid(dtype, np.float32(scale), int(middle))
 
     @property
     def low(self) -> int:
@@ -100,12 +90,8 @@ class QuantizationGrid:
         return self.dtype.bitwidth
 
     @property
-    def float_dtype(self) -> np.dtype[np.generic]:
-        return np.dtype(type(self.scale))
-
-    @property
-    def range(self) -> tuple[np.generic, np.generic]:
-        """The ends of the range of values that the grid was made for, of the scale's type.
+    def range(self) -> tuple[np.float32, np.float32]:
+        """The ends of the range of values that the grid was made for.
 
         Unless it begins or ends at 0, it was moved for the zero point to be a code.
         """
@@ -113,34 +99,24 @@ class QuantizationGrid:
         if self.zero_point not in (self.low, self.high):
             steps += [-0.5, 0.5]
         with np.errstate(over="ignore"):
-            low, high = (steps * float(self.scale)).astype(self.float_dtype)
+            low, high = (steps * float(self.scale)).astype(np.float32)
         return low, high
 
     def codes(self) -> npt.NDArray[np.generic]:
         """All codes of the type, ascending; 256 or 65,536 of them."""
         return np.arange(self.low, self.high + 1).astype(self.dtype.numpy())
 
-    def dequantize(self, codes: npt.ArrayLike) -> npt.NDArray[np.generic]:
-        """The values of codes, as DequantizeLinear computes them; of the scale's type."""
+    def dequantize(self, codes: npt.ArrayLike) -> npt.NDArray[np.float32]:
+        """The values of codes, as DequantizeLinear computes them."""
         offsets = np.asarray(codes).astype(np.int64) - self.zero_point
-        with np.errstate(over="ignore"):  # float16 ends at 65,504
-            product = offsets.astype(np.float32) * np.float32(self.scale)
-            values: npt.NDArray[np.generic] = product.astype(self.float_dtype)
+        with np.errstate(over="ignore"):
+            values: npt.NDArray[np.float32] = offsets.astype(np.float32) * self.scale
         return values
 
-    def quantize(
-        self, values: npt.ArrayLike, precision: npt.DTypeLike = np.float32
-    ) -> npt.NDArray[np.generic]:
-        """The codes of values of the scale's type; NaN becomes the smallest code.
-
-        The quotient is rounded to ``precision``: from opset 23 on the scale's type; float32
-        before, and in onnxruntime's own operator. Release 1.31 gives some float16 values of
-        2^31 steps and more, infinities among them, the code of the other end; no fold or
-        boundary rests on such.
-        """
+    def quantize(self, values: npt.ArrayLike) -> npt.NDArray[np.generic]:
+        """The codes of values; NaN becomes the smallest code."""
         with np.errstate(over="ignore", invalid="ignore"):
-            steps = np.asarray(values, np.float32) / np.float32(self.scale)
-            steps = np.rint(steps.astype(precision).astype(np.float32))
+            steps = np.rint(np.asarray(values, np.float32) / self.scale)
             clipped = np.clip(
                 np.nan_to_num(steps, nan=-np.inf),
                 self.low - self.zero_point,
@@ -149,60 +125,55 @@ class QuantizationGrid:
         codes: npt.NDArray[np.generic] = clipped.astype(np.int64) + self.zero_point
         return codes.astype(self.dtype.numpy())
 
-    def _quantize_both(self, values: npt.ArrayLike) -> list[npt.NDArray[np.generic]]:
-        """The codes by each precision of the quotient that an opset has."""
-        return [self.quantize(values, each) for each in (np.float32, self.float_dtype)]
-
     def refine(self, dtype: ir.DataType) -> QuantizationGrid:
         """Return the grid of another type that has every value of this one, bit for bit.
 
             scale16 = scale8 / 256      code16 = (code8 - min8) * 256 + min16
 
         256 is a power of two, so no product is rounded; 257, which would use the whole range,
-        moves values. Refused: fewer bits, or a smaller scale that is not exact in its type.
+        moves values. Refused: fewer bits, or a scale so small that this is not exact.
         """
         bits = dtype.bitwidth - self.bits
         if bits < 0:
             raise Refusal(
                 "ORP310", f"{self.dtype.name.lower()} is not refined to {dtype.name.lower()}"
             )
-        scale = self.float_dtype.type(float(self.scale) / (1 << bits))
+        scale = np.float32(float(self.scale) / (1 << bits))
+        if scale < _LEAST:
+            raise Refusal(
+                "ORP308",
+                f"scale {float(self.scale):.3g} / 256 is not a normal float32; promote in "
+                "mode 'float'",
+            )
         zero_point = (self.zero_point - self.low << bits) + int(dtype.min)
         fine = QuantizationGrid(dtype, scale, zero_point)
         if bits and not (self.keeps_values(fine, fine) and self.keeps_codes(self)):
             raise Refusal(
-                "ORP308",
-                f"scale {float(self.scale)} / 256 as {self.float_dtype} moves values, or they "
-                "overflow; have the model in float32, or promote in mode 'float'",
+                "ORP308", f"values of scale {float(self.scale):.3g} overflow, or would move"
             )
         return fine
 
     @functools.lru_cache(4096)  # noqa: B019 - models repeat few grids
     def keeps_codes(self, through: QuantizationGrid) -> bool:
         """Return whether ``DQ(self) -> Q(through)`` gives back every code, in its type."""
-        if self.dtype != through.dtype or self.float_dtype != through.float_dtype:
-            return False
         codes = self.codes()
         values = self.dequantize(codes)
-        found = through._quantize_both(values)
-        return _all_finite(values) and all(np.array_equal(each, codes) for each in found)
+        same = self.dtype == through.dtype and np.array_equal(through.quantize(values), codes)
+        return same and _all_finite(values)
 
     @functools.lru_cache(4096)  # noqa: B019
     def keeps_values(self, through: QuantizationGrid, after: QuantizationGrid) -> bool:
         """Return whether ``DQ(self) -> Q(through) -> DQ(after)`` keeps each value's bits."""
-        if len({self.float_dtype, through.float_dtype, after.float_dtype}) > 1:
-            return False
         if through.dtype != after.dtype:  # not a valid graph
             return False
         values = self.dequantize(self.codes())
-        found = map(after.dequantize, through._quantize_both(values))
-        bits = values.tobytes()
-        return _all_finite(values) and all(each.tobytes() == bits for each in found)
+        found = after.dequantize(through.quantize(values))
+        return found.tobytes() == values.tobytes() and _all_finite(values)
 
     def __str__(self) -> str:
         return f"{self.dtype.name.lower()} {float(self.scale):.6g} @ {self.zero_point}"
 
 
-def _all_finite(values: npt.NDArray[np.generic]) -> bool:
-    """False where float16 overflows; what becomes of infinities depends on the processor."""
-    return bool(np.isfinite(values.astype(np.float32)).all())
+def _all_finite(values: npt.NDArray[np.float32]) -> bool:
+    """False where values overflow; what becomes of infinities depends on the processor."""
+    return bool(np.isfinite(values).all())

@@ -16,6 +16,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Iterator
 
+import numpy as np
 import onnx_ir as ir
 
 from rewrite_rules.graph.nodes import (
@@ -50,11 +51,12 @@ def read_grid(node: ir.Node) -> QuantizationGrid:
     if input_of(node, 0) is None or input_of(node, 1) is None:
         raise Refusal("ORP204", f"{node.op_type} {label(node)!r} has no scale")
     tensor = _single(node.inputs[1], "scale")
-    if not tensor.dtype.is_floating_point():
+    if tensor.dtype != ir.DataType.FLOAT:
         raise Refusal(
-            "ORP309", f"scale {tensor.name!r} is of type {tensor.dtype.name.lower()}"
+            "ORP311",
+            f"scale {tensor.name!r} is {tensor.dtype.name.lower()}: float32 is rewritten",
         )
-    scale = tensor.numpy().reshape(-1)[0]
+    scale = np.float32(tensor.numpy().reshape(-1)[0])
     for attribute in ("output_dtype", "precision"):
         named = type_attribute(node, attribute)
         # Of DequantizeLinear it is the type of the values, which grids take from the scale.
@@ -200,7 +202,7 @@ class QuantizedGraph:
                     "ORP302", f"it is quantised and dequantised by different grids: {listed}"
                 )
             grid = grids.pop()
-            _check_value_type(source, grid)
+            _check_value_type(source)
             tensor = QuantizedTensor(name, names, codes, quantize, dequantizes, grid)
         except Refusal as refusal:
             readings = refusal.with_traceback(None)
@@ -294,12 +296,10 @@ def _is_weight(source: ir.Value | None, dequantizes: tuple[ir.Node, ...]) -> boo
     )
 
 
-def _check_value_type(source: ir.Value | None, grid: QuantizationGrid) -> None:
-    if source is None or source.dtype is None:
-        return
-    if source.dtype.numpy() != grid.float_dtype:
+def _check_value_type(source: ir.Value | None) -> None:
+    if source is not None and source.dtype not in (None, ir.DataType.FLOAT):
         raise Refusal(
             "ORP311",
-            f"{source.name!r} is {source.dtype.name.lower()}, but its scale is "
-            f"{grid.float_dtype}; one type for both is rewritten",
+            f"{source.name!r} is {source.dtype.name.lower()}, but its scale is float32; one "
+            "type for both is rewritten",
         )

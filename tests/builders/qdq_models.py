@@ -20,9 +20,8 @@ def grid(
     scale: float = 0.02,
     zero_point: int = 121,
     dtype: ir.DataType = ir.DataType.UINT8,
-    real: type[np.generic] = np.float32,
 ) -> QuantizationGrid:
-    return QuantizationGrid(dtype, real(scale), zero_point)
+    return QuantizationGrid(dtype, np.float32(scale), zero_point)
 
 
 def of(quant_type: ir.DataType | None = None, **fields: object) -> tuple[TensorOverride, ...]:
@@ -53,13 +52,13 @@ def quantized(
     """
     model = parse(text, opset)
     graph = model.graph
-    real = next(value.dtype for value in graph.inputs if value.dtype.is_floating_point())
+    real = ir.DataType.FLOAT
     values = [value for value in graph.inputs if value.dtype == real]
     for node in graph:
         if node.op_type != "DequantizeLinear":  # of a constant
             values += [value for value in node.outputs if value.dtype == real]
     for value in values:
-        of = (grids or {}).get(value.name, default or grid(real=real.numpy().type))
+        of = (grids or {}).get(value.name, default or grid())
         _put_pair(graph, value, of, zero_points)
     return ir.from_proto(ir.to_proto(model))
 

@@ -21,11 +21,9 @@ from rewrite_rules.remarks import PassContext, Remarks
 _SCALES = {"x": 0.03, "h0": 0.03, "h1": 0.03, "h2": 3.0, "h3": 0.03, "h4": 0.03, "h5": 0.3}
 
 
-def chain(
-    scales: dict[str, float] = _SCALES, *, reshape: str = "", real: str = "float"
-) -> ir.Model:
+def chain(scales: dict[str, float] = _SCALES, *, reshape: str = "") -> ir.Model:
     """A chain of MatMuls, the input and each result through a grid of 8 bits."""
-    rng, dtype = np.random.default_rng(0), np.float16 if real == "float16" else np.float32
+    rng, dtype = np.random.default_rng(0), np.float32
     nodes, constants, names = [], {}, list(scales)
 
     def pair(name: str) -> None:
@@ -42,7 +40,7 @@ def chain(
             constants[f"{name}_w"] = weight.astype(dtype)
             nodes.append(f"{name} = MatMul({before}_d, {name}_w)")
         pair(name)
-    text = f"g ({real}[8, 8] x) => ({real}[8, 8] {names[-1]}_d) {{ {' '.join(nodes)} }}"
+    text = f"g (float[8, 8] x) => (float[8, 8] {names[-1]}_d) {{ {' '.join(nodes)} }}"
     return model_of(text, constants)
 
 

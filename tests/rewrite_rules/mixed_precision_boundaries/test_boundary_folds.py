@@ -39,7 +39,6 @@ def graph(
     exact = {
         "s16": np.float32(0.02) / np.float32(256),
         "zi16": np.int16(-7168),
-        "half": np.float16(0.03),
     }
     text = f"g ({inputs}) => ({outputs}) <{PARAMETERS}> {{ {text} }}"
     return model_of(text, exact, opset=opset)
@@ -277,7 +276,7 @@ def test_bodies_beside_each_other_keep_their_equal_names(nodes):
 
 
 # onnxruntime 1.31 aborts, and pytest with it, where a body reads what is moved behind a
-# DequantizeLinear; of int8 codes at opset 21 it loads no such model, body or not: refused.
+# DequantizeLinear; of int8 codes at opset 21 it loads no such model: the codes move instead.
 @pytest.mark.parametrize("into_a_body", [False, True])
 @pytest.mark.parametrize("opset", [13, 21])
 @pytest.mark.parametrize("kind", ["uint8", "int8"])
@@ -300,10 +299,7 @@ def test_onnxruntime_takes_data_movement_to_floats(kind, opset, into_a_body, mov
         opset,
     )
     feeds = {"q": np.arange(4, dtype=kind).reshape(2, 2), "c": np.array(True)}
-    remarks = place(model, promote=frozenset({"t"}), mode="float")
-    if (kind, opset) == ("int8", 21):
-        assert [remark.code for remark in remarks] == ["ORP313"]
-        return
+    place(model, promote=frozenset({"t"}), mode="float")
     # What a quantiser may have removed is only ruled out right behind equal parameters.
     clipped = move.startswith("Identity")
     assert count(model, "Clip") == clipped
@@ -336,7 +332,6 @@ def test_the_range_of_a_grid():
     assert grid(0.1, 255).range == (pytest.approx(-25.5), 0)
     # Calibrated from -1 to 1, and moved by the rounding of 127.5.
     assert grid(2 / 255, 128).range == (pytest.approx(-128.5 / 127.5), pytest.approx(1))
-    assert grid(0.1, 0, real=np.float16).range[1].dtype == np.float16
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert grid(3e38, 0).range == (0, np.inf)

@@ -22,16 +22,14 @@ from rewrite_rules.remarks import Refusal
 
 UINT8, INT8, UINT16, INT16 = GRID_TYPES
 EIGHT_BITS, SIXTEEN_BITS = (UINT8, INT8), (UINT16, INT16)
-FLOATS = (np.float32, np.float16)
 
 
 @functools.cache
-def operators(dtype: ir.DataType, floats: type[np.generic]) -> onnxruntime.InferenceSession:
+def operators(dtype: ir.DataType) -> onnxruntime.InferenceSession:
     """Both operators, scale and zero point as inputs, as no optimiser sees them."""
-    real = ir.DataType.from_numpy(np.dtype(floats)).name.lower()
     kind = dtype.name.lower()
-    model = proto_of(f"""g ({real}[n] x, {kind}[m] q, {real} s, {kind} z)
-        => ({kind}[n] codes, {real}[m] values) {{
+    model = proto_of(f"""g (float[n] x, {kind}[m] q, float s, {kind} z)
+        => ({kind}[n] codes, float[m] values) {{
         codes = QuantizeLinear(x, s, z)  values = DequantizeLinear(q, s, z) }}""")
     return session(model)
 
@@ -45,17 +43,14 @@ def by_onnxruntime(
         "s": np.array(grid.scale),
         "z": np.array(grid.zero_point, grid.dtype.numpy()),
     }
-    quantized, dequantized = operators(grid.dtype, type(grid.scale)).run(None, feeds)
+    quantized, dequantized = operators(grid.dtype).run(None, feeds)
     return quantized, dequantized
 
 
-def random_grids(
-    dtype: ir.DataType, floats: type[np.generic], count: int, seed: int = 0
-) -> list[QuantizationGrid]:
+def random_grids(dtype: ir.DataType, count: int, seed: int = 0) -> list[QuantizationGrid]:
     random = np.random.default_rng(seed)
-    info = np.finfo(floats)
-    least = max(float(info.smallest_subnormal), 2.0**-126)  # the least that is no subnormal
-    edges = [info.tiny, info.max, least, 1.0, 2.0**-10]
+    info = np.finfo(np.float32)
+    edges = [info.tiny, info.max, 1.0, 2.0**-10]
     # From the smallest normal number to the largest that still has a range.
     exponents = random.uniform(np.log2(float(info.tiny)), np.log2(float(info.max)), count)
     low, high = (np.iinfo(dtype.numpy()).min, np.iinfo(dtype.numpy()).max)
@@ -64,7 +59,7 @@ def random_grids(
         zero_point = int(
             random.choice([low, 0 if low else 128, high, *random.integers(low, high, 3)])
         )
-        grids.append(QuantizationGrid(dtype, floats(scale), zero_point))
+        grids.append(QuantizationGrid(dtype, np.float32(scale), zero_point))
     return grids
 
 
@@ -73,23 +68,20 @@ def values_for(grid: QuantizationGrid, random: np.random.Generator) -> npt.NDArr
     steps = random.integers(grid.low - 3, grid.high + 4, 500) - grid.zero_point
     steps = np.concatenate([steps, steps + 0.5, steps + random.uniform(-0.5, 0.5, steps.size)])
     with np.errstate(over="ignore"):
-        values = (steps * float(grid.scale)).astype(grid.float_dtype)
-    info = np.finfo(grid.float_dtype)
+        values = (steps * float(grid.scale)).astype(np.float32)
+    info = np.finfo(np.float32)
     ends = [0.0, -0.0, np.inf, -np.inf, info.max, info.min, info.tiny, info.smallest_subnormal]
     # One step of the float beside the ties.
     with np.errstate(over="ignore"):
-        beside = np.nextafter(values, np.array(np.inf, grid.float_dtype))
-    return np.concatenate([values, beside, np.array(ends, grid.float_dtype)])
+        beside = np.nextafter(values, np.float32(np.inf))
+    return np.concatenate([values, beside, np.array(ends, np.float32)])
 
 
-@pytest.mark.parametrize("floats", FLOATS)
 @pytest.mark.parametrize("dtype", GRID_TYPES)
-def test_it_computes_what_onnxruntime_computes(dtype, floats):
+def test_it_computes_what_onnxruntime_computes(dtype):
     random = np.random.default_rng(1)
-    for grid in random_grids(dtype, floats, 60):
+    for grid in random_grids(dtype, 60):
         values = values_for(grid, random)
-        if floats is np.float16:  # see quantize: onnxruntime overflows an int32 beyond
-            values = values[np.abs(values.astype(float)) < 2.0**31 * float(grid.scale)]
         quantized, dequantized = by_onnxruntime(grid, values, grid.codes())
         np.testing.assert_array_equal(grid.quantize(values), quantized, str(grid))
         assert grid.dequantize(grid.codes()).tobytes() == dequantized.tobytes(), str(grid)
@@ -98,7 +90,7 @@ def test_it_computes_what_onnxruntime_computes(dtype, floats):
 @pytest.mark.parametrize("fine", SIXTEEN_BITS)
 @pytest.mark.parametrize("coarse", EIGHT_BITS)
 def test_refined_grids_give_back_every_code_and_value(coarse, fine):
-    for grid in random_grids(coarse, np.float32, 60, seed=2):
+    for grid in random_grids(coarse, 60, seed=2):
         if not 2.0**-118 <= float(grid.scale) < 2.0**120:
             continue  # below, the scale loses bits; above, values overflow
         refined = grid.refine(fine)
@@ -120,35 +112,13 @@ def test_refined_grids_give_back_every_code_and_value(coarse, fine):
 def test_refinement_ends_where_scales_have_no_room():
     smallest = QuantizationGrid(UINT8, np.float32(2.0**-118), 128)
     assert float(smallest.refine(UINT16).scale) == 2.0**-126
-    with pytest.raises(Refusal, match="positive and normal"):
+    with pytest.raises(Refusal, match="is not a normal float32"):
         QuantizationGrid(UINT8, np.float32(2.0**-119), 128).refine(UINT16)
 
 
 def test_values_that_overflow_stand_for_no_code():
     grid = QuantizationGrid(UINT8, np.finfo(np.float32).max, 0)
     assert not grid.keeps_codes(grid)
-    # Only the last code overflows, and comes back where infinities are clipped.
-    grid = QuantizationGrid(UINT8, np.float16(257.0), 0)
-    assert np.isinf(grid.dequantize([255]))
-    assert not grid.keeps_codes(grid)
-    with pytest.raises(Refusal, match="or they overflow"):
-        grid.refine(UINT16)
-
-
-@pytest.mark.parametrize("scale", [0.0123, 0.1, 1e-4])
-def test_float16_scales_are_refined_only_where_no_value_moves(scale):
-    grid = QuantizationGrid(UINT8, np.float16(scale), 100)
-    try:
-        refined = grid.refine(UINT16)
-    except Refusal as refusal:
-        assert "float16" in str(refusal)
-        assert float(np.float16(float(grid.scale) / 256)) * 256 != float(grid.scale)
-        return
-    codes = grid.codes()
-    _, values = by_onnxruntime(grid, np.zeros(1, np.float16), codes)
-    fine_codes, _ = by_onnxruntime(refined, values, np.zeros(1, np.uint16))
-    _, fine_values = by_onnxruntime(refined, values, fine_codes)
-    assert fine_values.tobytes() == values.tobytes()
 
 
 @pytest.mark.parametrize(("source", "target"), [(UINT8, INT8), (UINT16, INT16), (INT8, UINT8)])
@@ -166,7 +136,7 @@ def test_another_sign_has_the_same_values(source, target):
 )
 def test_a_range_has_the_grid_that_onnxruntimes_quantiser_gives_it(dtype, ends, symmetric):
     try:
-        grid = QuantizationGrid.of_range(dtype, *ends, np.dtype(np.float32), symmetric)
+        grid = QuantizationGrid.of_range(dtype, *ends, symmetric)
     except Refusal as refusal:
         assert "is not a normal float32" in str(refusal)
         return
@@ -180,14 +150,13 @@ def test_a_range_has_the_grid_that_onnxruntimes_quantiser_gives_it(dtype, ends, 
     assert abs(grid.zero_point - int(zero_point)) <= (dtype in SIXTEEN_BITS)
 
 
-@pytest.mark.parametrize("floats", FLOATS)
 @pytest.mark.parametrize("dtype", GRID_TYPES)
-def test_codes_come_back_as_onnxruntime_gives_them_back(dtype, floats):
+def test_codes_come_back_as_onnxruntime_gives_them_back(dtype):
     kept = []
-    for grid in random_grids(dtype, floats, 12, seed=3):
+    for grid in random_grids(dtype, 12, seed=3):
         codes = grid.codes()
-        _, values = by_onnxruntime(grid, np.zeros(1, floats), codes)
+        _, values = by_onnxruntime(grid, np.zeros(1, np.float32), codes)
         again, _ = by_onnxruntime(grid, values, codes)
         kept.append(grid.keeps_codes(grid))
         assert kept[-1] == np.array_equal(again, codes), str(grid)
-    assert any(kept) or (floats is np.float16 and dtype in SIXTEEN_BITS)
+    assert any(kept)
