@@ -191,7 +191,6 @@ REASONS: Mapping[str, Mapping[str, str]] = {
             "It packs for the CPU, in graphs that onnxruntime no longer changes: leave "
             "ortplugins.bake on; for files, --bake (bake=True)."
         ),
-        "ORP702": "Raise limit_mb.",
         "ORP703": "Nothing to do: Conv and others keep no packed weights.",
         "ORP704": (
             "A check failed, and the packed weights are not used: report it with the model."

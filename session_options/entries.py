@@ -61,12 +61,7 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
     },
     "conv_fusion": {},
     "shape_size_reorder": {"dims": ""},
-    "prepacked_weights": {
-        "verify": "size",
-        "limit_mb": "0",
-        "parallel": "0",
-        "timeout": "1800",
-    },
+    "prepacked_weights": {"verify": "size", "timeout": "1800"},
 }
 
 # Entries that say where the cache is, what to do on an error and how to build: the optimised

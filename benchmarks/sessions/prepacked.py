@@ -34,7 +34,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "plain": (),
     "fused": ([FUSION],),
     "packed": ([FUSION, PACKING],),
-    "parallel": ([FUSION, PACKING], {f"{PACKING}.parallel": "1"}),
+    "parallel": ([FUSION, PACKING],),
 }
 WORKERS, RUNS = 4, 20
 
@@ -70,6 +70,8 @@ def _measure(
 ) -> list[Figure]:
     def candidate(kind: str, threads: int = 2) -> Candidate:
         entries = entries_of(*KINDS[kind], cache_dir=str(cache)) if KINDS[kind] else {}
+        if kind == "parallel":
+            entries["session.prepack.enable_parallel"] = "1"
         return Candidate(model, kind, settings={"intra_op_num_threads": threads, **entries})
 
     with SessionProcess() as process:

@@ -37,22 +37,22 @@ class PackingError(RuntimeError):
         super().__init__(f"{text} [ORP705]")
 
 
-def prepack(model_path: Path, context: PassContext, *, limit_mb: int, seconds: int) -> None:
-    """Pack the weights of a saved model, in place; ``limit_mb`` 0 allows any size.
+def prepack(model_path: Path, context: PassContext, *, seconds: int) -> None:
+    """Pack the weights of a saved model, in place.
 
     Raises:
         PackingError: If the process that packs is killed, or takes more than ``seconds``.
     """
     name = "model"
     try:
-        outcome = _prepack(model_path, context, limit_mb, seconds)
+        outcome = _prepack(model_path, context, seconds)
     except Refusal as refusal:
         context.remarks.refused(name, refusal)
     else:
         context.remarks.fired(name, outcome)
 
 
-def _prepack(model_path: Path, context: PassContext, limit_mb: int, seconds: int) -> str:
+def _prepack(model_path: Path, context: PassContext, seconds: int) -> str:
     import onnx
 
     if not context.cpu_only:
@@ -69,16 +69,10 @@ def _prepack(model_path: Path, context: PassContext, limit_mb: int, seconds: int
     if not any(found.has_row for found in readings(model.graph)):
         raise Refusal("ORP703", _NOTHING)
     before = sum(file.stat().st_size for file in model_path.parent.iterdir())
-    # Packed weights take about as much as the weights themselves.
-    expected = 2.2 * before / 1e6
-    if limit_mb and expected > limit_mb:
-        raise Refusal(
-            "ORP702", f"would take about {expected:.0f} MB of disk, above limit_mb={limit_mb}"
-        )
     with tempfile.TemporaryDirectory(prefix=".prepack-", dir=model_path.parent) as scratch:
         folder = Path(scratch)
         result = _run_child(model_path, folder, seconds, context)
-        _check(result, limit_mb)
+        _check(result)
         _replace(model_path, folder)
     if others := result["without_row"]:
         context.remarks.note(
@@ -138,7 +132,7 @@ def _run_child(
         raise PackingError("the packing process gave no result") from None
 
 
-def _check(result: dict[str, Any], limit_mb: int) -> None:
+def _check(result: dict[str, Any]) -> None:
     if not result["weights"]:
         raise Refusal("ORP703", _NOTHING)
     if result["damaged"]:
@@ -147,9 +141,6 @@ def _check(result: dict[str, Any], limit_mb: int) -> None:
         )
     if not result["in_use"]:
         raise Refusal("ORP704", f"a session uses none of {result['recorded']} blobs")
-    taken = result["data_bytes"] / 1e6
-    if limit_mb and taken > limit_mb:
-        raise Refusal("ORP702", f"takes {taken:.1f} MB of disk, above limit_mb={limit_mb}")
 
 
 def _replace(model_path: Path, folder: Path) -> None:

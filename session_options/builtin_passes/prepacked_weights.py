@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from session_options.keys import option
@@ -30,16 +29,6 @@ class PrepackedWeights(Pass):
         "1.32, onnxruntime silently computes wrong numbers from damaged packed weights.",
         choices=("size", "digest"),
     )
-    limit_mb: int = option(
-        0,
-        "Megabytes of disk that a model may take, 0 for no limit; nothing is packed above it.",
-        least=0,
-    )
-    parallel: bool = option(
-        False,
-        "Pack on all threads at the start (session.prepack.enable_parallel): faster on many "
-        "cores, with a higher peak of memory.",
-    )
     timeout: int = option(
         1800, "Seconds that packing may take before it is given up.", least=1
     )
@@ -48,11 +37,7 @@ class PrepackedWeights(Pass):
         """Pack in place; see :mod:`.prepack`."""
         from rewrite_rules.prepacked_weights.prepack import prepack
 
-        prepack(model_path, context, limit_mb=self.limit_mb, seconds=self.timeout)
-
-    def session_settings(self) -> Mapping[str, str]:
-        """Packing in parallel, where it is asked for."""
-        return {"session.prepack.enable_parallel": "1"} if self.parallel else {}
+        prepack(model_path, context, seconds=self.timeout)
 
     def child_seconds(self) -> int:
         """The time for packing, and as much for what comes before, ten minutes at least."""

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Libraries of custom operators, which copies of SessionOptions lack."""
 
+import dataclasses
 import shutil
 import subprocess
+from typing import ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -64,7 +66,21 @@ void *RegisterCustomOps(void *options, const struct Base *base) {
 """
 
 
-@pytest.mark.parametrize("other", [None, ortplugins.PrepackedWeights(parallel=True)])
+@dataclasses.dataclass(frozen=True)
+class NeedsSetting(ortplugins.Pass):
+    """Whose results run with a setting of their own."""
+
+    name: ClassVar[str] = "needs_setting"
+    summary: ClassVar[str] = "ask for a setting"
+
+    def rewrite(self, model, context):
+        return True
+
+    def session_settings(self):
+        return {"session.disable_prepacking": "1"}
+
+
+@pytest.mark.parametrize("other", [None, NeedsSetting()])
 def test_artifacts_with_custom_operators(other, library, tmp_path):
     """Copies of options lack them, and some artifacts need settings of their own."""
     codes, scales, _ = DequantizedMatMul(64, 64, 32).arrays()

@@ -501,7 +501,6 @@ def test_an_entry_that_nobody_reads_is_an_error(key: str, words: str, monkeypatc
     ("call", "words"),
     [
         (lambda: ortplugins.PrepackedWeights(timeout=-1), "timeout is -1: 1 or more"),
-        (lambda: ortplugins.PrepackedWeights(limit_mb=-1), "limit_mb is -1: 0 or more"),
         (lambda: ortplugins.TrimPadding(multiple=0), "multiple is 0: 1 or more"),
         (lambda: DqMatMulNBitsFusion(float_limit_mb=-3), "float_limit_mb is -3: 0 or more"),
         (lambda: Everything(share=float("nan")), "share is nan: a finite number"),

@@ -216,13 +216,13 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def pack(
-    path: Path, *, limit_mb: int = 0, providers: Sequence[str] = CPU, final: bool = True
+    path: Path, *, providers: Sequence[str] = CPU, final: bool = True
 ) -> tuple[Outcome, str]:
     """Run the pass; return its last remark."""
     remarks = Remarks("prepacked_weights")
     child = sys.executable, child_environment("prepacked_weights")
     context = PassContext(remarks, providers, final_graph=final, child_python=child)
-    prepack(path, context, limit_mb=limit_mb, seconds=120)
+    prepack(path, context, seconds=120)
     *_, remark = remarks
     assert not list(path.parent.glob(".*")), "scratch files are gone"
     return remark.outcome, remark.reason
@@ -250,16 +250,9 @@ def test_models_that_are_left_alone(small, arguments, reason):
     assert contents(small.parent) == before
 
 
-def test_the_limit_is_looked_at_before_and_after(small, monkeypatch):
-    with (small.parent / "model.onnx.data").open("ab") as file:
-        file.truncate(MIB)  # a hole: counted, but not copied
+def test_what_no_session_uses_is_not_kept(small, monkeypatch):
     before = contents(small.parent)
-    assert "would take about 2 MB of disk, above limit_mb=2" in pack(small, limit_mb=2)[1]
-    assert contents(small.parent) == before
-    real, large = prepack_module._run_child, {"data_bytes": 3_100_000}
-    monkeypatch.setattr(prepack_module, "_run_child", lambda *a: {**real(*a), **large})
-    assert "takes 3.1 MB of disk, above limit_mb=3" in pack(small, limit_mb=3)[1]
-    unused = {"in_use": 0, "recorded": 2}
+    real, unused = prepack_module._run_child, {"in_use": 0, "recorded": 2}
     monkeypatch.setattr(prepack_module, "_run_child", lambda *a: {**real(*a), **unused})
     assert "a session uses none of 2 blobs" in pack(small)[1]
     assert contents(small.parent) == before
@@ -271,7 +264,7 @@ def test_what_has_no_row_stays_on_the_heap(small, monkeypatch):
     remarks = Remarks("prepacked_weights")
     child = sys.executable, child_environment("prepacked_weights")
     context = PassContext(remarks, final_graph=True, child_python=child)
-    prepack(small, context, limit_mb=0, seconds=120)
+    prepack(small, context, seconds=120)
     note, fired = remarks
     assert (note.outcome, fired.outcome) == (Outcome.NOTE, Outcome.FIRED)
     assert "2 packed weights stay on the heap, 'moe/w1' first" in note.reason
@@ -540,7 +533,6 @@ def attributes(so: ort.SessionOptions) -> dict[str, Any]:
 
 
 ENTRIES = (
-    "session.prepack.enable_parallel",
     "session.save_external_prepacked_constant_initializers",
     "session.optimized_model_external_initializers_file_name",
     "session.optimized_model_external_initializers_min_size_in_bytes",
@@ -548,20 +540,15 @@ ENTRIES = (
     "session.disable_prepacking",
     "session.intra_op.allow_spinning",
     "ortplugins.enable_prepacked_weights",
-    "ortplugins.prepacked_weights.parallel",
 )
 
 
 @pytest.mark.parametrize(
-    ("level", "bake", "parallel"),
-    [
-        ("ORT_ENABLE_EXTENDED", True, True),
-        ("ORT_DISABLE_ALL", True, False),
-        ("ORT_DISABLE_ALL", False, False),
-    ],
+    ("level", "bake"),
+    [("ORT_ENABLE_EXTENDED", True), ("ORT_DISABLE_ALL", True), ("ORT_DISABLE_ALL", False)],
 )
-def test_options_are_not_changed(model_path, level, bake, parallel):
-    so = options(EXACT, PrepackedWeights(parallel=parallel), bake=bake)
+def test_options_are_not_changed(model_path, level, bake):
+    so = options(EXACT, PrepackedWeights(), bake=bake)
     so.graph_optimization_level = getattr(ort.GraphOptimizationLevel, level)
     so.intra_op_num_threads = 2
     so.enable_mem_pattern = False
