@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ortplugins.errors import MissingFileError, ModelFileError
-from ortplugins.model_io.saving import REPLACED, scratch_within
+from ortplugins.model_io.saving import scratch_within
 
 # Other files with weights, which would be those of the original model.
 _WEIGHTS = frozenset({
@@ -50,92 +49,56 @@ def tokenizer_beside(path: str | os.PathLike[str]) -> Path | None:
     return below[0] if len(below) == 1 else None
 
 
-@dataclasses.dataclass(frozen=True)
 class OutputFolder:
-    """A folder to be written with another form of a folder's model."""
+    """A new folder for another form of a folder's model, with the files that belong to it."""
 
-    source: Path
-    model: Path
-    target: Path
-    overwrite: bool = False  # replace what is in the target
-    companions: bool = True  # copy the files that belong to the model
+    def __init__(self, source: Path, target: Path) -> None:
+        """Check, before any work is done, that ``target`` can be made.
 
-    @property
-    def location(self) -> Path:
-        """Where the .onnx file goes, relative to the target."""
-        return self.model.relative_to(self.source)
-
-    @property
-    def written_model(self) -> Path:
-        """The .onnx file to write."""
-        return self.target / self.location
-
-    def check(self) -> None:
-        """Raise, before any work is done, if the folder cannot be written."""
-        source, target = (
-            Path(os.path.realpath(self.source)),
-            Path(os.path.realpath(self.target)),
-        )
-        if source.is_relative_to(target) or (
-            self.companions and target.is_relative_to(source)
-        ):
+        Raises:
+            ModelFileError: If one folder lies within the other, or no folder is above it.
+            FileExistsError: If it exists and is not empty.
+        """
+        self._source, self._target = source, target
+        own, new = Path(os.path.realpath(source)), Path(os.path.realpath(target))
+        if own.is_relative_to(new) or new.is_relative_to(own):
             raise ModelFileError(
-                f"{self.target}: is the model's own folder, or one within the other; choose "
-                "another output"
+                f"{target}: is the model's own folder, or one within the other; "
+                "choose another output"
             )
-        if not target.parent.is_dir():
-            raise ModelFileError(f"{self.target}: the folder above it does not exist")
-        if not target.exists():
-            return
-        if not target.is_dir():
-            raise NotADirectoryError(f"{self.target}: is a file, and the model is a folder")
-        data = self.written_model.with_name(f"{self.written_model.name}.data")
-        known = {self.written_model, data, *(self.target / x for x in self._companions())}
-        others = [p for p in self.target.rglob("*") if not p.is_dir() and p not in known]
-        if self.overwrite and others:
-            raise FileExistsError(
-                f"{others[0]}: would be lost; move it, or choose another output"
-            )
-        if not self.overwrite and any(target.iterdir()):
-            raise FileExistsError(
-                f"{self.target}: exists; --force or overwrite=True overwrites it"
-            )
+        if not new.parent.is_dir():
+            raise ModelFileError(f"{target}: the folder above it does not exist")
+        if new.exists() and (not new.is_dir() or any(new.iterdir())):
+            raise FileExistsError(f"{target}: exists; remove it, or choose another output")
 
     @contextlib.contextmanager
-    def staged(self, without: Collection[Path]) -> Iterator[Path]:
-        """Yield the path to write the model to; the complete folder appears afterwards.
+    def staged(self, model: Path, without: Collection[Path]) -> Iterator[Path]:
+        """Yield the path to write ``model`` to; the complete folder appears afterwards.
 
         Companion files are there already, except for ``without``.
         """
-        target = Path(os.path.realpath(self.target))
+        target = Path(os.path.realpath(self._target))
         left = {os.path.realpath(path) for path in without}
         with scratch_within(target.parent) as scratch:
             folder = Path(scratch, "new")
-            model = folder / self.location
-            model.parent.mkdir(parents=True)
+            written = folder / model.relative_to(self._source)
+            written.parent.mkdir(parents=True)
             for name in self._companions():
-                if os.path.realpath(self.source / name) not in left:
+                if os.path.realpath(self._source / name) not in left:
                     (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copy(self.source / name, folder / name)
-            yield model
-            old = Path(scratch, REPLACED)
-            try:
-                if target.exists():
-                    target.rename(old)
-                folder.rename(target)
-            finally:  # if anything went wrong between the two
-                if old.exists() and not target.exists():
-                    old.rename(target)
+                    shutil.copy(self._source / name, folder / name)
+            yield written
+            if target.exists():  # and empty
+                target.rmdir()
+            folder.rename(target)
 
     def _companions(self) -> list[Path]:
         """Return the companion files, relative to the source: no weights, nothing hidden."""
-        if not self.companions:
-            return []
-        found = (path.relative_to(self.source) for path in sorted(self.source.rglob("*")))
+        found = (path.relative_to(self._source) for path in sorted(self._source.rglob("*")))
         return [
             name
             for name in found
-            if (self.source / name).is_file()
+            if (self._source / name).is_file()
             and name.suffix not in _WEIGHTS
             and not any(part.startswith(".") for part in name.parts)
         ]

@@ -41,62 +41,23 @@ _IN_FLIGHT_BYTES = 64 << 20
 # A protobuf is limited to 2 GiB; larger tensors leave the file whatever the source did.
 _INLINE_BYTES = 1 << 30
 
-_SCRATCH_PREFIX, _SCRATCH_LOCK, _SCRATCH_FILES = ".ortplugins-", "lock", "files"
-# Name of a replaced output in a scratch folder.
-REPLACED = "old"
-
 # (tensors written so far, tensors in all, name of the next one)
 Progress = Callable[[int, int, str], None]
 
 
 @contextlib.contextmanager
 def scratch_within(folder: str | os.PathLike[str] | None) -> Iterator[str]:
-    """Yield a temporary folder inside ``folder``; None stands for the system's own.
-
-    Folders that killed processes have left there are removed: nobody holds their lock.
-    """
-    import filelock
-
-    if folder is not None:
-        _remove_abandoned(Path(folder))
-    while True:
-        try:
-            path = tempfile.mkdtemp(prefix=_SCRATCH_PREFIX, dir=folder)
-        except OSError as error:
-            where = tempfile.gettempdir() if folder is None else os.fspath(folder)
-            text = f"{where}: cannot be written to ({error.strerror}); choose another output"
-            raise type(error)(text) from error
-        lock = filelock.FileLock(os.path.join(path, _SCRATCH_LOCK))
-        try:
-            lock.acquire()
-        except FileNotFoundError:
-            continue
-        except (OSError, NotImplementedError):
-            break  # the file system has no locks, so nobody will remove it
-        if os.path.exists(lock.lock_file):
-            break
-        lock.release()  # another process removed the folder just before it was locked
+    """Yield a temporary folder inside ``folder``; None stands for the system's own."""
     try:
-        files = os.path.join(path, _SCRATCH_FILES)
-        os.mkdir(files)
-        yield files
+        path = tempfile.mkdtemp(prefix="ortplugins-", dir=folder)
+    except OSError as error:
+        where = tempfile.gettempdir() if folder is None else os.fspath(folder)
+        text = f"{where}: cannot be written to ({error.strerror}); choose another output"
+        raise type(error)(text) from error
+    try:
+        yield path
     finally:
-        lock.release()
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _remove_abandoned(folder: Path) -> None:
-    import filelock
-
-    for path in folder.glob(f"{_SCRATCH_PREFIX}*"):
-        lock_file = path / _SCRATCH_LOCK
-        if path.is_symlink() or not lock_file.is_file() or lock_file.is_symlink():
-            continue
-        # It may be in use, another user's, or on a file system without locks.
-        busy = (OSError, filelock.Timeout, NotImplementedError)
-        with contextlib.suppress(*busy), filelock.FileLock(lock_file, timeout=0):
-            if not (path / _SCRATCH_FILES / REPLACED).exists():
-                shutil.rmtree(path)
 
 
 def output_data_path(model: ir.Model, output: Path, *, overwrite: bool = False) -> Path:

@@ -66,12 +66,13 @@ class QuantizedFile:
     ) -> None:
         """Load a file, a folder with one, or an object, which is copied; check the output."""
         self._target = None if output is None else Path(output)
+        self._beside = None if output is None else Path(output).absolute().parent
         self._folder: OutputFolder | None = None
         if is_path(model) and os.path.isdir(model):
             source, model = Path(model), model_in(model)
             if self._target is not None and self._target.suffix != ".onnx":
-                self._folder = OutputFolder(source, model, self._target, overwrite)
-                self._folder.check()
+                self._folder = OutputFolder(source, self._target)
+                self._target /= model.relative_to(source)
         if self._folder is None and self._target is not None:
             check_output(model, self._target, overwrite)
         self.given, self.loaded = model, load_model(model, map_inline=True)
@@ -82,8 +83,7 @@ class QuantizedFile:
     def scratch(self) -> Iterator[Path]:
         """Yield a folder for files that the result is made of, until it is saved."""
         # The system's own folder may be memory, or too small; the output has to fit anyway.
-        beside = None if self._target is None else self._target.absolute().parent
-        with scratch_within(beside) as folder:
+        with scratch_within(self._beside) as folder:
             yield Path(folder)
 
     def saved(self, report: QuantizeReport) -> QuantizeResult:
@@ -106,10 +106,10 @@ class QuantizedFile:
         if self._folder is None:
             save(self._target)
             return self._target, same_kind(self.given, self.model)
-        with self._folder.staged(without=self.loaded.data_files.values()) as staged:
+        data = self.loaded.data_files.values()
+        with self._folder.staged(Path(self.loaded.name), without=data) as staged:
             save(staged)
-        path = self._folder.written_model
-        return path, same_kind(self.given, load_model(path).model)
+        return self._target, same_kind(self.given, load_model(self._target).model)
 
 
 def _into_memory(model: ir.Model) -> None:

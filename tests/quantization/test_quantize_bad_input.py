@@ -2,9 +2,6 @@
 """Whatever goes wrong: a clear error, the output as it was, and no folder left behind."""
 
 import re
-import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +14,6 @@ from builders.quantized_files import dequantised, read
 from builders.text_models import matmul_of, model_of, normal
 
 from ortplugins.errors import CalibrationError, ModelFileError
-from ortplugins.model_io.saving import scratch_within
 from ortplugins.quantization import quantize
 
 D = 32
@@ -180,28 +176,3 @@ def test_a_full_disk_is_reported(tmp_path, kilobytes, method):
         with pytest.raises(OSError, match=r"[Nn]o space left"):
             quantize(pair(256), root / "out.onnx", **options)
         assert not list(root.iterdir())
-
-
-def test_the_folder_of_a_run_that_was_killed_is_removed_by_the_next(tmp_path):
-    program = f"""
-import os, signal, sys
-sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-from builders.text_models import matmul_of, normal
-from ortplugins.quantization import quantize
-
-def killed(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-quantize(matmul_of(normal(64, 64)), {str(tmp_path / "out.onnx")!r}, progress=killed)
-"""
-    process = subprocess.run([sys.executable, "-c", program])
-    assert process.returncode == -signal.SIGKILL
-    (left,) = tmp_path.iterdir()
-    with scratch_within(tmp_path) as used:  # another run is at work, and stays
-        assert not left.exists()
-        quantize(matmul_of(normal(64, 64)), tmp_path / "out.onnx")
-        assert {path.name for path in tmp_path.iterdir()} == {
-            "out.onnx",
-            Path(used).parent.name,
-        }
-    assert [path.name for path in tmp_path.iterdir()] == ["out.onnx"]
