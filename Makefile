@@ -8,7 +8,7 @@ SOURCES := $(PACKAGES) tests benchmarks examples
 # Tests start hundreds of processes, and each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-exhaustive test-mutations test-strength test-peers test-arm64 test-versions test-packages test-exporters test-servers test-packaging test-pythons test-tutorial test-pages check lint bench bench-peers bench-quantizers docs dist clean
+.PHONY: help demo test test-exhaustive test-mutations test-strength test-peers test-arm64 test-versions test-packages test-exporters test-servers test-packaging test-pythons test-tutorial check lint bench bench-peers bench-quantizers docs dist clean
 
 help:
 	@echo "make demo       compare plain onnxruntime with ortplugins on SmolLM2-135M, in one table (5 minutes)"
@@ -22,7 +22,6 @@ help:
 	@echo "make test-packaging  install wheel and sdist in empty environments (5 minutes)"
 	@echo "make test-pythons  run the wheel on Python 3.11 to 3.14, where installed (10 minutes)"
 	@echo "make test-tutorial  run the second half of docs/start.md in a fresh clone, with torch and a server (5 minutes)"
-	@echo "make test-pages  check documentation in chromium: width, accessibility (3 minutes)"
 	@echo "make test-packages  run fastembed, rapidocr and others under 'ortplugins run' (10 minutes)"
 	@echo "make test-exporters  fuse exports of the newest torch and transformers (10 minutes)"
 	@echo "make test-servers  run uvicorn, gunicorn, uWSGI, LitServe, BentoML, Ray Serve, Triton (20 minutes)"
@@ -92,10 +91,6 @@ test-pythons: $(VENV)/.installed-dev
 # A clone, torch, an export, int4, a server: every command of the page; needs the registry.
 test-tutorial: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -p no:randomly -s tests/checks/packaging/check_tutorial.py
-
-# Chromium by the system, axe by npm; without them it is skipped.
-test-pages: $(VENV)/.installed-docs $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -p no:randomly tests/checks/pages/check_pages.py
 
 # The packages go to .cache, with torch for two of them; what can't be installed is skipped.
 test-packages: $(VENV)/.installed-dev
