@@ -106,27 +106,7 @@ def optimize(
         onnxruntime_version=checked_version(onnxruntime_version),
     )
     target = None if output is None else Path(output)
-    return optimize_for(
-        request,
-        target,
-        external_data=external_data,
-        overwrite=overwrite,
-        progress=progress,
-    )
-
-
-def optimize_for(
-    request: BuildRequest,
-    target: Path | None,
-    *,
-    external_data: bool | None = None,
-    overwrite: bool = False,
-    **others: Any,
-) -> OptimizeResult:
-    """Do what a request asks for; arguments, result and errors as for :func:`optimize`."""
-    model: Any = request.source
     start = time.perf_counter()
-    bake = request.bakes
     if target is not None:
         check_output(model, target, overwrite)
     loaded = request.load()
@@ -143,7 +123,7 @@ def optimize_for(
         is_entry=False,
         inline=not external_data,
         overwrite=overwrite,
-        **others,
+        progress=progress,
     )
     needs = dict(result.session_settings)
     if result.baked:
