@@ -101,6 +101,7 @@ def evaluate(
     tokens: int = 4096,
     window: int = 512,
     texts: int = 500,
+    share: float = 1.0,
     providers: Sequence[Any] = ("CPUExecutionProvider",),
     progress: Progress | None = None,
 ) -> Evaluation:
@@ -121,6 +122,7 @@ def evaluate(
             own.
         texts: How many paragraphs an encoder gets, each cut at 128 tokens; spread over the
             text.
+        share: Share of the text, its end, that is read, 0 to 1.
         providers: Execution providers.
         progress: Called before each run: done, total, what.
 
@@ -159,10 +161,11 @@ def evaluate(
                 "the other hidden states"
             )
         show = progress or (lambda done, total, what: None)
-        source = Path(text)
+        content, source = read_text(Path(text)), str(text)
+        content = content[len(content) - int(share * len(content)) :]
         if models[0].gives_logits:
-            return _language_model(models, encoder, source, tokens, window, show)
-        return _encoder(models, encoder, source, texts, show)
+            return _language_model(models, encoder, content, source, tokens, window, show)
+        return _encoder(models, encoder, content, source, texts, show)
 
 
 class _TextModel:
@@ -228,17 +231,18 @@ class _TextModel:
 def _language_model(
     models: Sequence[_TextModel],
     tokenizer: TextTokenizer,
-    text: Path,
+    text: str,
+    source: str,
     tokens: int,
     window: int,
     progress: Progress,
 ) -> Evaluation:
     length = next((item.feeds.length for item in models if item.feeds.length), window)
-    windows = tokenizer.cut(read_text(text), length, str(text), closed=False)
+    windows = tokenizer.cut(text, length, source, closed=False)
     whole = [ids for ids in windows if len(ids) == length][: max(1, tokens // length)]
     if not whole:
         raise CalibrationError(
-            f"{text}: has {len(windows[0])} tokens, fewer than a window of {length}: give a "
+            f"{source}: has {len(windows[0])} tokens, fewer than a window of {length}: give a "
             "longer text or a smaller window"
         )
     for item in models:
@@ -298,7 +302,8 @@ def _log_softmax(logits: _Floats) -> _Floats:
 def _encoder(
     models: Sequence[_TextModel],
     tokenizer: TextTokenizer,
-    text: Path,
+    text: str,
+    source: str,
     count: int,
     progress: Progress,
 ) -> Evaluation:
@@ -306,7 +311,13 @@ def _encoder(
         raise ModelFileError(
             f"{models[0].name}: is an encoder, which is judged beside its float model: give it"
         )
-    texts = _paragraphs(text, count)
+    found = [each for each in text.split("\n\n") if len(each) > _SHORTEST]
+    if len(found) < 2:
+        raise CalibrationError(
+            f"{source}: {len(found)} of its paragraphs (between empty lines) have {_SHORTEST} "
+            "characters: two are needed at least"
+        )
+    texts = found[:: max(1, len(found) // count)][:count]
     a, b = (_embed(item, tokenizer, texts, progress) for item in models)
     if a.shape != b.shape:
         raise ModelFileError(
@@ -325,17 +336,6 @@ def _rank_correlation(a: _Floats, b: _Floats) -> float:
     ranks = np.stack([a, b]).argsort(kind="stable").argsort().astype(np.float64)
     ranks -= ranks.mean(axis=1, keepdims=True)
     return float(ranks[0] @ ranks[1] / np.linalg.norm(ranks[0]) / np.linalg.norm(ranks[1]))
-
-
-def _paragraphs(path: Path, count: int) -> list[str]:
-    """Return paragraphs, spread over a text."""
-    found = [each for each in read_text(path).split("\n\n") if len(each) > _SHORTEST]
-    if len(found) < 2:
-        raise CalibrationError(
-            f"{path}: {len(found)} of its paragraphs (between empty lines) have {_SHORTEST} "
-            "characters: two are needed at least"
-        )
-    return found[:: max(1, len(found) // count)][:count]
 
 
 def _embed(

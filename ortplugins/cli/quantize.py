@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -197,14 +196,12 @@ def _evaluate(path: Path | None, floats: Path, source: object) -> Any:
         return None
     from ortplugins.evaluation import evaluate
 
-    with tempfile.TemporaryDirectory(prefix="ortplugins-") as folder, progress_bar() as bar:
-        rest = Path(folder, "rest.txt")
+    given: dict[str, Any] = {"text": source.text, "tokenizer": source.tokenizer}
+    with progress_bar() as bar:
         try:
-            rest.write_text(source.rest(), encoding="utf-8")
-            return evaluate(path, floats, text=rest, tokenizer=source.tokenizer, progress=bar)
+            return evaluate(path, floats, share=source.held_back, progress=bar, **given)
         except (CalibrationError, ModelFileError) as error:
-            # The quantised model is written already.
-            return str(error).replace(str(rest), f"what calibration left of {source.text}")
+            return str(error)  # the quantised model is written already
 
 
 def _print(report: QuantizeReport, all_nodes: bool) -> None:

@@ -681,8 +681,7 @@ def _quantize_in_the_graph(model: ir.Model, source: ir.Model) -> None:
         use = uses.get(name)
         if codes is None or codes.const_value is None or use is None or node.graph is None:
             continue
-        is_stored_so = use.stored_k_last == ("_transposed" in form)
-        matrix = use.matrix if is_stored_so else use.matrix.T
+        matrix = use.matrix.T if "_transposed" in form else use.matrix
         graph = codes.graph
         assert isinstance(graph, ir.Graph)
         tensor = ir.tensor(np.ascontiguousarray(matrix), name=f"{codes.name}.float")

@@ -264,9 +264,8 @@ def _largest_pair(weight: Floats) -> Floats:
 
 def float_matrix(use: WeightUse) -> Floats:
     """Return the weight of a use, float32 ``[K, N]``."""
-    matrix = use.matrix
     try:
-        return checked(matrix.T if use.stored_k_last else matrix)
+        return checked(use.matrix)
     except QuantizationError as error:
         name = use.weight.name
         raise QuantizationError(f"weight {name!r} cannot be quantised: {error}") from error

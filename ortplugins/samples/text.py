@@ -44,7 +44,8 @@ class TextSamples:
         """Return a feed for each window; the text is read at once."""
         feeds = TokenFeeds(inputs)
         tokenizer = TextTokenizer(Path(self.tokenizer))
-        text = self._halves()[0]
+        text = read_text(Path(self.text))
+        text = text[: len(text) - int(self.held_back * len(text))]
         windows = tokenizer.cut(text, feeds.length or self.window, str(self.text))
         if len(windows) > 1 and len(windows[-1]) < len(windows[0]):
             del windows[-1]  # a short rest would weigh as much as a full window
@@ -52,15 +53,6 @@ class TextSamples:
         taken = [windows[int(place)] for place in np.linspace(0, len(windows) - 1, count)]
         feeds.check(taken, tokenizer)
         return (feeds.feed(ids) for ids in taken)
-
-    def rest(self) -> str:
-        """Return the text that is held back."""
-        return self._halves()[1]
-
-    def _halves(self) -> tuple[str, str]:
-        text = read_text(Path(self.text))
-        end = len(text) - int(self.held_back * len(text))
-        return text[:end], text[end:]
 
 
 class TokenFeeds:

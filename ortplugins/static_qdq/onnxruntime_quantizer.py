@@ -11,8 +11,6 @@ import contextlib
 import dataclasses
 import functools
 import io
-import logging
-import os
 import re
 import types
 from collections.abc import Iterator, Sequence
@@ -76,7 +74,8 @@ def quantize_to_eight_bits(
     path, output = scratch / "model.onnx", scratch / "quantized.onnx"
     save_with_data(model, path)
     try:
-        with _quiet(), np.errstate(all="ignore"):
+        # It prints what it does; its warnings go where the program's do.
+        with contextlib.redirect_stdout(io.StringIO()), np.errstate(all="ignore"):
             quantize_static(
                 path,
                 output,
@@ -184,26 +183,6 @@ def _no_range(name: str) -> CalibrationError:
         f"tensor {name!r} has no finite range: give it one as rmin and rmax in overrides, or "
         "name its nodes in nodes_to_exclude"
     )
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep onnxruntime's quantiser from printing to stdout and to the root logger."""
-
-    def others(record: logging.LogRecord) -> bool:
-        return os.path.join("onnxruntime", "quantization") not in record.pathname
-
-    root = logging.getLogger()
-    # Without any handler, logging.warning() would give the root one that stays.
-    handler = logging.NullHandler()
-    root.addHandler(handler)
-    root.addFilter(others)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        root.removeFilter(others)
-        root.removeHandler(handler)
 
 
 def to_onnxruntime(

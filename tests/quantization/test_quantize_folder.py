@@ -130,6 +130,6 @@ def test_the_command_ends_with_figures_where_there_is_a_text(source, monkeypatch
     assert done.returncode != 0 and "wrote stopped/onnx/model.onnx" in done.stdout
     (source / "hf/tokenizer.json").rename(source / "tokenizer.json")
     Path("text.txt").write_text("w1 w2 w3 w4")
-    expected = "not evaluated: what calibration left of text.txt: "
+    expected = "not evaluated: text.txt: has "
     assert expected in printed(*arguments, "short")
     assert Path("short/tokenizer.json").exists()

@@ -259,7 +259,7 @@ def _search_scales(group: Group, statistics: ActivationStatistics) -> None:
     assert statistics.gram is not None
     try:
         scales, alpha, _ = search_scales(
-            [_matrix(weight) for weight in group.weights],
+            [weight.uses[0].matrix for weight in group.weights],
             statistics.mean_abs,
             statistics.gram,
             [weight.form for weight in group.weights],
@@ -272,7 +272,7 @@ def _search_scales(group: Group, statistics: ActivationStatistics) -> None:
     # What the activation is multiplied by is stored in its type, the weights': the weight gets
     # exactly the inverse of that.
     with np.errstate(over="ignore"):
-        inverse = (1 / scales).astype(_matrix(group.weights[0]).dtype)
+        inverse = (1 / scales).astype(group.weights[0].uses[0].matrix.dtype)
     inverse = inverse.astype(np.float32)
     inverse[~(np.isfinite(inverse) & (inverse > 0))] = 1
     group.channel_scales = (1 / inverse).astype(np.float32)
@@ -297,7 +297,10 @@ def _chosen(
                 if (gptq := inputs[1]) is not None:  # before several threads ask for it
                     gptq.factor(weight.form)
         submitted = (
-            (weight, executor.submit(choose, _matrix(weight), weight.form, *inputs, threads))
+            (
+                weight,
+                executor.submit(choose, weight.uses[0].matrix, weight.form, *inputs, threads),
+            )
             for weight, inputs in items
         )
         waiting = collections.deque(itertools.islice(submitted, max(workers, _AHEAD)))
@@ -316,12 +319,6 @@ def _in_a_worker(*task: Any) -> WeightCodes:
     """Choose codes in a process that nobody has told about BLAS."""
     with threadpoolctl.threadpool_limits(1, user_api="blas"):
         return choose_codes(*task)
-
-
-def _matrix(weight: Weight) -> npt.NDArray[Any]:
-    """Return a weight as ``[K, N]``, mapped where its model is in a file."""
-    array = weight.uses[0].matrix
-    return array.T if weight.uses[0].stored_k_last else array
 
 
 def _restored(

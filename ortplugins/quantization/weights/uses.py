@@ -70,9 +70,10 @@ class WeightUse:
 
     @property
     def matrix(self) -> npt.NDArray[Any]:
-        """The weight as it is stored, of rank 2; mapped where it lies in a file."""
+        """The weight as ``[K, N]``; mapped where it lies in a file."""
         array = self.tensor.numpy()
-        return array.reshape(array.shape[-2:])
+        array = array.reshape(array.shape[-2:])
+        return array.T if self.stored_k_last else array
 
     @property
     def label(self) -> str:
