@@ -47,6 +47,7 @@ class WeightCodes:
         codes: ``[K, N]``, a byte each: int8, or uint8 with zero points.
         grid: Scales, float32 ``[blocks, N]``.
         zero_points: uint8 ``[blocks, N]``; None when symmetric.
+        scales: float32 ``[K]``, which rows were multiplied by; None where they were not.
         weight_error: Frobenius norm of the difference from the floats over theirs, channel
             scales taken out again.
         output_error: The same of products with sampled tokens.
@@ -57,15 +58,16 @@ class WeightCodes:
     codes: Codes
     grid: Floats
     zero_points: ZeroPoints | None
+    scales: Floats | None
     weight_error: float
     output_error: float = math.nan
     added: float = math.nan
 
-    def dequantized(self, form: BlockFormat, scales: Floats | None) -> Floats:
+    def dequantized(self, form: BlockFormat) -> Floats:
         """Return the matrix that the codes stand for, float32 ``[K, N]``, over the scales."""
         matrix = dequantize_blocks(self.codes, self.grid, self.zero_points, form)
-        if scales is not None:
-            matrix /= scales[:, None]
+        if self.scales is not None:
+            matrix /= self.scales[:, None]
         return matrix
 
 
@@ -111,9 +113,10 @@ def choose_codes(
         raise QuantizationError(
             "its scales are below float16's least number; leave out scale_type"
         )
+    found = WeightCodes(codes, grid, zero_points, scales, weight)
     if statistics is None:
-        return WeightCodes(codes, grid, zero_points, weight)
-    return WeightCodes(codes, grid, zero_points, weight, output, float(sums[4]))
+        return found
+    return dataclasses.replace(found, output_error=output, added=float(sums[4]))
 
 
 def _codes(

@@ -34,7 +34,7 @@ from ortplugins.quantization.codes import WeightCodes, choose_codes
 from ortplugins.quantization.files import QuantizedFile, QuantizeResult
 from ortplugins.quantization.methods.awq import search_scales
 from ortplugins.quantization.methods.gptq import Gptq
-from ortplugins.quantization.methods.nearest import BlockFormat, Floats
+from ortplugins.quantization.methods.nearest import BlockFormat
 from ortplugins.quantization.statistics import ActivationStatistics
 from ortplugins.quantization.walk import Walk
 from ortplugins.quantization.weights.graph import store_codes, write_codes
@@ -184,23 +184,19 @@ def _walked(
     met = [group for group in plan.groups if group not in alone]
     # The copy of the model is run for weights that make up for its errors, and no others.
     pairs = not ranks and any(group.method == "gptq" for group in met)
-    batches = [(alone, {w: _NOTHING for group in alone for w in group.weights})]
+    first: dict[Weight, Known] = {w: _NOTHING for group in alone for w in group.weights}
     reached = [] if walk is None else _met(walk, met, ranks)
-    for groups, known in itertools.chain(batches, reached):
-        group_of = {weight: group for group in groups for weight in group.weights}
+    for known in itertools.chain([first], reached):
         for weight, found in _chosen(known, executor):
             for use in weight.uses if pairs else ():
                 assert walk is not None
-                scales = group_of[weight].channel_scales
-                restored = functools.partial(_restored, use, found, weight.form, scales)
+                restored = functools.partial(_restored, use, found, weight.form)
                 walk.replace(use.node, use.index, restored)
             yield weight, found
 
 
-def _met(
-    walk: Walk, groups: Sequence[Group], ranks: bool
-) -> Iterator[tuple[list[Group], dict[Weight, Known]]]:
-    """Yield a group with what its weights are to know, where the walk meets its activation."""
+def _met(walk: Walk, groups: Sequence[Group], ranks: bool) -> Iterator[dict[Weight, Known]]:
+    """Yield what the weights of a group are to know, where the walk meets its activation."""
     names = {group: str(group.activation and group.activation.name) for group in groups}
     feeding = not ranks and any(group.method == "gptq" for group in groups)
     rows = _chosen_rows(walk.model, groups) if feeding else set()
@@ -214,7 +210,7 @@ def _met(
             # Searches find the same in twice as many tokens as there are channels.
             most = math.inf if group.method == "gptq" else 2 * k
             found = walk.statistics(name, k, axes=2 * steps, gram_tokens=most)
-        yield [group], _known(group, found, ranks)
+        yield _known(group, found, ranks)
 
 
 def _known(
@@ -321,11 +317,9 @@ def _in_a_worker(*task: Any) -> WeightCodes:
         return choose_codes(*task)
 
 
-def _restored(
-    use: WeightUse, found: WeightCodes, form: BlockFormat, scales: Floats | None
-) -> npt.NDArray[Any]:
+def _restored(use: WeightUse, found: WeightCodes, form: BlockFormat) -> npt.NDArray[Any]:
     """Return a quantised weight in the type and orientation that a node reads."""
-    matrix = found.dequantized(form, scales)
+    matrix = found.dequantized(form)
     return (matrix.T if use.wanted_k_last else matrix).astype(use.tensor.dtype.numpy())
 
 
