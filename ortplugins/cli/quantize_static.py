@@ -73,17 +73,8 @@ def quantize_static(
     source = given.read(model, count)
     # Its calibrators' sessions warn of each weight that is an input, as in older files.
     onnxruntime.set_default_logger_severity(3)
-    settings: dict[str, Any] = {
-        "mode": mode,
-        "target": target,
-        "per_channel": per_channel,
-        "nodes_to_quantize": nodes_to_include,
-        "nodes_to_exclude": nodes_to_exclude,
-        "calibration_providers": providers,
-    }
     try:
         with progress_bar() as bar:
-            settings["progress"] = bar
             result = quantize_static_mixed(
                 model,
                 output,
@@ -92,8 +83,14 @@ def quantize_static(
                 promote=promote,
                 budget=budget,
                 max_16bit=max_16bit,
+                mode=mode,
+                target=target,
+                per_channel=per_channel,
+                nodes_to_quantize=nodes_to_include,
+                nodes_to_exclude=nodes_to_exclude,
+                calibration_providers=providers,
                 overwrite=force,
-                **settings,
+                progress=bar,
             )
     except (OptionError, OverrideError) as error:
         raise UsageError(f"--overrides: {error}") from None

@@ -64,6 +64,7 @@ from ortplugins.errors import OrtpluginsWarning, QuantizationError
 from ortplugins.model_io.loading import load_model
 from ortplugins.quantization.methods.awq import search_scales
 from ortplugins.quantization.methods.nearest import BlockFormat, in_blocks
+from ortplugins.quantization.weights.folds import described
 from ortplugins.quantization.weights.quantize import quantize as quantize_weights
 from ortplugins.quantization.weights.uses import OP_TYPES, WeightUse, find_uses
 from rewrite_rules.closest_name import did_you_mean
@@ -676,25 +677,21 @@ def _quantize_in_the_graph(model: ir.Model, source: ir.Model) -> None:
     uses = {use.weight.name: use for use in found if isinstance(use, WeightUse)}
     nodes = [node for node in model.graph.all_nodes() if node.op_type == "DequantizeLinear"]
     for node in nodes:
-        codes, scales, *zero_points = node.inputs
+        codes, *grid = node.inputs
         name, _, form = str(codes and codes.name).rpartition(".")
-        use = uses.get(name)
-        if codes is None or codes.const_value is None or use is None or node.graph is None:
+        if codes is None or codes.dtype is None or name not in uses or node.graph is None:
             continue
-        matrix = use.matrix.T if "_transposed" in form else use.matrix
+        matrix = uses[name].matrix.T if "_transposed" in form else uses[name].matrix
         graph = codes.graph
         assert isinstance(graph, ir.Graph)
         tensor = ir.tensor(np.ascontiguousarray(matrix), name=f"{codes.name}.float")
-        floats = new_initializer(graph, tensor)
-        rounded = ir.node("QuantizeLinear", [floats, scales, *zero_points])
-        for key in node.attributes.keys() & {"axis", "block_size"}:
-            rounded.attributes[key] = node.attributes[key]
-        if not zero_points:
-            kind = ir.AttrInt64("output_dtype", int(codes.const_value.dtype))
-            rounded.attributes["output_dtype"] = kind
-        rounded.name = rounded.outputs[0].name = f"{codes.name}.quantized"
-        rounded.outputs[0].shape = codes.shape
-        rounded.outputs[0].type = ir.TensorType(codes.const_value.dtype)
+        attributes = {key: attribute.value for key, attribute in node.attributes.items()}
+        rounded = ir.node(
+            "QuantizeLinear",
+            [new_initializer(graph, tensor), *grid],
+            attributes | {"output_dtype": int(codes.dtype)},
+            name=f"{codes.name}.quantized",
+        )
         node.graph.insert_before(node, rounded)
-        node.replace_input_with(0, rounded.outputs[0])
+        node.replace_input_with(0, described(rounded, codes.dtype, codes.shape))
         drop_unused_initializers([codes])

@@ -103,12 +103,7 @@ def quantize_kv_cache(
         CalibrationError: If a sample is bad, or a cache holds NaN or infinity for it.
         ModelFileError: If no cache can be kept in int8.
     """
-    file = QuantizedFile(
-        model,
-        output,
-        overwrite=overwrite,
-        progress=progress,
-    )
+    file = QuantizedFile(model, output, overwrite=overwrite, progress=progress)
     caches = find_caches(file.model)
     with file.scratch() as scratch:
         samples = read_samples(calibration_data_reader, file.model)

@@ -130,12 +130,7 @@ def quantize_encoder8(
     if not 0 <= least_cosine <= 1:
         raise QuantizationError(f"least_cosine is {least_cosine!r}: 0 to 1 is expected")
     recipe = Recipe(**vars(_FORM), rules=[(each, "float") for each in keep_float])
-    file = QuantizedFile(
-        model,
-        output,
-        overwrite=overwrite,
-        progress=progress,
-    )
+    file = QuantizedFile(model, output, overwrite=overwrite, progress=progress)
     plan = plan_weights(file.model, recipe)
     check_not_empty(plan, recipe)
     with file.scratch() as scratch:

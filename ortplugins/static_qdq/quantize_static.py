@@ -153,12 +153,7 @@ def quantize_static_mixed(
         mode=mode,
         target=target,
     )
-    file = QuantizedFile(
-        model_input,
-        model_output,
-        overwrite=overwrite,
-        progress=progress,
-    )
+    file = QuantizedFile(model_input, model_output, overwrite=overwrite, progress=progress)
     loaded = file.loaded
     _check_float_model(loaded)
     by_channel = settings["per_channel"]

@@ -125,12 +125,8 @@ def quantize(
         OSError: If a file can't be written.
     """
     chosen = read_recipe(recipe).with_settings(settings)
-    file = QuantizedFile(
-        model,
-        None if dry_run else output,
-        overwrite=overwrite,
-        progress=progress,
-    )
+    target = None if dry_run else output
+    file = QuantizedFile(model, target, overwrite=overwrite, progress=progress)
     plan = plan_weights(file.model, chosen)
     check_not_empty(plan, chosen)
     if dry_run:
