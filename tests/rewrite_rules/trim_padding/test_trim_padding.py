@@ -215,20 +215,10 @@ FLATTENED = """
     flat = Reshape(hidden, rows_of_8)
     y = Gather(flat, at)
 """
-BY_ELEMENT = """
-    column = Unsqueeze(place, middle)
-    wide_place = Unsqueeze(column, last)
-    batch_size = Shape<end = 1>(input_ids)
-    sizes = Concat<axis = 0>(batch_size, one_by_8)
-    at = Expand(wide_place, sizes)
-    picked = GatherElements<axis = 1>(hidden, at)
-    y = Squeeze(picked, middle)
-"""
 END_CONSTANTS = {
     "end": np.int64(END),
     "unit": np.int64(1),
     "rows_of_8": np.array([-1, 8]),
-    "one_by_8": np.array([1, 8]),
 }
 
 
@@ -401,7 +391,7 @@ def test_codes_are_packed():
     assert found.shape[:-1] == (1, 2 + 5)
 
 
-HEADS = {"row": BY_ROW_AND_PLACE, "flat": FLATTENED, "element": BY_ELEMENT}
+HEADS = {"row": BY_ROW_AND_PLACE, "flat": FLATTENED}
 
 
 @pytest.mark.parametrize(
