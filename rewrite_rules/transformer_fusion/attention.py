@@ -115,10 +115,12 @@ class FuseAttention(RewriteRuleClassBase):
     def check(  # type: ignore[override]
         self,
         context: MatchContext,
+        softmax: ir.Value,
         mixed: ir.Value,
         zero: ir.Value | None,
         guarded: int,
-        **bound: Any,
+        out: ir.Value,
+        **_: object,
     ) -> MatchResult:
         """Read the attention; what stands in the way is a remark."""
         result, node = MatchResult(), producer(mixed)
@@ -126,23 +128,16 @@ class FuseAttention(RewriteRuleClassBase):
             return result.fail("what NaN becomes is not 0", node)
         with self._remarks.at(label(node)):
             try:
-                self._read(mixed=mixed, guarded=guarded, **bound)
+                found = read_attention(softmax, mixed, out, guarded == 1, self._nonempty)
+                self._check_kernels(found)
+                self._found = found
             except Refusal as refusal:
                 self._remarks.refused(label(node), refusal.behind("attention: "))
                 return result.fail(str(refusal), node)
         return result
 
-    def _read(
-        self,
-        softmax: ir.Value,
-        mixed: ir.Value,
-        guarded: int,
-        out: ir.Value,
-        **_: object,
-    ) -> Attention:
-        found = read_attention(softmax, mixed, out, guarded == 1, self._nonempty)
-        if not found.cached and found.keys.merge is not None:
-            raise Refusal("ORP602", "the batch of its heads is not known to be their own")
+    def _check_kernels(self, found: Attention) -> None:
+        """Refuse what no kernel takes, or not the one that a cache in buffers needs."""
         if found.cached and self._cache is not None:
             if not found.fits_group_query:
                 text = "GroupQueryAttention, which kv_cache=shared needs, can't compute it"
@@ -156,11 +151,10 @@ class FuseAttention(RewriteRuleClassBase):
             found.masks and (found.may_be_token or found.fits_group_query)
         ):
             raise Refusal("ORP603", "no kernel computes it with a cache")
-        return found
 
-    def rewrite(self, op: Any, mixed: ir.Value, out: ir.Value, **bound: Any) -> Any:
+    def rewrite(self, op: Any, mixed: ir.Value, out: ir.Value, **_: object) -> Any:
         """Emit the kernels, with the model's own nodes behind what they ask."""
-        found, name = self._read(mixed=mixed, out=out, **bound), producer(mixed).name
+        found, name = self._found, producer(mixed).name
         mask = self._once(("mask", found.masks, found.heads), lambda: _sum(op, found))
         found = dataclasses.replace(found, mask=mask)
         end = _merged(out, found.sizes) if self._order == SPLIT_HEADS else None
@@ -465,7 +459,7 @@ def _check_layout(
     for heads in found.both:
         forms += sizes.forms_of(heads)
         merged = found.facts.dims(heads.merge.outputs[0] if heads.merge else None)
-        if merged is not None and not sizes.is_size("B", merged[0]):
+        if merged and not (found.cached and sizes.is_size("B", merged[0])):
             raise Refusal("ORP602", f"the batch of {heads.source.name!r} may be stretched")
     for step, form in forms:
         node = made_by(step, "Reshape")
@@ -480,16 +474,13 @@ def _check_layout(
 
 def _check_masks(found: Attention) -> None:
     """Refuse masks of unknown axes, and where heads share keys of unknown heads."""
-    highest, behind = HIDDEN if len(found.masks) == 1 else LOWEST, 1.0
-    for mask in reversed(found.masks):
+    highest = HIDDEN if len(found.masks) == 1 else LOWEST
+    for mask in found.masks:
         name, dims = mask.value.name, mask.dims(found.facts, found.heads)
-        behind *= mask.scale
         shared = found.cached and found.heads != found.groups
-        if mask.lowest is not None and not mask.lowest * behind <= highest:
-            low = f"{mask.lowest * behind:g}"
-            raise Refusal(
-                "ORP604", f"Where by {name!r} puts {low} for scores, which may be as low"
-            )
+        if mask.lowest is not None and not mask.lowest <= highest:
+            text = f"Where by {name!r} puts {mask.lowest:g} for scores, which may be as low"
+            raise Refusal("ORP604", text)
         # One query head would be repeated for the heads of a mask.
         if (shared or found.heads == 1) and number(dims[1]) not in (1, found.heads):
             raise Refusal("ORP603", f"mask {name!r} may differ from head to head")

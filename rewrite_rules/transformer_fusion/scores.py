@@ -36,15 +36,14 @@ class Mask:
     """A tensor that is added to scores, or says where ``lowest`` stands.
 
     That number hides a score as if it were added. ``hides`` is the value of a bool tensor that
-    hides a score; ``scale`` multiplies what it makes of the scores. ``rank``: that of the
-    scores, ``[B * H, S, T]``, ``[B, H, S, T]`` or ``[B, G, H / G, S, T]``.
+    hides a score. ``rank``: that of the scores, ``[B * H, S, T]``, ``[B, H, S, T]`` or
+    ``[B, G, H / G, S, T]``.
     """
 
     value: ir.Value
     rank: int
     lowest: float | None = None
     hides: bool = True
-    scale: float = 1.0
 
     def dims(self, facts: ProvedShapes, heads: int) -> Dims:
         """Return the sizes for ``[B, H, S, T]``; a Refusal for others."""
@@ -82,7 +81,7 @@ class Mask:
             value = op.Where(value, *numbers[:: 1 if self.hides else -1])
         elif total is not None:
             value = op.Add(total, value)
-        return value if self.scale == 1 else op.Mul(value, op.Constant(value_float=self.scale))
+        return value
 
 
 def read_scores(
@@ -111,9 +110,10 @@ def read_scores(
             mask = _chosen(node, other, other is a, rank)
         else:
             mask = Mask(other, rank)
+        if scale != 1:
+            raise Refusal("ORP603", f"mask {mask.value.name!r} is scaled with the scores")
         product, inner_scale, masks, before = found
-        mask = dataclasses.replace(mask, scale=scale)
-        return product, inner_scale * scale, (*masks, mask), (*before, *steps)
+        return product, inner_scale, (*masks, mask), (*before, *steps)
     return None
 
 

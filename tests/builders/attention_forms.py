@@ -36,7 +36,6 @@ _CONSTANTS = {
     "minus_two": np.float32(-2),
     "zero": np.float32(0),
     "infinity": np.float32(np.inf),
-    "tiny": np.float32(1e-35),
     "lowest": np.float32(np.finfo(np.float32).min),
 }
 FORMS = text_cases(Path(__file__).with_suffix(".txt"))
