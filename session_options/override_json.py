@@ -14,7 +14,6 @@ overrides only to know which entry is its own.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import math
@@ -47,14 +46,12 @@ def read_overrides(source: str | Mapping[str, Any]) -> Overrides:
     """Read overrides.
 
     Args:
-        source: JSON text, or a dict of lists of dicts or of :class:`TensorOverride`. Types are
-            names (``"QUInt16"``, ``"uint16"``), or members of onnxruntime's QuantType or
-            onnx_ir's DataType; numbers may be numpy arrays of one element, consumers a list or
-            a set. None counts as left out, and so does a tensor that nothing is asked for.
+        source: JSON text, or a dict of lists of one dict. Types are names (``"QUInt16"``,
+            ``"uint16"``), or members of onnxruntime's QuantType or onnx_ir's DataType; numbers
+            may be numpy arrays of one element, consumers a list or a set. None counts as left
+            out, and so does a tensor that nothing is asked for.
     """
     import onnx_ir as ir
-
-    plain = _plain(source)
 
     def made(fields: dict[str, Any]) -> TensorOverride:
         values = dict(fields)
@@ -66,7 +63,7 @@ def read_overrides(source: str | Mapping[str, Any]) -> Overrides:
             values["recv_nodes"] = frozenset(values["recv_nodes"])
         return TensorOverride(**values)
 
-    return {name: tuple(map(made, entries)) for name, entries in plain.items()}
+    return {name: made(entry) for name, entry in _plain(source).items()}
 
 
 def format_overrides(source: str | Mapping[str, Any]) -> str:
@@ -74,24 +71,22 @@ def format_overrides(source: str | Mapping[str, Any]) -> str:
 
     Arguments and errors are those of :func:`read_overrides`; onnx_ir is not imported.
     """
-    return json.dumps(dict(sorted(_plain(source).items())))
+    return json.dumps({name: [entry] for name, entry in sorted(_plain(source).items())})
 
 
 def read_quant_type(value: object, where: str) -> str:
     """Return ONNX's name of a quantised type, ``"UINT16"`` for instance."""
-    if isinstance(name := getattr(value, "name", value), str):
-        # QuantType.QUInt16, TensorProto.UINT16, uint16, u16
-        short = name.rpartition(".")[2].upper().removeprefix("Q")
-        if short[:1] in ("U", "I") and short[1:].isdecimal():
-            short = {"U": "UINT", "I": "INT"}[short[0]] + short[1:]
-        if short in _QUANT_TYPES:
-            return short
+    name = getattr(value, "name", value)
+    if not isinstance(name, str):
+        raise OverrideError(f"{where} is {value!r}; a type's name is expected, as 'QUInt16'")
+    short = name.upper().removeprefix("Q")
+    if short not in _QUANT_TYPES:
         hint = closest(name, _QUANT_TYPES.values())
         raise OverrideError(f"{where} is {name!r}, no quantised type: {hint}")
-    raise OverrideError(f"{where} is {value!r}; a type's name is expected, as 'QUInt16'")
+    return short
 
 
-def _plain(source: str | Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+def _plain(source: str | Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Check the schema; numbers, strings, lists and dicts come out, keys in a fixed order."""
     content = _parsed(source) if isinstance(source, str) else source
     if not isinstance(content, Mapping):
@@ -104,14 +99,14 @@ def _plain(source: str | Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
         where = f"overrides[{name!r}]"
         if not isinstance(name, str):
             raise OverrideError(f"{where}: the key is not a tensor's name, which is a string")
-        if not isinstance(entries, list | tuple):
+        if not isinstance(entries, list | tuple) or len(entries) > 1:
             raise OverrideError(
                 f"{where} is {_described(entries)}; a list of one entry is expected: "
                 '[{"quant_type": "QUInt16"}]'
             )
-        found = [_entry(entry, f"{where}[{i}]") for i, entry in enumerate(entries)]
-        if found not in ([], [{}]):
-            plain[name] = found
+        for entry in entries:
+            if found := _entry(entry, f"{where}[0]"):
+                plain[name] = found
     return plain
 
 
@@ -121,23 +116,17 @@ def _parsed(text: str) -> object:
         if len(result) < len(pairs):
             keys = [key for key, _ in pairs]
             twice = next(key for key in keys if keys.count(key) > 1)
-            raise OverrideError(f"overrides: key {twice!r} stands twice in one JSON object")
+            raise ValueError(f"key {twice!r} stands twice in one JSON object")
         return result
 
     try:
         return json.loads(text, object_pairs_hook=once)
-    except json.JSONDecodeError as error:
+    except (RecursionError, ValueError) as error:
         start = text if len(text) <= 40 else f"{text[:40]}..."
         raise OverrideError(f"overrides are not JSON: {error}; they start {start!r}") from None
-    except RecursionError:
-        raise OverrideError("overrides are not JSON of this schema: nested too deep") from None
-    except ValueError as error:  # a number of thousands of digits
-        raise OverrideError(f"overrides can't be read: {error}") from None
 
 
 def _entry(entry: object, where: str, *, is_convert: bool = False) -> dict[str, Any]:
-    if isinstance(entry, TensorOverride):
-        entry = dataclasses.asdict(entry)
     if not isinstance(entry, Mapping):
         raise OverrideError(f"{where} is {_described(entry)}; a dict is expected")
     found = {}

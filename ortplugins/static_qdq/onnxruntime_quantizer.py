@@ -64,7 +64,7 @@ def quantize_to_eight_bits(
     usual = ir.DataType(settings["activation_type"].tensor_type)
     values = [*graph.inputs, *(value for node in graph for value in node.outputs)]
     halves = {value.name for value in values if value.dtype is ir.DataType.FLOAT16}
-    for name, (entry,) in overrides.items():
+    for name, entry in overrides.items():
         if entry.quant_type in (None, usual):
             entry = dataclasses.replace(entry, quant_type=usual, convert=None)
         else:

@@ -236,14 +236,9 @@ def _check_names_given(
         for value in values
         if value.name not in graph.initializers
     }
-    initializers = {
-        name: tuple(value.const_value.shape.numpy())
-        for name, value in graph.initializers.items()
-        if value.const_value is not None
-    }
     nodes = {label(node) for node in graph}
-    check_overrides(overrides, activations, initializers, nodes)
-    known = [*activations, *initializers, *nodes]
+    check_overrides(overrides, activations, nodes)
+    known = [*activations, *graph.initializers, *nodes]
     for name in promote:
         if name not in known:
             raise QuantizationError(
@@ -260,8 +255,8 @@ def _selected_nodes(option: str, patterns: Sequence[str], graph: ir.Graph) -> li
 
 def _left_over(overrides: Overrides, activation_type: ir.DataType) -> Overrides:
     """Return what is left to do in the 8-bit graph."""
-    left: dict[str, tuple[TensorOverride, ...]] = {}
-    for name, (entry,) in overrides.items():
+    left: dict[str, TensorOverride] = {}
+    for name, entry in overrides.items():
         if entry.quant_type in (None, activation_type):
             # The rest of it is in the graph.
             entry = TensorOverride(quant_type=entry.quant_type, convert=entry.convert)
@@ -270,7 +265,7 @@ def _left_over(overrides: Overrides, activation_type: ir.DataType) -> Overrides:
             # 8 bits beyond a boundary.
             entry = dataclasses.replace(entry, rmin=None, rmax=None)
         if entry not in (TensorOverride(), TensorOverride(quant_type=activation_type)):
-            left[name] = (entry,)
+            left[name] = entry
     return left
 
 

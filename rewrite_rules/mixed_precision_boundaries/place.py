@@ -251,9 +251,9 @@ def _checked_overrides(
     for name in [name for name in asked if name in graph.stay and name not in activations]:
         context.remarks.refused(name, graph.stay[name])
         del asked[name]
-    check_overrides(asked, activations, {}, graph.by_label)
+    check_overrides(asked, activations, graph.by_label)
     found: dict[QuantizedTensor, tuple[str, TensorOverride]] = {}
-    for name, (override, *_) in asked.items():
+    for name, override in asked.items():
         wanted = _as_float(override) if options.mode == "float" else override
         for tensor in graph.by_name.get(name, ()):
             other, before = found.setdefault(tensor, (name, wanted))

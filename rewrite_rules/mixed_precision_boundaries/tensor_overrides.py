@@ -58,9 +58,8 @@ class TensorOverride:
     recv_nodes: frozenset[str] | None = None
 
 
-# Per tensor, one entry, in a list as onnxruntime has it; those that ask for nothing are left
-# out.
-Overrides = Mapping[str, tuple[TensorOverride, ...]]
+# By tensor; those that ask for nothing are left out.
+Overrides = Mapping[str, TensorOverride]
 
 
 class Activation(NamedTuple):
@@ -74,32 +73,25 @@ class Activation(NamedTuple):
 
 
 def check_overrides(
-    overrides: Overrides,
-    activations: Mapping[str, Activation],
-    initializers: Collection[str],
-    nodes: Collection[str],
+    overrides: Overrides, activations: Mapping[str, Activation], nodes: Collection[str]
 ) -> None:
-    """Check every entry against the model, by names of activations, initializers and nodes.
+    """Check every entry against the model, by names of activations and nodes.
 
     Raises:
         OverrideError: With the first ten things wrong, a line each.
     """
 
-    def problems_of(name: str, entries: tuple[TensorOverride, ...]) -> Iterator[str]:
+    def problems_of(name: str, entry: TensorOverride) -> Iterator[str]:
         if (activation := activations.get(name)) is not None:
-            if len(entries) > 1:
-                yield f"it has {len(entries)} entries; activations are quantised per tensor"
-            yield from _problems(entries[0], activation, nodes)
-        elif name in initializers:
-            yield "it is an initializer; overrides are for activations"
+            yield from _problems(entry, activation, nodes)
         else:
             hint = did_you_mean(name, [*activations])
-            yield f"no tensor of that name is quantised in the model{hint}"
+            yield f"no activation of that name is quantised in the model{hint}"
 
     problems = (
         f"override of tensor {name!r}: {problem}"
-        for name, entries in overrides.items()
-        for problem in problems_of(name, entries)
+        for name, entry in overrides.items()
+        for problem in problems_of(name, entry)
     )
     # Looking for close matches takes its time: of a hundred stale names, no more than these.
     if found := list(itertools.islice(problems, _MAX_PROBLEMS + 1)):

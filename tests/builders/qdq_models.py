@@ -24,11 +24,6 @@ def grid(
     return QuantizationGrid(dtype, np.float32(scale), zero_point)
 
 
-def of(quant_type: ir.DataType | None = None, **fields: object) -> tuple[TensorOverride, ...]:
-    """The override of an activation."""
-    return (TensorOverride(quant_type=quant_type, **fields),)
-
-
 def to(quant_type: ir.DataType, *nodes: str) -> TensorOverride:
     """A second type, for nodes by their names, or for all."""
     return TensorOverride(quant_type=quant_type, recv_nodes=frozenset(nodes) or None)

@@ -172,7 +172,7 @@ def fan(kind: str = "float", consumers: int = 1, *, output: bool = False) -> onn
     return proto_of(f'fan ({kind}[n] x) => ({outputs}) {{ ["p"] t = Neg(x) {readers} }}')
 
 
-U16 = [{"quant_type": "u16"}]
+U16 = [{"quant_type": "uint16"}]
 
 
 @pytest.mark.parametrize(

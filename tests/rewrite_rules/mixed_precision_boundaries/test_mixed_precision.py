@@ -10,7 +10,6 @@ from builders.dequantized_models import run
 from builders.qdq_models import (
     chains,
     grid,
-    of,
     parse,
     place,
     quantized,
@@ -29,7 +28,10 @@ from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedGraph
-from rewrite_rules.mixed_precision_boundaries.tensor_overrides import OverrideError
+from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
+    OverrideError,
+    TensorOverride,
+)
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
 from session_options import MixedPrecisionBoundaries
 from session_options.override_json import read_overrides
@@ -204,7 +206,7 @@ def test_parameters_in_constant_nodes():
     )
     feeds = {"x": np.arange(4, dtype=np.uint8)}
     before = run(model, feeds)
-    place(model, overrides={"x": of(U8, convert=to(U16, "B"))})
+    place(model, overrides={"x": TensorOverride(U8, convert=to(U16, "B"))})
     assert chains(model) == {"x>A", "x>u16>B", "A>y", "B>w"}
     after = run(model, feeds)
     assert [value.tobytes() for value in after] == [value.tobytes() for value in before]

@@ -15,8 +15,6 @@ from builders.command_line import printed
 from builders.samples import Reader
 from builders.sessions import CPU, options
 from builders.text_cases import text_cases
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
 
 import ortplugins
@@ -28,7 +26,7 @@ from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
     check_overrides,
 )
 from session_options import MixedPrecisionBoundaries, OptionError
-from session_options.override_json import format_overrides, read_overrides
+from session_options.override_json import read_overrides
 from session_options.plan import make_plan, read_option_files
 
 UINT8, INT8, UINT16, INT16 = (
@@ -41,24 +39,11 @@ KEY = "ortplugins.mixed_precision_boundaries.overrides"
 
 
 @pytest.mark.parametrize(
-    "spelling",
-    [
-        "QUInt16",
-        "QUINT16",
-        "uint16",
-        "UINT16",
-        "u16",
-        "TensorProto.UINT16",
-        "QuantType.QUInt16",
-        QuantType.QUInt16,
-        ir.DataType.UINT16,
-        np.dtype(np.uint16),
-    ],
+    "spelling", ["QUInt16", "uint16", QuantType.QUInt16, ir.DataType.UINT16, np.dtype("u2")]
 )
 def test_types_go_by_any_usual_name(spelling):
-    assert read_overrides({"t": [{"quant_type": spelling}]}) == {
-        "t": (TensorOverride(quant_type=UINT16),)
-    }
+    found = read_overrides({"t": [{"quant_type": spelling}]})
+    assert found == {"t": TensorOverride(quant_type=UINT16)}
 
 
 def test_json_and_onnxruntimes_dict_read_alike():
@@ -76,37 +61,9 @@ def test_json_and_onnxruntimes_dict_read_alike():
     entry = {"quant_type": QuantType.QUInt16, "convert": theirs, **numbers}
     nodes = frozenset({"B", "C"})
     convert = TensorOverride(UINT8, symmetric=False, rmin=-1.0, recv_nodes=nodes)
-    expected = (TensorOverride(UINT16, 0.5, 32768, convert=convert),)
+    expected = TensorOverride(UINT16, 0.5, 32768, convert=convert)
     assert read_overrides(text) == read_overrides({"a": [entry], "b": [], "W": [{}]})
     assert read_overrides(text) == {"a": expected}
-
-
-_finite = st.floats(allow_nan=False, allow_infinity=False, width=32)
-_plain_fields: dict[str, st.SearchStrategy[Any]] = {
-    "quant_type": st.none() | st.sampled_from([UINT8, INT8, UINT16, INT16, ir.DataType.INT4]),
-    "scale": st.none() | _finite,
-    "zero_point": st.none() | st.integers(-(2**40), 2**40),
-    "symmetric": st.none() | st.booleans(),
-    "rmin": st.none() | _finite,
-    "rmax": st.none() | _finite,
-    "recv_nodes": st.none() | st.frozensets(st.text(max_size=6), max_size=3),
-}
-_entries = st.builds(
-    TensorOverride,
-    **_plain_fields,
-    convert=st.none() | st.builds(TensorOverride, **_plain_fields),
-)
-_lists = st.lists(_entries, min_size=1, max_size=3).filter(lambda x: x != [TensorOverride()])
-
-
-@given(st.dictionaries(st.text(max_size=8), _lists.map(tuple)))
-@settings(max_examples=40)
-def test_what_is_written_reads_back(overrides):
-    text = format_overrides(overrides)
-    assert read_overrides(text) == overrides
-    assert format_overrides(read_overrides(text)) == text
-    backwards = dict(reversed(overrides.items()))
-    assert format_overrides(backwards) == text
 
 
 class Colour(enum.Enum):
@@ -139,16 +96,12 @@ ACTIVATIONS = {
     "conv2_out": Activation(UINT8, frozenset({"skip_add"})),
     "lonely": Activation(None, frozenset()),
 }
-INITIALIZERS = {"W"}
 NODES = {"conv1", "conv2", "skip_add", "relu"}
 
 
-def check(**overrides: dict[str, Any] | list[dict[str, Any]]) -> None:
-    entries = {
-        name: value if isinstance(value, list) else [value]
-        for name, value in overrides.items()
-    }
-    check_overrides(read_overrides(entries), ACTIVATIONS, INITIALIZERS, NODES)
+def check(**overrides: dict[str, Any]) -> None:
+    entries = {name: [value] for name, value in overrides.items()}
+    check_overrides(read_overrides(entries), ACTIVATIONS, NODES)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +114,6 @@ def check(**overrides: dict[str, Any] | list[dict[str, Any]]) -> None:
         ("conv1_out", {"quant_type": "int16", "scale": 1e-6, "zero_point": -32768}),
         ("conv1_out", {"rmin": -1, "rmax": 1, "symmetric": True}),
         ("conv1_out", {"rmax": 1}),
-        ("not_there", []),
         ("not_there", {}),
     ],
 )
@@ -205,10 +157,7 @@ def test_onnxruntimes_quantiser_takes_the_same_file(tmp_path):
                "convert": {"quant_type": "uint8", "scale": 0.0625, "zero_point": 40,
                            "recv_nodes": ["third"]}}],
         "b": [{"quant_type": "int8", "symmetric": true}]}""")
-    theirs = {
-        name: [to_onnxruntime(entry) for entry in entries]
-        for name, entries in overrides.items()
-    }
+    theirs = {name: [to_onnxruntime(entry)] for name, entry in overrides.items()}
     onnx.save(onnx.parser.parse_model(CHAIN), tmp_path / "m.onnx")
     quantize_static(
         tmp_path / "m.onnx",
