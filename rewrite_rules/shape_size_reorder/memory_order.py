@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from rewrite_rules.graph.nodes import subgraphs
@@ -25,21 +24,11 @@ from rewrite_rules.shapes.proved_shapes import ConcreteShapes
 _CHAIN_BYTES = 4096
 
 
-@dataclasses.dataclass(frozen=True)
-class SimulatedOrder:
-    """One order and what it costs.
-
-    Attributes:
-        order: Positions of the nodes in the graph, as they run; Constant nodes don't count.
-        live: Bytes held while each of them runs, int64 [nodes].
-    """
+class SimulatedOrder(NamedTuple):
+    """Positions of the nodes as they run, Constants left out, and the most bytes then held."""
 
     order: tuple[int, ...]
-    live: npt.NDArray[np.int64]
-
-    @property
-    def peak(self) -> int:
-        return int(self.live.max(initial=0))
+    peak: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +91,7 @@ def memory_order(
             for index, orders in bodies.items()
             if orders
         }
-        return SimulatedOrder(tuple(order), model.live(order, inside))
+        return SimulatedOrder(tuple(order), int(model.live(order, inside).max(initial=0)))
 
     def settle(order: Sequence[int]) -> list[int]:
         """Move shapes and chains to where they can run first; PRIORITY_BASED runs that."""
