@@ -94,13 +94,7 @@ class Walk:
         self._weights.setdefault(self._places_of[node], {})[index] = weight
 
     def statistics(
-        self,
-        name: str,
-        k: int,
-        axes: int = 0,
-        *,
-        gram_tokens: float = math.inf,
-        max_tokens: int = 128,
+        self, name: str, k: int, axes: int = 0, **limits: Any
     ) -> ActivationStatistics | None:
         """Return statistics of an activation in the float model; None without tokens.
 
@@ -108,7 +102,6 @@ class Walk:
         :func:`statistics_of`.
         """
         self._run_to(self.places.get(name, 0))
-        limits: dict[str, Any] = {"gram_tokens": gram_tokens, "max_tokens": max_tokens}
         given = functools.partial(self._tokens, _FLOAT, name)
         return statistics_of(given, name, k, axes, zeros=self._zeros, **limits)
 
