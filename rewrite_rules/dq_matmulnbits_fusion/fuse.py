@@ -13,11 +13,7 @@ from collections.abc import Collection, Iterator
 import onnx_ir as ir
 
 from rewrite_rules.dq_matmulnbits_fusion.accuracy import computes_in_integers
-from rewrite_rules.dq_matmulnbits_fusion.fusion_run import (
-    FloatConstant,
-    FusionOptions,
-    FusionRun,
-)
+from rewrite_rules.dq_matmulnbits_fusion.fusion_run import FusionOptions, FusionRun
 from rewrite_rules.dq_matmulnbits_fusion.gather_rule import GatherToGatherBlockQuantized
 from rewrite_rules.dq_matmulnbits_fusion.matmul_rules import (
     AddBias,
@@ -64,11 +60,9 @@ def fuse(
     # One sweep is enough: an Add comes after its MatMul, which is a MatMulNBits by then.
     # Rules are built per call: they hold the match between check and rewrite.
     rules = [*AddBias.rule(run).commute(), GatherToGatherBlockQuantized.rule(run, "Gather")]
-    rules.append(FloatConstant.rule(run, "Gather", 0))
-    for op_type in ("MatMul", "FusedMatMul", "Gemm"):
-        law = GemmByWeight if op_type == "Gemm" else MatMulByWeight
-        rules += [law.rule(run, op_type), FloatConstant.rule(run, op_type, 1)]
-    rules += [Convolution.rule(run, op_type, 1) for op_type in ("Conv", "ConvTranspose")]
+    rules += [MatMulByWeight.rule(run, op_type) for op_type in ("MatMul", "FusedMatMul")]
+    rules.append(GemmByWeight.rule(run, "Gemm"))
+    rules += [Convolution.rule(run, op_type) for op_type in ("Conv", "ConvTranspose")]
     left = {node for function in model.functions.values() for node in walk(function.graph)}
 
     def may_fuse(node: ir.Node) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import onnx_ir as ir
@@ -79,8 +80,6 @@ class FusionRun:
         self.context = context
         self.only = only
         self.made: set[ir.Node] = set()
-        # Why no kernel takes an input of a node.
-        self.without_kernel: dict[tuple[ir.Node, int], Refusal] = {}
         self._reported: set[tuple[ir.Node, ir.Node]] = set()
 
     def check_providers(self) -> None:
@@ -134,7 +133,10 @@ _DOMAINS = {"FusedMatMul": "com.microsoft"}
 
 
 class OperandRule(RewriteRuleClassBase):
-    """Makes g(x, codes) of f(x, W), for one operator f; subclasses declare g."""
+    """Makes g(x, codes) of f(x, W), for one operator f; subclasses declare g.
+
+    f(x, float constant), where no fast kernel takes the codes.
+    """
 
     # Input of f that is W.
     index = 1
@@ -168,69 +170,39 @@ class OperandRule(RewriteRuleClassBase):
                 try:
                     self._emit = self._plan(node, chain, operand)
                 except NoKernel as reason:
-                    self._emit = self._without_kernel(node, operand, reason)
+                    run.check_float(operand, reason)
+                    self._emit = partial(self._with_float_constant, node, str(reason))
             except Refusal as refusal:
                 run.refused(node, chain[0], refusal)
                 return result.fail(str(refusal), node)
-        return result if self._emit else result.fail("it is for another rule", node)
+        return result
 
     def rewrite(self, op: Any, out: ir.Value, **_: object) -> ir.Value:
         node, operand = producer(out), self._operand
         with self._run.context.remarks.at(label(node)):
-            assert self._emit is not None  # looked at by check
             value, outcome = self._emit(op)
             self._run.fired(node, operand.dequantize, f"{operand.layout} -> {outcome}")
         return value
 
-    def _plan(
-        self, node: ir.Node, chain: list[ir.Node], operand: DequantizedOperand
-    ) -> Emit | None:
-        """Return what emits g, or raise the first refusal that applies; None: not for it."""
+    def _plan(self, node: ir.Node, chain: list[ir.Node], operand: DequantizedOperand) -> Emit:
+        """Return what emits g, or raise the first refusal that applies."""
         raise NotImplementedError
 
-    def _without_kernel(
-        self, node: ir.Node, operand: DequantizedOperand, reason: Refusal
-    ) -> Emit | None:
-        """Leave what no kernel takes to :class:`FloatConstant`, the last rule of f."""
-        self._run.without_kernel[node, self.index] = reason
-        return None
-
-
-class FloatConstant(OperandRule):
-    """f(x, W) -> f(x, float constant), where no fast kernel takes the codes."""
-
-    def __init__(self, run: FusionRun, op_type: str, index: int) -> None:
-        self.index = index
-        super().__init__(run, op_type)
-
-    def _plan(
-        self, node: ir.Node, chain: list[ir.Node], operand: DequantizedOperand
-    ) -> Emit | None:
-        reason = self._run.without_kernel.get((node, self.index))
-        if reason is None:
-            return None  # another rule has refused it
-        raise reason
-
-    def _without_kernel(
-        self, node: ir.Node, operand: DequantizedOperand, reason: Refusal
-    ) -> Emit:
-        self._run.check_float(operand, reason)
-
-        def emit(op: Any) -> tuple[ir.Value, str]:
-            inputs = list(node.inputs)
-            inputs[self.index] = constant = self._run.floats.write(operand)
-            for each in operand.trail:  # onnxruntime folds them
-                inputs[self.index] = getattr(op, each.op_type)(
-                    inputs[self.index], *each.inputs[1:], **each.attributes
-                )
-            value = getattr(op, node.op_type)(
-                *inputs, _domain=node.domain, _name=node.name, **node.attributes
+    def _with_float_constant(
+        self, node: ir.Node, reason: str, op: Any
+    ) -> tuple[ir.Value, str]:
+        inputs = list(node.inputs)
+        inputs[self.index] = constant = self._run.floats.write(self._operand)
+        for each in self._operand.trail:  # onnxruntime folds them
+            inputs[self.index] = getattr(op, each.op_type)(
+                inputs[self.index], *each.inputs[1:], **each.attributes
             )
-            assert constant.const_value is not None
-            size = constant.const_value.nbytes / 1e6
-            return value, f"float constant ({size:.1f} MB): {reason}"
-
-        return emit
+        value = getattr(op, node.op_type)(
+            *inputs, _domain=node.domain, _name=node.name, **node.attributes
+        )
+        assert constant.const_value is not None
+        size = constant.const_value.nbytes / 1e6
+        return value, f"float constant ({size:.1f} MB): {reason}"
 
 
 def check_type(operand: DequantizedOperand) -> None:

@@ -8,7 +8,7 @@
     Convolution      Conv(x, W), ConvTranspose(x, W)  -> with a float constant
 
 with the same codes and scales. Where the CPU has no fast kernel for the bits, block and
-accuracy level, W becomes a float constant (:class:`.FloatConstant`). Refused where the
+accuracy level, W becomes a float constant. Refused where the
 activation is dequantised too, which onnxruntime has kernels of its own for.
 """
 
@@ -26,7 +26,6 @@ from rewrite_rules.dq_matmulnbits_fusion.accuracy import (
 )
 from rewrite_rules.dq_matmulnbits_fusion.fusion_run import (
     Emit,
-    FloatConstant,
     FusionRun,
     OperandRule,
     check_type,
@@ -141,7 +140,7 @@ class GemmByWeight(MatMulByWeight):
     """``Gemm(x, W, C)`` -> ``MatMulNBits(x, beta * C)``; other C than [N] are added."""
 
 
-class Convolution(FloatConstant):
+class Convolution(OperandRule):
     """``Conv(x, W)``, ConvTranspose -> with a float constant: none takes codes and floats.
 
     Of int8 weights and float activations, 3 x 3 of 64 channels, onnxruntime 1.32 takes 1.85
