@@ -17,6 +17,7 @@ from rewrite_rules.conv_fusion.fold_rules import (
 )
 from rewrite_rules.conv_fusion.hard_swish import hard_swish_rules
 from rewrite_rules.conv_fusion.integers import UnsignedWeight
+from rewrite_rules.conv_fusion.one_axis import DepthwiseLine, FourierFrames
 from rewrite_rules.facts.copies import drop_copies, drop_reshapes
 from rewrite_rules.graph.nodes import (
     label,
@@ -29,7 +30,7 @@ from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.remarks import PassContext, Refusal
 
 # What the rules end in, and what has to be there for any of them to gain.
-_ANCHORS = frozenset({"Clip", "Conv", "ConvInteger", "ConvTranspose"})
+_ANCHORS = frozenset({"Clip", "Conv", "ConvInteger", "ConvTranspose", "STFT"})
 _SUMS_AND_PRODUCTS = frozenset({"Add", "Div", "Mul", "Sub"})
 # Folds make room for others; chains are shorter.
 _MAX_ROUNDS = 50
@@ -56,7 +57,8 @@ def fuse_convolutions(model: ir.Model, context: PassContext) -> None:
         if not _apply(model, rules, graphs):
             break
     if context.cpu_only:
-        _apply(model, normalizing_rules(folding), graphs)
+        forms = [each.rule(folding) for each in (DepthwiseLine, FourierFrames)]
+        _apply(model, [*normalizing_rules(folding), *forms], graphs)
     remove_unused(model)
     present = {*walk(model.graph)}
     for node, refusal in folding.refused.items():

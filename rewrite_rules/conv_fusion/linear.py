@@ -233,7 +233,7 @@ class Linears:
     def write(self, op: Any, linear: Linear, x: ir.Value | None = None) -> ir.Value:
         """Emit the node, on another input if one is given."""
         node, weight = linear.node, linear.weight
-        inputs = [node.inputs[0] if x is None else x, self._new_weight(weight)]
+        inputs = [node.inputs[0] if x is None else x, self.new_weight(weight)]
         if linear.bias.any() or input_of(node, 2) is not None:
             inputs.append(self._new_bias(linear))
         made = getattr(op, node.op_type)(*inputs, **node.attributes, _name=node.name)
@@ -274,24 +274,28 @@ class Linears:
             raise Refusal("ORP653", f"bias {value.name!r} of shape {list(shape)} does not fit")
         return tensor.numpy().astype(np.float64)
 
-    def _new_weight(self, weight: Weight) -> ir.Value:
-        """Register the scaled weight."""
+    def new_weight(self, weight: Weight, shape: tuple[int, ...] | None = None) -> ir.Value:
+        """Register the scaled weight; in another shape, if one is given."""
         name = self._names.take(f"{weight.value.name}.folded")
 
         def rounded() -> Iterator[NDArray[np.float32]]:
             return (piece.astype(np.float32) for *_, piece in weight.pieces())
 
-        shape = shape_of(weight.value)
+        shape = shape or shape_of(weight.value)
         made = _register(weight.graph, ChunkedTensor(rounded, ir.DataType.FLOAT, shape, name))
         self._weights[made] = weight
         return made
 
     def _new_bias(self, linear: Linear) -> ir.Value:
-        name = self._names.take(f"{linear.weight.value.name}.bias")
-        tensor = ir.Tensor(linear.bias.astype(np.float32), name=name)
-        made = _register(linear.weight.graph, tensor)
+        name = f"{linear.weight.value.name}.bias"
+        made = self.new_constant(linear.weight.graph, name, linear.bias)
         self._biases[made] = linear.bias
         return made
+
+    def new_constant(self, graph: ir.Graph, name: str, array: Float64) -> ir.Value:
+        """Register a float32 constant."""
+        tensor = ir.Tensor(array.astype(np.float32), name=self._names.take(name))
+        return _register(graph, tensor)
 
     def new_unsigned(self, graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
         """Register an int8 constant, 128 more, as uint8."""

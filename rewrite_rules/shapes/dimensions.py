@@ -135,6 +135,16 @@ class Unknowns:
         made = int64(*left[0]) if len(left) == 1 and left[0][0] > 0 else None
         return self.remembered("sum", *left) if made is None else made
 
+    def difference(self, total: Dim, part: Dim) -> Dim | None:
+        """Subtract a size from a sum that it is a part of; None for others."""
+        if part == known(0):
+            return total if total[1] or total[0] >= 0 else None
+        key = self.key(total[1][0]) if total[0] == len(total[1]) == 1 else ()
+        if key[:1] != ("sum",) or part not in key[1:]:
+            return None
+        left = self.sum([term for term in key[1:] if term != part])
+        return left if left[1] or left[0] >= 0 else None
+
     def broadcast(self, shapes: Iterable[Shape]) -> Shape:
         """The shape of numpy's broadcasting; it fails where a run's sizes don't fit."""
         shapes = set(shapes)

@@ -173,7 +173,7 @@ def _check_size(site: Site, arrays: Sequence[Array | None]) -> None:
 # Operators that are evaluated.
 _OPERATORS = frozenset({
     "Abs", "Add", "And", "ArgMax", "ArgMin", "Cast", "CastLike", "Ceil", "Clip", "Concat",
-    "ConstantOfShape", "Cos", "CumSum", "Div", "Equal", "Exp", "Expand", "Flatten",
+    "ConstantOfShape", "Cos", "CumSum", "Div", "Einsum", "Equal", "Exp", "Expand", "Flatten",
     "Floor", "Gather", "GatherElements", "GatherND", "Greater", "GreaterOrEqual", "Identity",
     "IsInf", "IsNaN", "Less", "LessOrEqual", "Log", "MatMul", "Max", "Min", "Mod", "Mul",
     "Neg", "NonZero", "Not", "OneHot", "Or", "Pow", "Range", "Reciprocal", "ReduceMax",

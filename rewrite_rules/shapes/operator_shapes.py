@@ -24,7 +24,7 @@ import onnx_ir as ir
 
 from rewrite_rules.graph.parameters import axes_of, axis_of, constant
 from rewrite_rules.remarks import Refusal
-from rewrite_rules.shapes.dimensions import Dim, Dims, Shape, known, number
+from rewrite_rules.shapes.dimensions import EXACT, Dim, Dims, Shape, known, number
 from rewrite_rules.shapes.node_facts import Site, is_open, sliced
 
 _MICROSOFT = "com.microsoft"
@@ -184,8 +184,11 @@ def _split(site: Site) -> Sequence[Shape]:
         sizes = site.numbers(1)
     elif dims[axis][0] % count == 0:
         sizes = [site.unknowns.quotient(dims[axis], known(count))] * count
+    elif (size := number(dims[axis])) is not None:
+        part = -(-size // count)
+        sizes = [known(max(min(part, size - i * part), 0)) for i in range(count)]
     else:  # the last part may be smaller
-        sizes = [None] * count
+        sizes = [site.unknowns.remembered("Split", dims[axis], count, i) for i in range(count)]
     if len(sizes) != count:
         return []
     return [
@@ -257,9 +260,22 @@ def _pad(site: Site) -> Sequence[Shape]:
         return []
     result = list(dims)
     for axis, before, after in zip(axes, pads, pads[len(axes) :], strict=False):
-        if before + after:
+        whole = _shifted(site, dims[axis]) if before + after == 1 else None
+        if whole is not None:
+            result[axis] = whole
+        elif before + after:
             result[axis] = site.unknowns.sum((dims[axis], known(before + after)))
     return [tuple(result)]
+
+
+def _shifted(site: Site, dim: Dim) -> Dim | None:
+    """Return the size that one place was taken off by a Slice, at either end."""
+    key = site.unknowns.key(dim[1][0]) if dim[0] == len(dim[1]) == 1 else ()
+    match key:
+        case ("Slice", whole, (first, ()), (last, ()), 1) if site.facts.nonempty:
+            is_one = (first == 1 and _takes_all(last)) or (first, last) == (0, -1)
+            return whole if is_one else None
+    return None
 
 
 def _tile(site: Site) -> Sequence[Shape]:
@@ -288,8 +304,12 @@ def _range(site: Site) -> Sequence[Shape]:
     if start is None or end is None or step is None:
         count = _float_count(site)
         return [site.unknowns.fresh_dims(1) if count is None else (count,)]
-    if (start, step) == (known(0), known(1)) and (end[1] or end[0] >= 0):
-        return [(end,)]
+    if step == (1, ()) and (count := site.unknowns.difference(end, start)) is not None:
+        return [(count,)]
+    # The kernel counts in float64.
+    exact = all(abs(size) <= EXACT and not unknowns for size, unknowns in (start, end, step))
+    if exact and step[0]:
+        return [(known(len(range(start[0], end[0], step[0]))),)]
     return [(site.unknowns.remembered("Range", start, end, step),)]
 
 
@@ -339,6 +359,22 @@ def _product(site: Site, a: Dims, b: Dims) -> Sequence[Shape]:
     batch = site.unknowns.broadcast((a[:-2], b[:-2]))
     assert isinstance(batch, tuple)
     return [(*batch, *a[:-1][-1:], *(b[-1:] if len(b) > 1 else ()))]
+
+
+def _einsum(site: Site) -> Sequence[Shape]:
+    sides, arrow, result = site.text("equation", "").replace(" ", "").partition("->")
+    terms, sizes = sides.split(","), dict[str, list[Dims]]()
+    if not arrow or "." in sides or len(terms) != len(site.node.inputs):
+        return []
+    for index, term in enumerate(terms):
+        for axis, dim in zip(term, site.dims(index), strict=True):
+            sizes.setdefault(axis, []).append((dim,))
+    if not sizes.keys() >= {*result}:
+        return []
+    for axis in sizes.keys() - {*result}:
+        site.unknowns.meet(*(dim for (dim,) in sizes[axis]))
+    made = [site.unknowns.broadcast(sizes[axis]) for axis in result]
+    return [tuple(dim for shape in made if isinstance(shape, tuple) for dim in shape)]
 
 
 def _matmul(other: int = 1) -> _Rule:
@@ -527,6 +563,7 @@ _STANDARD: dict[str, _Rule] = {
     "Conv": _conv,
     "ConvInteger": _conv,
     "ConvTranspose": _conv_transpose,
+    "Einsum": _einsum,
     "Expand": lambda site: [site.unknowns.broadcast((site.shape(0), _sizes(site, 1)))],
     "Flatten": _flatten,
     "Gather": _gather,

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from rewrite_rules.graph.parameters import constant
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import EXACT, Dim, int64, known, number
 from rewrite_rules.shapes.node_facts import Integers, Site, sliced
@@ -51,8 +52,27 @@ def _shape(site: Site) -> Integers:
     return Integers.list(dims[start:end])
 
 
+def _cast_like(site: Site) -> Integers | None:
+    """Torch writes ``CastLike(0.0, size)`` for the start of a Range, unless it folds it."""
+    is_int64 = _input(site, 1) is not None
+    return (_input(site) or _whole_numbers(site)) if is_int64 else None
+
+
+def _whole_numbers(site: Site) -> Integers | None:
+    """Return the numbers of a constant of floats that are whole."""
+    tensor = constant(site.input(0))
+    if tensor is None or tensor.size > _MAX or not tensor.dtype.is_floating_point():
+        return None
+    numbers = tensor.numpy().astype(np.float64).reshape(-1).tolist()
+    if not all(one.is_integer() and abs(one) <= EXACT for one in numbers):
+        return None
+    return Integers(tuple(known(int(one)) for one in numbers), tuple(tensor.shape.numpy()))
+
+
 def _cast(site: Site) -> Integers | None:
     to, data = site.integer("to", 0), _input(site)
+    if to == ir.DataType.INT64 and data is None:
+        return _whole_numbers(site)
     if data is None or to == ir.DataType.INT64:
         return data
     if to != ir.DataType.INT32 or not site.facts.estimates or data.constants is None:
@@ -172,10 +192,22 @@ def _constant_of_shape(site: Site) -> Integers | None:
 
 
 def _where(site: Site) -> Integers | None:
-    equal = site.input(0).producer()
-    if equal is None or equal.op_type != "Equal" or equal.domain:
+    condition, shape = site.input(0), site.shape(0)
+    equal = condition.producer()
+    if equal is not None and equal.op_type == "Equal" and not equal.domain:
+        return _broadcast(site, [*equal.inputs, *site.node.inputs[1:]], _chosen)
+    if not isinstance(shape, tuple) or any(dim != known(1) for dim in shape):
         return None
-    return _broadcast(site, [*equal.inputs, *site.node.inputs[1:]], _chosen)
+    either = partial(_either, site, condition)
+    return _broadcast(site, site.node.inputs[1:], either) if len(shape) < 2 else None
+
+
+def _either(site: Site, condition: ir.Value, then: Dim, otherwise: Dim) -> Dim | None:
+    """Return one of two sizes, the same one for one condition."""
+    if then == otherwise:
+        return then
+    sizes = then[0] >= 0 and otherwise[0] >= 0
+    return site.unknowns.remembered("Where", condition, then, otherwise) if sizes else None
 
 
 def _chosen(a: Dim, b: Dim, then: Dim, otherwise: Dim) -> Dim | None:
@@ -220,6 +252,7 @@ def _divided(site: Site, x: Dim, y: Dim) -> Dim | None:
 _RULES: dict[str, Callable[[Site], Integers | None]] = {
     "Add": _elementwise(_added),
     "Cast": _cast,
+    "CastLike": _cast_like,
     "Concat": _concat,
     "ConstantOfShape": _constant_of_shape,
     "Div": _elementwise(_divided),

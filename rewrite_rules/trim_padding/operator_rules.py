@@ -244,6 +244,35 @@ def _gemm(site: Site) -> Axes:
     return _broadcast([result, site.tokens(2)]) if site.has(2) else result
 
 
+def _einsum(site: Site) -> Axes:
+    """Multiply, and add up along letters that the result lacks; a zero factor makes zeros."""
+    sides, arrow, result = site.text("equation", "").replace(" ", "").partition("->")
+    terms, operands, letters = sides.split(","), site.operands(), set(sides) - {","}
+    sizes = [[len(each), len({*each})] for each in (*terms, result)]
+    if sizes != [[len(axes)] * 2 for axes in (*operands, result)] or not letters >= {*result}:
+        raise Refusal(*UNFIT)  # an ellipsis, or a diagonal
+    if not arrow:
+        raise Refusal("ORP503", "is not known to work token by token")
+    found = {
+        letter: [
+            a[t.index(letter)] for t, a in zip(terms, operands, strict=True) if letter in t
+        ]
+        for letter in sorted(letters)
+    }
+    axes = {
+        letter: _merged(parts, [Sequence()] * len(parts), _EITHER_ZERO)
+        for letter, parts in found.items()
+    }
+    made = tuple(axes[letter] for letter in result)
+    gone = [axes[letter] for letter in sorted(letters - {*result})]
+    mixes = site.mixes(gone, "zero", made)
+    check_rows((*made, *gone))
+    new, zero = _beside(made, mixes), iter(sequences_of(*made))
+    if mixes:
+        return new
+    return changed(new, lambda factor: dataclasses.replace(factor, zero=next(zero).zero))
+
+
 def _attention(site: Site) -> list[Axes | Side]:
     """Softmax over keys that a mask hides, and a sum over their values, in one node."""
     table = ATTENTIONS[site.node.domain, site.node.op_type]
@@ -564,6 +593,7 @@ _STANDARD: dict[str, Rule] = {
     **dict.fromkeys(REDUCTIONS, _reduce),
     **_rows(_arg_reduce, "ArgMax ArgMin"),
     "CumSum": _cumulative_sum,
+    "Einsum": _einsum,
     "Gemm": _gemm,
     "MatMul": _matmul,
     # Moving tokens.

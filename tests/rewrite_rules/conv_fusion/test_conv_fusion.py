@@ -62,9 +62,16 @@ CONSTANTS = {
     "half1": np.float32(0.5),
     "x8": normal(8, seed=9),
     "sizes": np.array([1, 8, 1, 1]),
+    "lines": normal(32, 1, 7),
+    "lines3": normal(32, 1, 3),
+    "pairs": normal(32, 2, 7),
+    "b32": normal(32),
     "b16": normal(16),
     "wide3": normal(8, 16, 3, 3),
     "step": np.int64(5),
+    "frame": np.int64(12),
+    "window": np.hanning(20).astype(np.float32),
+    "power": np.hanning(1024).astype(np.float32),
 }
 CONSTANTS |= {
     "column8": normal(8, 1, seed=2),

@@ -47,7 +47,7 @@ PARTS = {
     "tokens without the first": "token vectors without the first (bge-m3)",
     "tokens beside the next": "tokens beside their neighbours (MobileBERT)",
     "tokens of an id counted": "ids that are counted (ESM)",
-    "Einsum": "attention by Einsum",
+    "Einsum of scores and values": "attention by Einsum",
     "rotary and gated": "rotary positions, gated feed-forward layers (nomic)",
     "standard attention under bools": "`Attention` of opset 23 and 24 under booleans",
     "standard attention under floats": "the same under floats",
