@@ -11,7 +11,7 @@ and from 1.32 on part of the convolution before it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import onnx_ir as ir
@@ -20,28 +20,21 @@ from onnxscript.rewriter import RewriteRule
 from rewrite_rules.conv_fusion.fold_rules import Differs, Folding, FoldingRule
 from rewrite_rules.conv_fusion.linear import like
 from rewrite_rules.graph.nodes import producer
-from rewrite_rules.graph.parameters import float_attribute
 
 # The sixth is written in float32, or as a decimal number.
 _TOLERANCE = {"sixth": 1e-6}
 _NUMBERS = {"three": 3.0, "low": 0.0, "high": 6.0, "sixth": 6.0}
-_CLIPS: Mapping[str, Callable[..., Any]] = {
-    "inputs": lambda op, y, low, high: op.Clip(y, low, high),
-    "attributes": lambda op, y, low, high: op.Clip(
-        y, _allow_other_attributes=True, _outputs=["clip"]
-    ),
-}
 
 
 class HardSwish(FoldingRule):
     """One spelling of a hard swish, or of a hard sigmoid."""
 
-    def __init__(self, folding: Folding, kind: str, divided: str, clip: str) -> None:
+    def __init__(self, folding: Folding, kind: str, divided: str) -> None:
         super().__init__(folding)
-        self._kind, self._divided, self._clip = kind, divided, clip
+        self._kind, self._divided = kind, divided
 
     def pattern(self, op, y, three, low, high, sixth):  # type: ignore[no-untyped-def]
-        value = _CLIPS[self._clip](op, op.Add(y, three), low, high)
+        value = op.Clip(op.Add(y, three), low, high)
         if self._kind == "swish":
             value = op.Mul(y, value)
         return getattr(op, self._divided)(value, sixth, _outputs=["out"])
@@ -52,9 +45,6 @@ class HardSwish(FoldingRule):
             raise Differs("it does not compute in float32")
         number, y = self._folding.affines.number, values["y"]
         found = {name: number(values.get(name), y) for name in _NUMBERS}
-        if "clip" in values:
-            for name, end, infinity in (("low", "min", -3e38), ("high", "max", 3e38)):
-                found[name] = float_attribute(producer(values["clip"]), end, infinity)
         if self._divided == "Mul" and found["sixth"]:
             found["sixth"] = 1 / found["sixth"]
         for name, each in found.items():
@@ -72,5 +62,5 @@ class HardSwish(FoldingRule):
 
 def hard_swish_rules(folding: Folding) -> Iterator[RewriteRule]:
     """Make the rules of each spelling, in order of precedence."""
-    for kind, divided, clip in itertools.product(("swish", "sigmoid"), ("Mul", "Div"), _CLIPS):
-        yield from HardSwish.rule(folding, kind, divided, clip).commute()
+    for kind, divided in itertools.product(("swish", "sigmoid"), ("Mul", "Div")):
+        yield from HardSwish.rule(folding, kind, divided).commute()

@@ -200,24 +200,15 @@ def made_up_values(
 
 
 def cache_sizes(value: ir.Value, shapes: ProvedShapes) -> dict[str, int]:
-    """Return heads and head size of a cache, as far as the nodes that read it say."""
-
-    def sizes(read: ir.Value | None) -> list[int | None]:
-        return [number(dim) or None for dim in shapes.dims(read) or ()]
-
-    for node, index in value.uses():
-        if "kv_num_heads" in node.attributes:
-            heads = node.attributes["kv_num_heads"].as_int()
-            width, parts = sizes(node.inputs[1])[-1:], heads
-            if node.inputs[1] is None:  # queries, keys and values packed into one
-                width = sizes(node.inputs[0])[-1:]
-                parts = node.attributes["num_heads"].as_int() + 2 * heads
-            named = {"head_size": width[0] // parts} if width and width[0] else {}
-            return {"heads": heads} | named
-        if node.op_type == "Concat":
-            others = [item for place, item in enumerate(node.inputs) if place != index]
-            found = sizes(others[0]) if others else []
-            if len(found) == 4:
-                known = {"heads": found[1], "head_size": found[3]}
-                return {label: size for label, size in known.items() if size is not None}
+    """Return heads and head size of a cache, as far as GroupQueryAttention says."""
+    for node, _ in value.uses():
+        if "kv_num_heads" not in node.attributes:
+            continue
+        heads = node.attributes["kv_num_heads"].as_int()
+        read, parts = node.inputs[1], heads
+        if read is None:  # queries, keys and values packed into one
+            read, parts = node.inputs[0], node.attributes["num_heads"].as_int() + 2 * heads
+        dims = shapes.dims(read)
+        width = number(dims[-1]) if dims else None
+        return {"heads": heads} | ({"head_size": width // parts} if width else {})
     return {}
