@@ -12,7 +12,6 @@ from onnxscript.rewriter import RewriteRule
 from rewrite_rules.conv_fusion.fold_rules import (
     Folding,
     folding_rules,
-    is_given,
     normalizing_rules,
 )
 from rewrite_rules.conv_fusion.hard_swish import hard_swish_rules
@@ -21,7 +20,6 @@ from rewrite_rules.conv_fusion.one_axis import DepthwiseLine, FourierFrames
 from rewrite_rules.facts.copies import drop_copies, drop_reshapes
 from rewrite_rules.graph.nodes import (
     label,
-    made_by,
     remove_unused,
     sort_nodes,
     walk,
@@ -31,7 +29,6 @@ from rewrite_rules.remarks import PassContext, Refusal
 
 # What the rules end in, and what has to be there for any of them to gain.
 _ANCHORS = frozenset({"Clip", "Conv", "ConvInteger", "ConvTranspose", "STFT"})
-_SUMS_AND_PRODUCTS = frozenset({"Add", "Div", "Mul", "Sub"})
 # Folds make room for others; chains are shorter.
 _MAX_ROUNDS = 50
 _MIN_OPSET = 7  # constants broadcast as they do in numpy
@@ -66,25 +63,8 @@ def fuse_convolutions(model: ir.Model, context: PassContext) -> None:
             context.remarks.refused(label(node), refusal)
 
 
-def _may_match(node: ir.Node) -> bool:
-    """Whether a rule may end in a node; most sums and products of a transformer do not."""
-    if node.op_type not in _SUMS_AND_PRODUCTS:
-        return True
-    makers = {maker.op_type for v in node.inputs if v and (maker := v.producer())}
-    # A product of a clipped value is looked at whatever its other operand is.
-    if "Clip" in makers or any(map(is_given, node.inputs)):
-        return True
-    products = (made_by(value, "Mul") for value in node.inputs)
-    return any(
-        node.inputs[i] in other.inputs
-        for i, other in zip((1, 0), products, strict=False)
-        if other
-    )
-
-
 def _apply(model: ir.Model, rules: Iterable[RewriteRule], graphs: AbstractSet[object]) -> int:
     """Apply rules in the main graph and its subgraphs; return how often."""
-    rule_set = DispatchingRuleSet(
-        [*rules], lambda node: node.graph in graphs and _may_match(node)
+    return DispatchingRuleSet([*rules], lambda node: node.graph in graphs).apply_to_model(
+        model
     )
-    return rule_set.apply_to_model(model)

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter import RewriteRule, RewriteRuleSet
 from onnxscript.rewriter._matcher import SimplePatternMatcher
-from onnxscript.rewriter._pattern_ir import NodeOutputPattern, NodePattern, StringPattern
+from onnxscript.rewriter._pattern_ir import StringPattern
 from onnxscript.rewriter._rewrite_rule import ReplacementSubgraph
 from onnxscript.rewriter.pattern import OpsetPatternBuilder
 
@@ -109,28 +109,6 @@ class _ExactMatcher(SimplePatternMatcher):
         return True
 
 
-# The operators of a pattern before a node: index of the input, operator, those before it.
-_Operators = Sequence[tuple[int, str, "_Operators"]]
-
-
-def _operators(pattern: NodePattern) -> _Operators:
-    return [
-        (index, value.producer().op_type, _operators(value.producer()))
-        for index, value in enumerate(pattern.inputs)
-        if isinstance(value, NodeOutputPattern)
-    ]
-
-
-def _fits(operators: _Operators, node: ir.Node) -> bool:
-    """Whether the operators before a node are those of a pattern: most are not."""
-    for index, op_type, before in operators:
-        value = node.inputs[index] if index < len(node.inputs) else None
-        maker = None if value is None else value.producer()
-        if maker is None or maker.op_type != op_type or not _fits(before, maker):
-            return False
-    return True
-
-
 class _Dispatch(RewriteRule):
     """The one rule that the engine sees: after a match it stands for the rule that matched."""
 
@@ -140,13 +118,13 @@ class _Dispatch(RewriteRule):
         is_candidate: Callable[[ir.Node], bool],
         reads_outside: bool,
     ) -> None:
-        self._table: dict[str, list[tuple[RewriteRule, _Operators]]] = {}
+        self._table: dict[str, list[RewriteRule]] = {}
         for rule in rules:
             # Not op_identifier(), which is None in what .commute() returns (onnxscript 0.7.2).
             root = rule._target_pattern.output_node
             rule._matcher = _ExactMatcher(rule._target_pattern)
             rule._matcher.reads_outside = reads_outside
-            self._table.setdefault(root.op_type, []).append((rule, _operators(root)))
+            self._table.setdefault(root.op_type, []).append(rule)
         self._is_candidate = is_candidate
         self.gave_way = 0
         # The engine reads these, too; none of our rules sets them.
@@ -159,9 +137,7 @@ class _Dispatch(RewriteRule):
         # onnxscript binds no output of a node that has none or several.
         if rules is None or len(node.outputs) != 1 or not self._is_candidate(node):
             return None
-        for rule, operators in rules:
-            if not _fits(operators, node):
-                continue
+        for rule in rules:
             delta = rule.try_rewrite(model, graph, node, **options)
             if delta is not None and self._gives_way(delta, node):
                 return None
