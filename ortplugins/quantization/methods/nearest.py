@@ -46,7 +46,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -254,9 +254,9 @@ def block_grid(
         raise QuantizationError(
             f"the weight has shape {list(weight.shape)}: [K, N] is expected"
         )
-    parts = [part for _, _, part in _parts(weight, form)]
-    low = np.concatenate([p.min(axis=1) for p in parts]).astype(np.float32, copy=False)
-    high = np.concatenate([p.max(axis=1) for p in parts]).astype(np.float32, copy=False)
+    # What fills up the last block changes no grid: all have a code for 0.
+    blocks = _in_blocks_of(form, weight)
+    low, high = (end.astype(np.float32) for end in (blocks.min(axis=1), blocks.max(axis=1)))
     if not (np.isfinite(high).all() and np.isfinite(low).all()):  # NaN passes max and min
         raise QuantizationError("the weight holds NaN or infinite values")
     if ratios is not None:
@@ -301,30 +301,26 @@ def round_to_grid(
     form: BlockFormat,
 ) -> Codes:
     """Return the codes ``[K, N]`` nearest to a weight on a given grid; types as above."""
-    codes = np.empty(weight.shape, form.code_dtype)
-    for rows, blocks, whole in _parts(weight, form):
-        part = whole / scales[blocks, None]
-        np.rint(part, out=part)
-        if zero_points is not None:
-            part += zero_points[blocks, None]
-        np.clip(part, form.lowest_code, form.highest_code, out=part)
-        codes[rows] = part.reshape(-1, weight.shape[1])
-    return codes
+    k, n = weight.shape
+    blocks = _in_blocks_of(form, weight) / scales[:, None]
+    np.rint(blocks, out=blocks)
+    if zero_points is not None:
+        blocks += zero_points[:, None]
+    np.clip(blocks, form.lowest_code, form.highest_code, out=blocks)
+    return blocks.reshape(-1, n)[:k].astype(form.code_dtype)
 
 
 def dequantize_blocks(
     codes: Codes, scales: Floats, zero_points: ZeroPoints | None, form: BlockFormat
 ) -> Floats:
     """Return ``(codes - zero_points) * scales``, float32 ``[K, N]``; float64 if scales are."""
-    weight = np.empty(codes.shape, np.result_type(scales, np.float32))
-    for rows, blocks, whole in _parts(codes, form):
-        part = whole.astype(weight.dtype)
-        if zero_points is not None:
-            part -= zero_points[blocks, None]
-        with np.errstate(over="ignore"):  # callers refuse what the type does not hold
-            part *= scales[blocks, None]
-        weight[rows] = part.reshape(-1, codes.shape[1])
-    return weight
+    k, n = codes.shape
+    whole = _in_blocks_of(form, codes).astype(np.result_type(scales, np.float32))
+    if zero_points is not None:
+        whole -= zero_points[:, None]
+    with np.errstate(over="ignore"):  # callers refuse what the type does not hold
+        whole *= scales[:, None]
+    return whole.reshape(-1, n)[:k]
 
 
 def in_blocks(weight: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
@@ -337,18 +333,9 @@ def in_blocks(weight: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
     return blocks
 
 
-def _parts(
-    array: npt.NDArray[Any], form: BlockFormat
-) -> Iterator[tuple[slice, slice, npt.NDArray[Any]]]:
-    """Yield rows, blocks and ``[blocks, size, N]`` of the whole blocks, then the short one."""
-    (k, n), size = array.shape, form.size_along(len(array))
-    count = k // size
-    if count:
-        rows = slice(0, count * size)
-        yield rows, slice(0, count), array[rows].reshape(count, size, n)
-    if k % size:
-        rows = slice(count * size, k)
-        yield rows, slice(count, count + 1), array[rows][None]
+def _in_blocks_of(form: BlockFormat, weight: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return ``[blocks, size, N]``; one block is not filled up."""
+    return in_blocks(weight, min(form.size_along(len(weight)), len(weight)))
 
 
 def stored_scales(scales: npt.NDArray[Any], form: BlockFormat) -> Floats:
