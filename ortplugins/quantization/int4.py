@@ -194,7 +194,7 @@ def find_scales(
     with zeros.
     """
     form = BlockFormat(num_bits, block_size, not use_zero_point)
-    rows = _rows(w, quantize_axis)
+    rows = np.moveaxis(w, quantize_axis, 0)
     blocks = in_blocks(rows, form.size_along(len(rows)))
     if use_zero_point:
         low, high = blocks.min(axis=1).clip(max=0), blocks.max(axis=1).clip(min=0)
@@ -252,22 +252,17 @@ def quant_tensor(
     return rtn(w, scales, block_size, zero_points, **how), scales, zero_points
 
 
-def _rows(array: Array, axis: int) -> Array:
-    """Return ``[axis, others]``."""
-    return np.moveaxis(array, axis, 0).reshape(array.shape[axis], -1)
-
-
 def _like(blocks: Array, array: Array, axis: int) -> Array:
-    """Undo :func:`.in_blocks` and :func:`_rows`; of a number for each block, the latter."""
+    """Undo :func:`.in_blocks` along an axis of a matrix; or of a number for each block."""
     rows = blocks.reshape(-1, blocks.shape[-1])[: array.shape[axis]]
-    return np.moveaxis(rows.reshape(-1, *np.delete(array.shape, axis)), 0, axis)
+    return np.moveaxis(rows, 0, axis)
 
 
 def _on_grid(
     array: Array, s: Array, block_size: int, axis: int, zp: Array | None
 ) -> tuple[Array, Array, Array | int]:
     """Return ``[blocks, size, N]``, and scales and zero points ``[blocks, 1, N]``."""
-    rows, scales = _rows(array, axis), _rows(s, axis)
+    rows, scales = np.moveaxis(array, axis, 0), np.moveaxis(s, axis, 0)
     form = BlockFormat(block_size=block_size)
     size = form.size_along(len(rows))
     padded = form.blocks(len(rows)) * size
@@ -276,7 +271,7 @@ def _on_grid(
             f"scales have shape {list(s.shape)}: {padded // size} blocks of {size} along axis "
             f"{axis} are expected"
         )
-    zeros = 0 if zp is None else _rows(zp, axis)[:, None]
+    zeros = 0 if zp is None else np.moveaxis(zp, axis, 0)[:, None]
     return in_blocks(rows, padded // len(scales)), scales[:, None], zeros
 
 

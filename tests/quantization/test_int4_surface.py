@@ -180,20 +180,6 @@ def test_ranges_of_zero_points_include_0_and_do_not_wrap():
     assert abs(error).max() <= scales.max() * 0.51
 
 
-@pytest.mark.parametrize("axis", [0, 1, -1])
-def test_arrays_of_several_axes_have_blocks_along_one(axis):
-    w = np.moveaxis(numbers(4, 24, 3, 2), 0, axis)
-    found = int4.quant_tensor(w, 8, quantize_axis=axis)
-    flat = int4.quant_tensor(np.moveaxis(w, axis, 0).reshape(24, 6), 8)
-    for array, expected in zip(found[:2], flat, strict=False):
-        expected = np.moveaxis(expected.reshape(-1, 3, 2), 0, axis)
-        np.testing.assert_array_equal(array, expected)
-    np.testing.assert_array_equal(
-        int4.dq_tensor(*found[:2], 8, quantize_axis=axis),
-        np.moveaxis(int4.dq_tensor(*flat[:2], 8).reshape(24, 3, 2), 0, axis),
-    )
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
