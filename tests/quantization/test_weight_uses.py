@@ -140,6 +140,16 @@ def test_a_weight_that_others_read_stays_for_them(weights, other, nodes, layout)
     assert ("Relu" in kinds(proto)) == ("Relu" in nodes)
 
 
+def test_a_weight_whose_sizes_are_read_is_quantised():
+    text = """g (float[P, 12] x) => (float[P, 5] y, int64[2] s, int64 n, int64[1] k) {
+        t = Transpose(W) [m] y = MatMul(x, t) s = Shape(t) n = Size(W) k = Shape<start = 1>(W)
+    }"""
+    proto = read(quantize(model_of(text, LEFT)).model)
+    assert "W" not in [tensor.name for tensor in proto.graph.initializer]
+    _, *sizes = session(proto).run(None, {"x": normal(2, K)})
+    assert [array.tolist() for array in sizes] == [[K, N], K * N, [K]]
+
+
 QUANTISED = {
     "by blocks": "w = DequantizeLinear <axis = 0, block_size = 4> (codes, scales)",
     "as a whole": "w = DequantizeLinear(codes, scale)",

@@ -20,7 +20,7 @@ from ortplugins.model_io.loading import initializer_tensors, lift_constants
 from ortplugins.quantization.methods.nearest import BlockFormat, Floats
 from ortplugins.quantization.weights.recipe import Recipe
 from ortplugins.quantization.weights.report import FloatWeights, NodeReport, QuantizeReport
-from ortplugins.quantization.weights.uses import WeightUse, find_uses, readers_of
+from ortplugins.quantization.weights.uses import WeightUse, find_uses, readers_of, state_sizes
 from rewrite_rules.graph.nodes import inline_functions, label
 
 # What they read in float are scales.
@@ -117,6 +117,7 @@ def plan_weights(model: ir.Model, recipe: Recipe) -> WeightPlan:
     except ValueError as error:
         raise ModelFileError(str(error)) from None
     lift_constants(model)
+    state_sizes(model)
     found = list(find_uses(model, recipe.op_types))
     uses = [use for _, use in found if isinstance(use, WeightUse)]
     labels = [label(node) for node, _ in found]

@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
@@ -112,6 +113,27 @@ class WeightUse:
     def is_router(self) -> bool:
         """Whether the product chooses experts."""
         return self.activation is not None and is_router(self.node.outputs[0])
+
+
+def state_sizes(model: ir.Model) -> None:
+    """Turn sizes of constant matrices into constants: a Shape would keep a table in float.
+
+    Olive writes them around a head that is tied to the table (its issue 2240).
+    """
+    nodes = (node for node in model.graph.all_nodes() if node.op_type in ("Shape", "Size"))
+    read = ((node, input_of(node, 0)) for node in nodes if not node.domain)
+    held = [node for node, value in read if value and constant(_root(value)[0]) is not None]
+    facts = ProvedShapes(model, on_demand=True) if held else None
+    for node in held:
+        found = facts.integers(node.outputs[0]) if facts else None
+        if found is None or found.constants is None:
+            continue
+        array = np.array(found.constants, np.int64).reshape(found.shape)
+        sizes = ir.node("Constant", [], {"value": ir.tensor(array)}, name=node.name)
+        sizes.outputs[0].type = ir.TensorType(ir.DataType.INT64)
+        replaced = node.outputs, sizes.outputs
+        assert node.graph is not None
+        ir.convenience.replace_nodes_and_values(node.graph, node, [node], [sizes], *replaced)
 
 
 def find_uses(
