@@ -52,7 +52,6 @@ from rewrite_rules.transformer_fusion.head_layout import (
     SPLIT_HEADS,
     before_split,
     count_query_heads,
-    head_size,
     ints,
     keeps_size,
     rows_are,
@@ -370,16 +369,11 @@ def read_attention(
     if not 0 < scale * more < math.inf:
         raise Refusal("ORP603", "its scale is not a positive number")
     _check_readers(softmax, mixed, 1 + are_numbers, steps)
-    size, others = (
-        head_size(heads.source, facts, 1 + heads.split) for heads in (keys, values)
-    )
-    if size is None or (size, keys.groups) != (others, values.groups):
-        raise Refusal("ORP602", "keys and values are not known to have heads of one size")
     heads = _count_heads(query, keys, product, facts)
-    cached, sizes = _is_cached(keys, values, producer(mixed)), Sizes(facts)
+    cached = _is_cached(keys, values, producer(mixed))
     found = Attention(
-        query, keys, values, masks, scale * more, heads, keys.groups, size, cached,
-        are_numbers or any(mask.lowest is not None for mask in masks), sizes,
+        query, keys, values, masks, scale * more, heads, cached,
+        are_numbers or any(mask.lowest is not None for mask in masks), Sizes(facts),
     )  # fmt: skip
     _name_sizes(found)
     steps = *steps, *([weights] if weights else [])
@@ -429,11 +423,13 @@ def _unmerged(
 def _name_sizes(found: Attention) -> None:
     """Bind B, H, G, S, T and D; which of them differ in a run is asked there."""
     sizes, length = found.sizes, "S" if found.cached else "T"
-    for name, count in (("H", found.heads), ("G", found.groups), ("D", found.size)):
-        sizes.know(name, known(count))
+    sizes.know("H", known(found.heads))
+    sizes.know("G", known(found.groups))
     for heads in (found.values, found.keys):
         sizes.match_heads(found.new(heads), f"B G {length} D", heads.split)
     sizes.match_heads(found.query, "B H S D")
+    if number(sizes.dim("D")) is None:
+        raise Refusal("ORP602", "the size of its heads is not known")
     for heads in found.both if found.cached else ():
         # Not its batch: a Concat skips an empty cache, whatever texts that is of.
         if (dims := found.facts.dims(heads.source, 4)) is not None:

@@ -56,7 +56,7 @@ class Attention:
         query: ``[B, H, S, D]``, before it is scaled.
         keys, values: ``[B, G, T, D]``, past and new, or ``[B, T, G, D]``.
         masks: What is added to the scores.
-        heads, groups, size: H, G, D.
+        heads: H.
         cached: Whether keys and values are caches, to which a kernel adds the new ones.
         mends_nan: Whether a token may see numbers although some of its scores are NaN.
         sizes: Those named here, and what a run is asked of them.
@@ -70,8 +70,6 @@ class Attention:
     masks: tuple[Mask, ...]
     scale: float
     heads: int
-    groups: int
-    size: int
     cached: bool
     mends_nan: bool
     sizes: Sizes
@@ -82,6 +80,16 @@ class Attention:
     def facts(self) -> ProvedShapes:
         """What is proved of shapes."""
         return self.sizes.facts
+
+    @property
+    def groups(self) -> int:
+        """G."""
+        return self.keys.groups
+
+    @property
+    def size(self) -> int:
+        """D."""
+        return number(self.sizes.dim("D")) or 0
 
     @property
     def both(self) -> tuple[RepeatedHeads, RepeatedHeads]:

@@ -190,16 +190,6 @@ def count_heads(heads: ir.Value, facts: ProvedShapes, axis: int = 1) -> int | No
     return None if found is None else found.heads
 
 
-def head_size(heads: ir.Value, facts: ProvedShapes, axis: int = 1) -> int | None:
-    """Return D of ``[B, H, S, D]``, as :func:`count_heads` returns H."""
-    dims = facts.dims(heads, 4)
-    proved = None if dims is None else number(dims[3])
-    if proved is not None:
-        return proved
-    found = read_split(heads if axis == 2 else unsplit(heads), facts)
-    return None if found is None else found.size
-
-
 def count_query_heads(heads: ir.Value, facts: ProvedShapes) -> int | None:
     """Return H of ``[B, H, S, D]``, or what a Reshape leaves for it.
 
