@@ -233,7 +233,7 @@ class FuseAttention(RewriteRuleClassBase):
         name = f"mask_hides_later_tokens_{len(self._shared)}"
         checked = self._once(
             ("checked", found.mask, found.sizes.key),
-            lambda: op.Add(last, questions.check_shared(op, found, name)),
+            lambda: op.Add(last, questions.check_shared(op, found, self._once, name)),
         )
         found = dataclasses.replace(found, joins=True)
         made = kernels.by_group_query(op, found, checked, total, found.past)

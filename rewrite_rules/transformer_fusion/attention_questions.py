@@ -58,8 +58,7 @@ def of_cached(
     def emit() -> tuple[ir.Value | None, ir.Value | None, ir.Value]:
         batch, length = (sizes.emit(op, name) for name in "BS")
         rows, columns = (_size(op, mask, axis) for axis in (2, 3))
-        asked = [op.Less(ints(op, 0), batch), *sizes.questions(op), *_of_texts(op, found)]
-        asked.append(_sees(op, mask))
+        asked = [op.Less(ints(op, 0), batch), *_of_texts(op, found), _sees(op, mask)]
         # The standard operator wants a column for each key; one alone may stand for all.
         is_one = op.Equal(op.Mul(length, rows), ints(op, 1))
         one = _all(op, is_one, op.Less(ints(op, 1), columns), *asked)
@@ -72,9 +71,14 @@ def of_cached(
         added = op.ReduceL1(op.Trilu(mask, upper=0), keepdims=0)
         return one, prompt, op.Equal(added, op.Constant(value_float=0.0))
 
-    key = "cached", mask, sizes.dim("B"), sizes.dim("S"), found.shortest_prompt, sizes.key
-    answers: tuple[ir.Value | None, ir.Value | None, ir.Value] = once(key, emit)
-    return answers
+    key = "cached", mask, sizes.dim("B"), sizes.dim("S"), found.shortest_prompt
+    one, prompt, plain = once(key, emit)
+    if not sizes.key:
+        return one, prompt, plain
+    # Layers that share a mask may not share all sizes.
+    agree = once(("sizes", sizes.key), lambda: _all(op, *sizes.questions(op)))
+    both = once((key, sizes.key), lambda: [_all(op, each, agree) for each in (one, prompt)])
+    return both[0], both[1], plain
 
 
 def is_empty(op: Any, found: Attention) -> Any:
@@ -114,17 +118,21 @@ def of_uncached(
     return answers
 
 
-def check_shared(op: Any, found: Attention, name: str) -> ir.Value:
+def check_shared(op: Any, found: Attention, once: Once, name: str) -> ir.Value:
     """Emit an int32 0, by a node that fails where the mask shows what the kernel hides.
 
     It fails as well where heads are split otherwise: a cache in buffers leaves no other form.
     """
     mask = found.mask
     assert mask is not None
-    rows, columns = (_size(op, mask, axis) for axis in (2, 3))
-    first = op.Add(op.Sub(columns, rows), ints(op, 1))
-    later = op.Trilu(_shown(op, mask), op.Squeeze(first), upper=1)
-    wrong = op.ReduceMax(op.Cast(later, to=ir.DataType.FLOAT), keepdims=0)
+
+    def emit() -> Any:
+        rows, columns = (_size(op, mask, axis) for axis in (2, 3))
+        first = op.Add(op.Sub(columns, rows), ints(op, 1))
+        later = op.Trilu(_shown(op, mask), op.Squeeze(first), upper=1)
+        return op.ReduceMax(op.Cast(later, to=ir.DataType.FLOAT), keepdims=0)
+
+    wrong = once(("shown", mask), emit)
     for answer in found.sizes.questions(op):
         wrong = op.Max(wrong, op.Cast(op.Not(answer), to=ir.DataType.FLOAT))
     zero = op.Constant(value=ir.tensor([0], ir.DataType.INT32))
