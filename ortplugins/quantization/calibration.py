@@ -23,6 +23,7 @@ from ortplugins.model_io.loading import (
 from ortplugins.model_io.saving import DATA_THRESHOLD
 from ortplugins.runtime.stock_session import stock_options
 from ortplugins.samples.sources import Feed
+from session_options.entries import DATA_FOLDER_KEY
 
 _STATISTICS = {"session.disable_prepacking": "1"}
 
@@ -86,9 +87,7 @@ def open_for_samples(
     for key, value in entries.items():
         options.add_session_config_entry(key, value)
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    options.add_session_config_entry(
-        "session.model_external_initializers_file_folder_path", str(folder)
-    )
+    options.add_session_config_entry(DATA_FOLDER_KEY, str(folder))
     content = ir.to_proto(model).SerializeToString()
     try:
         return onnxruntime.InferenceSession(

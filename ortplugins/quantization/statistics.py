@@ -96,12 +96,13 @@ def statistics_of(
     count = sum(math.prod(portion.shape[:-1]) for portion in portions())
     if not count:
         return None
-    rng, stride = np.random.default_rng(0), max(1, round(count / gram_tokens))
+    rng = np.random.default_rng(0)
+    kept = np.sort(rng.choice(count, min(count, max_tokens), replace=False))
     # Every s-th would be the first of each text where s divides their length.
+    rng, stride = np.random.default_rng(0), max(1, round(count / gram_tokens))
     counted = np.arange(0, count, stride)
     counted[1:] += rng.integers(stride, size=len(counted) - 1)
     counted = counted[counted < count]
-    kept = np.sort(rng.choice(count, min(count, max_tokens), replace=False))
     sums, tokens = np.zeros(k), list[Floats]()
 
     def passing() -> Iterator[Floats]:

@@ -21,6 +21,7 @@ import math
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ class Walk:
         for place, (node, ours) in enumerate(both):
             self._places_of[node] = ours.metadata_props[_PLACE] = str(place)
         self._folder = detach_tensors(self._model, self._scratch)
-        self._rows = TokenRows(self._model)
+        self._rows, self._lock = TokenRows(self._model), threading.Lock()
         self._nodes = list(self._model.graph)
         self.places: dict[str, int] = {}
         self._last_reads: dict[str, int] = {}
@@ -170,7 +171,8 @@ class Walk:
         """Yield the rows of an activation that are no padding, for each sample."""
         for index, feed in enumerate(self._samples):
             array = self._value(model, index, name, feed)
-            real = self._rows.real(name, array.shape, feed)
+            with self._lock:  # it finds out as it is asked
+                real = self._rows.real(name, array.shape, feed)
             yield array if real is None else array[real]
 
     def _value(self, model: int, index: int, name: str, feed: Feed) -> Array:
