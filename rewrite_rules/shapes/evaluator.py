@@ -2,14 +2,13 @@
 """Computes values of a graph on numbers, with onnx's reference implementation.
 
 For the small subgraphs that make masks and positions from shapes and an attention mask: what
-they compute says more than how an exporter spelled it. Equal nodes on equal arrays are
-computed once: exporters repeat these subgraphs in every layer.
+they compute says more than how an exporter spelled it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ import onnx.reference.ops
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from rewrite_rules.graph.parameters import constant, contents
+from rewrite_rules.graph.parameters import constant
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import Shape, Unknowns, known
 from rewrite_rules.shapes.node_facts import Facts, Integers, Site, sliced
@@ -28,8 +27,8 @@ from rewrite_rules.shapes.proved_shapes import ProvedShapes
 Array = NDArray[Any]
 
 _MAX_ELEMENTS = 1 << 22
-# Arrays up to this size are compared by their contents, others by identity.
-_MAX_INTERNED = 256
+# Larger arrays are no sizes.
+_MAX_NUMBERS = 256
 # Nodes behind one another.
 _MAX_DEPTH = 12
 
@@ -38,83 +37,57 @@ class CannotEvaluate(Exception):
     """A node that has no value to compute here: another operator, too large, malformed."""
 
 
-class NodeEvaluator:
-    """Evaluates nodes; keeps what it has computed."""
+def evaluate(node: ir.Node, opset: int, arrays: Sequence[Array | None]) -> tuple[Array, ...]:
+    """Compute a node of the default domain; None stands for an absent input.
 
-    def __init__(self) -> None:
-        self._kernels: dict[Hashable, Any] = {}
-        self._results: dict[Hashable, tuple[Array, ...]] = {}
-        self._interned: dict[Hashable, Array] = {}
-        self._kept: list[Array] = []  # arrays known by identity have to stay alive
+    Raises:
+        CannotEvaluate: If it is not evaluated here.
+    """
+    if node.domain or node.op_type not in _OPERATORS:
+        raise CannotEvaluate(f"{node.op_type} is not evaluated")
+    if any(attribute.is_ref() for attribute in node.attributes.values()):
+        raise CannotEvaluate(f"an attribute of {node.op_type} is a reference")
+    pairs = zip(node.inputs, arrays, strict=True)
+    given = {value: a for value, a in pairs if value is not None and a is not None}
+    site = Site(node, _ArrayFacts(given), opset)
+    _check_size(site, arrays)
+    try:
+        if node.op_type == "Slice":
+            outputs = [_sliced(site, given[site.input(0)])]
+        else:
+            with np.errstate(all="ignore"):
+                outputs = _kernel(node, opset).run(*arrays)
+    except Exception as error:  # of any kind: shapes and types may be malformed
+        raise CannotEvaluate(f"{type(error).__name__}: {error}") from error
+    return tuple(map(np.asarray, outputs))
 
-    def intern(self, array: Array) -> Array:
-        """Return the one array that stands for all small arrays like this one."""
-        if array.size > _MAX_INTERNED or array.dtype.hasobject:
-            return array
-        key = (array.dtype.str, array.shape, array.tobytes())
-        return self._interned.setdefault(key, array)
 
-    def numbers(self, tensor: ir.TensorProtocol) -> Array:
-        """Return the numbers of a constant, copied: its file must not stay mapped."""
-        return self.intern(np.array(tensor.numpy()))
+def array_of(value: ir.Value, facts: ProvedShapes) -> Array:
+    """Return what a value of a graph holds.
 
-    def run(
-        self, node: ir.Node, opset: int, arrays: Sequence[Array | None]
-    ) -> tuple[Array, ...]:
-        """Compute a node of the default domain; None stands for an absent input."""
-        if node.domain or node.op_type not in _OPERATORS:
-            raise CannotEvaluate(f"{node.op_type} is not evaluated")
-        signature = _signature(node, opset, arrays)
-        key = (signature, tuple(id(array) for array in arrays))
-        found = self._results.get(key)
-        if found is None:
-            pairs = zip(node.inputs, arrays, strict=True)
-            given = {value: a for value, a in pairs if value is not None and a is not None}
-            site = Site(node, _ArrayFacts(given), opset)
-            _check_size(site, arrays)
-            try:
-                if node.op_type == "Slice":
-                    outputs = [_sliced(site, given[site.input(0)])]
-                else:
-                    kernel = self._kernels.get(signature)
-                    if kernel is None:
-                        kernel = self._kernels[signature] = _kernel(node, opset)
-                    with np.errstate(all="ignore"):
-                        outputs = kernel.run(*arrays)
-            except Exception as error:  # of any kind: shapes and types may be malformed
-                raise CannotEvaluate(f"{type(error).__name__}: {error}") from error
-            found = tuple(self.intern(np.asarray(output)) for output in outputs)
-            self._results[key] = found
-            self._kept += [array for array in arrays if array is not None]
-        return found
+    Raises:
+        CannotEvaluate: If it is not known, or depends on what is not evaluated here.
+    """
+    found: dict[ir.Value, Array] = {}
 
-    def array(self, value: ir.Value, facts: ProvedShapes, depth: int = _MAX_DEPTH) -> Array:
-        """Return what a value of a graph holds, or raise CannotEvaluate."""
+    def look(value: ir.Value, depth: int) -> Array:
+        if value not in found:
+            found[value] = compute(value, depth)
+        return found[value]
+
+    def compute(value: ir.Value, depth: int) -> Array:
         tensor, node = constant(value), value.producer()
         if tensor is not None:
-            return self.numbers(tensor)
+            return np.array(tensor.numpy())  # its file must not stay mapped
         if node is None or node.graph is None or not depth:
             raise CannotEvaluate(f"{value.name!r} is not known, or depends on too much")
         integers = facts.integers(value)
         if integers is not None and integers.constants is not None:
-            return self.intern(np.array(integers.constants, np.int64).reshape(integers.shape))
-        read = [None if v is None else self.array(v, facts, depth - 1) for v in node.inputs]
-        return self.run(node, facts.opset(node), read)[value.index() or 0]
+            return np.array(integers.constants, np.int64).reshape(integers.shape)
+        read = [None if v is None else look(v, depth - 1) for v in node.inputs]
+        return evaluate(node, facts.opset(node), read)[value.index() or 0]
 
-
-def _signature(node: ir.Node, opset: int, arrays: Sequence[Array | None]) -> Hashable:
-    attributes = []
-    for name, attribute in node.attributes.items():
-        if attribute.is_ref():
-            raise CannotEvaluate(f"attribute {name!r} is a reference")
-        value = attribute.value
-        if attribute.type is ir.AttributeType.TENSOR:
-            value = contents(value)
-        elif attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS):
-            raise CannotEvaluate(f"{node.op_type} has a subgraph")
-        attributes.append((name, tuple(value) if isinstance(value, list) else value))
-    present = tuple(array is not None for array in arrays)
-    return node.op_type, opset, tuple(sorted(attributes)), present, len(node.outputs)
+    return look(value, _MAX_DEPTH)
 
 
 def _kernel(node: ir.Node, opset: int) -> Any:
@@ -139,7 +112,7 @@ class _ArrayFacts(Facts):
 
     def integers(self, value: ir.Value) -> Integers | None:
         array = self._arrays[value]
-        if array.size > _MAX_INTERNED or not np.issubdtype(array.dtype, np.number):
+        if array.size > _MAX_NUMBERS or not np.issubdtype(array.dtype, np.number):
             return None
         numbers = np.ceil(array) if array.dtype.kind == "f" else array
         return Integers(tuple(known(int(n)) for n in numbers.reshape(-1)), array.shape)

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.graph.parameters import constant, contents
-from rewrite_rules.shapes.evaluator import CannotEvaluate, NodeEvaluator
+from rewrite_rules.shapes.evaluator import CannotEvaluate, array_of
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
 _MAX_SHARED = 8
@@ -79,7 +79,6 @@ def _computes(node: ir.Node) -> Hashable:
 def fold_scalars(model: ir.Model, graphs: Iterable[ir.Graph], facts: ProvedShapes) -> None:
     """Make numbers that scale others constants: the root of a head's size, of a Shape."""
     names = FreshNames(model)
-    evaluator = NodeEvaluator()
     for node in itertools.chain(*graphs):
         if node.op_type not in ("Mul", "Div") or node.domain:
             continue
@@ -91,7 +90,7 @@ def fold_scalars(model: ir.Model, graphs: Iterable[ir.Graph], facts: ProvedShape
             if facts.shape(value) not in ((), ((1, ()),)):
                 continue
             try:
-                array = evaluator.array(value, facts)
+                array = array_of(value, facts)
             except CannotEvaluate:
                 continue
             tensor = ir.Tensor(array, name=names.take(f"{value.name}_folded"))

@@ -31,7 +31,7 @@ from rewrite_rules.graph.parameters import axis_of, check_payload, constant
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes import node_facts
 from rewrite_rules.shapes.dimensions import Dims
-from rewrite_rules.shapes.evaluator import CannotEvaluate, NodeEvaluator
+from rewrite_rules.shapes.evaluator import CannotEvaluate, evaluate
 from rewrite_rules.shapes.operator_shapes import REDUCTIONS
 from rewrite_rules.trim_padding.questions import LOW, How
 from rewrite_rules.trim_padding.sample_masks import SampleMasks, are_finite
@@ -152,7 +152,6 @@ class TokenFlow:
         self.unpackable = ""
         self._rules = rules
         self._functions = {identifier[:2] for identifier in model.functions}
-        self._evaluator = NodeEvaluator()
         self._flagged: dict[tuple[ir.Value, How], Tokens] = {}
         for i, node in enumerate(model.graph):
             if node not in self.roles.read:
@@ -276,7 +275,7 @@ class TokenFlow:
         numeric = tensor.dtype not in (ir.DataType.STRING, ir.DataType.UNDEFINED)
         if tensor.size <= _MAX_CONSTANT and numeric and tensor.dtype.bitwidth >= 8:
             check_payload(tensor, f"constant {tensor.name!r}")
-            array = self._evaluator.numbers(tensor)
+            array = np.array(tensor.numpy())  # its file must not stay mapped
             return Side((array,) * len(self.samples.masks), varies=False)
         return Tokens(tuple((int(n),) if n != 1 else () for n in tensor.shape.numpy()))
 
@@ -325,7 +324,7 @@ class TokenFlow:
         absent = (None,) * len(self.samples.masks)
         runs = zip(*(side.arrays if side else absent for side in given), strict=True)
         each = runs if given else [()] * len(absent)
-        results = [self._evaluator.run(node, self.opset, arrays) for arrays in each]
+        results = [evaluate(node, self.opset, arrays) for arrays in each]
         varies = any(side is not None and side.varies for side in given)
         if any(value and self.mask in self.roles.sources(value) for value in node.inputs):
             is_flag = any(array.dtype == np.bool_ for array in results[0])

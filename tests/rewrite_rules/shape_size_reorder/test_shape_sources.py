@@ -21,7 +21,7 @@ from rewrite_rules.shape_size_reorder import size_rules
 from rewrite_rules.shape_size_reorder.memory_order import memory_order
 from rewrite_rules.shape_size_reorder.reorder import put_in_order
 from rewrite_rules.shape_size_reorder.simplify import simplify_shapes
-from rewrite_rules.shapes.evaluator import NodeEvaluator
+from rewrite_rules.shapes.evaluator import array_of
 from rewrite_rules.shapes.proved_shapes import ProvedShapes, concrete_shapes
 
 F = np.float32
@@ -423,7 +423,7 @@ def test_slices_end_where_onnxruntime_ends_them(step):
     facts = ProvedShapes(before)
     for value, expected in zip(before.graph.outputs, found, strict=True):
         if value.name.startswith("e"):
-            np.testing.assert_array_equal(NodeEvaluator().array(value, facts), expected)
+            np.testing.assert_array_equal(array_of(value, facts), expected)
     after = kept(text, [{"x": np.ones(rows, F)} for rows in (4, 1, 0)])
     assert not any(v.name.startswith("tn") and v.producer().op_type != "Constant"
                    for v in after.graph.outputs)  # fmt: skip

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: MIT
 """What damaged constants and great numbers say of shapes (see test_shape_fuzz)."""
 
+import time
+
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -10,7 +12,7 @@ from builders.text_models import text_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rewrite_rules.shapes.evaluator import NodeEvaluator
+from rewrite_rules.shapes.evaluator import array_of
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
 
@@ -41,8 +43,18 @@ def test_a_node_may_read_one_value_twice(nodes: str):
                "ones2": np.array([2])}  # fmt: skip
     model = text_model(nodes, numbers, {}, output_type=onnx.TensorProto.INT64)
     loaded = ir.from_proto(model)
-    found = NodeEvaluator().array(loaded.graph.outputs[0], ProvedShapes(loaded))
+    found = array_of(loaded.graph.outputs[0], ProvedShapes(loaded))
     np.testing.assert_array_equal(found, session(model).run(None, {})[0])
+
+
+def test_a_value_that_is_read_often_is_computed_once():
+    steps = " ".join(f"v{i + 1} = Max(v{i}, v{i}, v{i})" for i in range(10))
+    loaded = ir.from_proto(
+        text_model(f"v0 = Neg(one) {steps} y = Neg(v10)", {"one": np.float32(1)}, {})
+    )
+    start = time.process_time()
+    assert array_of(loaded.graph.outputs[0], ProvedShapes(loaded)) == 1
+    assert time.process_time() - start < 2
 
 
 _ENDS = (1 << 63) - 1, -(1 << 63)
