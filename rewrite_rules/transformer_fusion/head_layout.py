@@ -178,7 +178,7 @@ def read_split(split: ir.Value, facts: ProvedShapes) -> Split | None:
 
 
 def count_heads(heads: ir.Value, facts: ProvedShapes, axis: int = 1) -> int | None:
-    """Return H of ``[B, H, S, D]``, as it is or as :func:`unproved_splits` asks.
+    """Return H of ``[B, H, S, D]``, proved or as :class:`Split` reads it.
 
     ``axis`` 2: of ``[B, S, H, D]``.
     """

@@ -18,7 +18,7 @@ from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
 from rewrite_rules.onnxruntime_version import parse_version
 from rewrite_rules.remarks import PassContext, Remarks
 
-VERSIONS = ("1.24", "1.27", "1.29", "1.31")
+VERSIONS = ("1.24", "1.27", "1.29")
 
 
 @pytest.mark.parametrize(
@@ -100,10 +100,6 @@ def until_1_27(words: str) -> dict[str, str]:
 
 # Model, accuracy level, and what the versions say that refuse it.
 REFUSALS = {
-    "int8": (matmul("int8"), 0, {}),
-    "int8-level4": (matmul("int8"), 4, {}),
-    "int8-outside": (matmul_in_body("int8", "none"), 4, {}),
-    "int8-inside": (matmul_in_body("int8", "random", "body"), 4, {}),
     "int4-outside": (matmul_in_body("int4", "random"), 4, until_1_27(ZERO_POINTS_OUTSIDE)),
     # Unsigned codes without zero points get zeros beside them: captured too.
     "uint4-outside": (matmul_in_body("uint4", "none"), 4, until_1_27(ZERO_POINTS_OUTSIDE)),
@@ -111,7 +107,6 @@ REFUSALS = {
     "int4-outside-level0": (matmul_in_body("int4", "random"), 0, {}),
     "int4-inside": (matmul_in_body("int4", "random", "body"), 4, {}),
     "int4": (matmul("int4", np.float16, "random"), 0, {}),
-    "table8": (gather("int8"), 0, {}),
     "table4": (gather("int4"), 0, {}),
     "table4-odd_blocks": (gather("uint4", block=64), 0, {"1.24": ODD_BLOCKS}),
     "table4-no_zero_points": (gather("int4", "none", block=64), 0, {}),
