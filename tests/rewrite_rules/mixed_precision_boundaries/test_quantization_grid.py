@@ -119,6 +119,12 @@ def test_refinement_ends_where_scales_have_no_room():
 def test_values_that_overflow_stand_for_no_code():
     grid = QuantizationGrid(UINT8, np.finfo(np.float32).max, 0)
     assert not grid.keeps_codes(grid)
+    # Only the last code overflows, and comes back where infinities are clipped.
+    grid = QuantizationGrid(UINT8, np.float32(np.finfo(np.float32).max / 254.5), 0)
+    assert np.isinf(grid.dequantize([254, 255])).tolist() == [False, True]
+    assert not grid.keeps_codes(grid)
+    with pytest.raises(Refusal, match="overflow"):
+        grid.refine(UINT16)
 
 
 @pytest.mark.parametrize(("source", "target"), [(UINT8, INT8), (UINT16, INT16), (INT8, UINT8)])
