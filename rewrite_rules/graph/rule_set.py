@@ -41,7 +41,6 @@ class DispatchingRuleSet(RewriteRuleSet):
     is another one; on 20,000 nodes that is half of the time.
 
     ``cleans_up``: remove what is unused then, and rename what has another value's name.
-    ``reads_outside``: patterns match nodes of the graphs around a subgraph, too.
     """
 
     cleans_up = True
@@ -50,12 +49,10 @@ class DispatchingRuleSet(RewriteRuleSet):
         self,
         rules: Sequence[RewriteRule],
         is_candidate: Callable[[ir.Node], bool] = lambda node: True,
-        *,
-        reads_outside: bool = False,
     ) -> None:
         """Build the table of rules, in order of precedence; each pattern ends in one node."""
         super().__init__(rules)
-        self._dispatch = _Dispatch(rules, is_candidate, reads_outside)
+        self._dispatch = _Dispatch(rules, is_candidate)
         self.rules = [self._dispatch]
 
     def apply_to_model(self, model: ir.Model, **_: Any) -> int:
@@ -90,13 +87,6 @@ class _ExactMatcher(SimplePatternMatcher):
     onnxscript's own takes 2.00001 for 2, and the default of an input for a constant.
     """
 
-    reads_outside = False
-
-    def _match_value(self, pattern_value: Any, value: ir.Value | None) -> bool:
-        if self.reads_outside and value is not None and value.graph is not None:
-            self._graph = value.graph
-        return super()._match_value(pattern_value, value)
-
     def _match_constant(self, pattern_constant: Any, value: ir.Value) -> bool:
         tensor, expected = constant(value), np.asarray(pattern_constant.value)
         if tensor is None or tensor.dtype.is_string() or tensor.size != expected.size:
@@ -116,14 +106,12 @@ class _Dispatch(RewriteRule):
         self,
         rules: Sequence[RewriteRule],
         is_candidate: Callable[[ir.Node], bool],
-        reads_outside: bool,
     ) -> None:
         self._table: dict[str, list[RewriteRule]] = {}
         for rule in rules:
             # Not op_identifier(), which is None in what .commute() returns (onnxscript 0.7.2).
             root = rule._target_pattern.output_node
             rule._matcher = _ExactMatcher(rule._target_pattern)
-            rule._matcher.reads_outside = reads_outside
             self._table.setdefault(root.op_type, []).append(rule)
         self._is_candidate = is_candidate
         self.gave_way = 0

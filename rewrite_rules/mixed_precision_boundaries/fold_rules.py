@@ -41,7 +41,7 @@ def fold_pairs(
     pairs = [KeptCodes.rule(folds), KeptValues.rule(folds)]
     # What reads the codes of a pair is looked at once no DequantizeLinear needs them.
     for rules in ([Bridge.rule(folds), *pairs] if merge else pairs, [BareCodes.rule(folds)]):
-        DispatchingRuleSet(rules, reads_outside=True).apply_to_model(model)
+        DispatchingRuleSet(rules).apply_to_model(model)
 
 
 class _Folds:
