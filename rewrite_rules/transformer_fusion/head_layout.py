@@ -56,19 +56,6 @@ def in_order(heads: ir.Value) -> ir.Value:
     return value
 
 
-def batch_and_length(op: Any, heads: ir.Value, facts: ProvedShapes) -> list[Any]:
-    """Emit B and S of ``[B, H, S, D]``, from what is split into heads where that is known."""
-    source, length = tokens_of(heads, facts)
-    return [op.Shape(source, start=axis, end=axis + 1) for axis in (0, length)]
-
-
-def token_dims(heads: ir.Value, facts: ProvedShapes) -> tuple[Dim, Dim] | None:
-    """Return what is proved of :func:`batch_and_length`; None where the rank is not known."""
-    source, length = tokens_of(heads, facts)
-    dims = facts.dims(source)
-    return None if dims is None else (dims[0], dims[length])
-
-
 def keeps_size(size: Dim, own: Dim, facts: ProvedShapes) -> bool:
     """Whether what broadcasts to a size leaves it as it is."""
     parts, others = (facts.unknowns.broadcast_parts(dim) for dim in (size, own))
@@ -85,7 +72,10 @@ def rows_are(size: Dim, own: Dim, facts: ProvedShapes) -> bool:
 
 
 def tokens_of(heads: ir.Value, facts: ProvedShapes) -> tuple[ir.Value, int]:
-    """Return what has a row for each text, and its axis of the tokens."""
+    """Return what has a row for each text, and its axis of the tokens.
+
+    That is what is split into heads, where it is known to have their B and S.
+    """
     split = unsplit(heads)
     if split is heads:
         return heads, 2

@@ -22,18 +22,17 @@ from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
 from rewrite_rules.graph.nodes import input_of, label, made_by, producer
 from rewrite_rules.graph.parameters import constant, constant_ints, int_attribute
 from rewrite_rules.remarks import Refusal, Remarks
-from rewrite_rules.shapes.dimensions import number
+from rewrite_rules.shapes.dimensions import Dim, number
 from rewrite_rules.shapes.node_facts import Site, sliced
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.head_layout import (
     SPLIT_HEADS,
-    batch_and_length,
     count_heads,
     ints,
     is_transposed_heads,
     rows,
     rows_are,
-    token_dims,
+    tokens_of,
     unsplit,
 )
 from rewrite_rules.transformer_fusion.repeated_heads import scaled_input
@@ -81,7 +80,7 @@ class Rotary(RewriteRuleClassBase):
             return False
         if found != [(-1, range(size // 2, size)), (1, range(size // 2))] or size % 2:
             raise Refusal("ORP603", f"what {x.name!r} becomes is not its halves turned")
-        dims, tokens = tables[0], token_dims(x, facts)
+        dims, tokens = tables[0], _token_dims(x, facts)
         if dims is None or dims != tables[1]:
             raise Refusal("ORP603", "cos and sin are not known to have one shape")
         if tokens is None or not all(map(rows_are, (dims[0], dims[2]), tokens, [facts] * 2)):
@@ -104,7 +103,7 @@ class Rotary(RewriteRuleClassBase):
         assert dims is not None
         size = dims[3][0]
         # Layers share the rows: the kernel fails where they are not those of its tokens.
-        key = (cos, sin, token_dims(x, self._facts))
+        key = (cos, sin, _token_dims(x, self._facts))
         if key not in self._tables:
             self._tables[key] = _tables(op, self._facts, x, (cos, sin))
         attributes = {"_domain": "com.microsoft", "_name": node.name}
@@ -182,6 +181,13 @@ def _takes_rows(node: ir.Node, facts: ProvedShapes) -> bool:
     return node.op_type == "Unsqueeze" or (node.op_type == "Gather" and is_row)
 
 
+def _token_dims(heads: ir.Value, facts: ProvedShapes) -> tuple[Dim, Dim] | None:
+    """Return B and S of ``[B, H, S, D]``; None where the rank is not known."""
+    source, length = tokens_of(heads, facts)
+    dims = facts.dims(source)
+    return None if dims is None else (dims[0], dims[length])
+
+
 def _tables(
     op: Any,
     facts: ProvedShapes,
@@ -192,9 +198,10 @@ def _tables(
 
     Of tables ``[B, 1, S, D]`` that hold each number twice.
     """
-    cos, dims, tokens = doubled[0], facts.dims(doubled[0], 4), token_dims(x, facts)
+    cos, dims, tokens = doubled[0], facts.dims(doubled[0], 4), _token_dims(x, facts)
     assert dims is not None and tokens is not None
-    half, sizes = dims[3][0] // 2, batch_and_length(op, x, facts)
+    half, (source, length) = dims[3][0] // 2, tokens_of(x, facts)
+    sizes = [op.Shape(source, start=axis, end=axis + 1) for axis in (0, length)]
     bounds = [ints(op, number) for number in (0, half, 3)]
     once = [op.Slice(value, *bounds) for value in doubled]
     flat = ints(op, -1, half)
