@@ -25,7 +25,7 @@ _BOUND = 1.01
 _ENCODERS = {
     "2 x 64": ((2, 2, 32), 8192),
     "MiniLM's size": ((6, 12, 32), 4096),
-    "bge-base's size": ((2, 12, 64), 4096),
+    "bge-base's size": ((12, 12, 64), 4096),
 }
 # Texts and their length.
 _BATCHES = (
