@@ -139,7 +139,7 @@ def evaluate(
     """
     for name, value in (("tokens", tokens), ("window", window), ("texts", texts)):
         if value < 2:
-            raise UsageError(f"{name} is {value}: 2 or more is expected")
+            raise UsageError(f"{name} is {value}; expected 2 or more")
     if tokenizer is None:
         paths = [item for item in (model, against) if isinstance(item, str | os.PathLike)]
         tokenizer = next(filter(None, map(tokenizer_beside, paths)), None)
@@ -187,7 +187,7 @@ class _TextModel:
         if output.ndim != 3 or output.shape[1] < len(ids):
             raise ModelFileError(
                 f"{self.name}: output {self.output!r} is {list(output.shape)} for {len(ids)} "
-                "tokens: a row for each token is expected"
+                "tokens; expected a row for each token"
             )
         rows = output[0, : len(ids)].astype(np.float32, copy=False)
         if np.isnan(rows).any():

@@ -95,7 +95,7 @@ _SIZE_UNITS = {"": 1, "b": 1} | {
 def parse_size(key: str, text: str) -> int:
     """Read a size in bytes: 500MB and 10GB are powers of 1000, 1GiB is a power of 1024."""
     if (size := parse_amount(text, _SIZE_UNITS)) is None:
-        raise OptionError(f"{key} is {text!r}: a size such as 500MB, 10GB or 1GiB is expected")
+        raise OptionError(f"{key} is {text!r}; expected a size such as 500MB, 10GB or 1GiB")
     return int(size)
 
 
@@ -128,7 +128,7 @@ def format_value(value: Scalar) -> str:
 def parse_bool(key: str, text: str) -> bool:
     """Read a boolean entry."""
     if text not in ("0", "1"):
-        raise OptionError(f'{key} is {text!r}: "0" or "1" is expected')
+        raise OptionError(f'{key} is {text!r}; expected "0" or "1"')
     return text == "1"
 
 
@@ -145,7 +145,7 @@ def parse_value(key: str, text: str, spec: Option) -> Scalar:
             value = kind(text)
         except ValueError:
             raise OptionError(
-                f"{key} is {text!r}: a value of type {kind.__name__} is expected"
+                f"{key} is {text!r}; expected a value of type {kind.__name__}"
             ) from None
     check_choice(key, value, spec)
     return value
@@ -154,15 +154,15 @@ def parse_value(key: str, text: str, spec: Option) -> Scalar:
 def check_choice(key: str, value: object, spec: Option) -> None:
     """Check a value of an option."""
     if type(value) is not type(spec.default):
-        raise OptionError(f"{key} is {value!r}: a {type(spec.default).__name__} is expected")
+        raise OptionError(f"{key} is {value!r}; expected a {type(spec.default).__name__}")
     if spec.choices and value not in spec.choices:
         raise OptionError(
-            f"{key} is {value!r}: one of {', '.join(map(str, spec.choices))} is expected"
+            f"{key} is {value!r}; expected one of {', '.join(map(str, spec.choices))}"
         )
     if isinstance(value, int | float) and not math.isfinite(value):
-        raise OptionError(f"{key} is {value!r}: a finite number is expected")
+        raise OptionError(f"{key} is {value!r}; expected a finite number")
     if isinstance(value, int | float) and spec.least is not None and value < spec.least:
-        raise OptionError(f"{key} is {value!r}: {spec.least} or more is expected")
+        raise OptionError(f"{key} is {value!r}; expected {spec.least} or more")
 
 
 def stored(options: SessionConfig, key: str) -> str | None:

@@ -78,7 +78,7 @@ def read_quant_type(value: object, where: str) -> str:
     """Return ONNX's name of a quantised type, ``"UINT16"`` for instance."""
     name = getattr(value, "name", value)
     if not isinstance(name, str):
-        raise OverrideError(f"{where} is {value!r}; a type's name is expected, as 'QUInt16'")
+        raise OverrideError(f"{where} is {value!r}; expected a type's name, as 'QUInt16'")
     short = name.upper().removeprefix("Q")
     if short not in _QUANT_TYPES:
         hint = closest(name, _QUANT_TYPES.values())
@@ -91,8 +91,8 @@ def _plain(source: str | Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     content = _parsed(source) if isinstance(source, str) else source
     if not isinstance(content, Mapping):
         raise OverrideError(
-            f"overrides are {_described(content)}; a mapping of tensor names to lists of "
-            'entries is expected: {"tensor": [{"quant_type": "QUInt16"}]}'
+            f"overrides are {_described(content)}; expected a mapping of tensor names to "
+            'lists of entries: {"tensor": [{"quant_type": "QUInt16"}]}'
         )
     plain = {}
     for name, entries in content.items():
@@ -101,7 +101,7 @@ def _plain(source: str | Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             raise OverrideError(f"{where}: the key is not a tensor's name, which is a string")
         if not isinstance(entries, list | tuple) or len(entries) > 1:
             raise OverrideError(
-                f"{where} is {_described(entries)}; a list of one entry is expected: "
+                f"{where} is {_described(entries)}; expected a list of one entry: "
                 '[{"quant_type": "QUInt16"}]'
             )
         for entry in entries:
@@ -128,7 +128,7 @@ def _parsed(text: str) -> object:
 
 def _entry(entry: object, where: str, *, is_convert: bool = False) -> dict[str, Any]:
     if not isinstance(entry, Mapping):
-        raise OverrideError(f"{where} is {_described(entry)}; a dict is expected")
+        raise OverrideError(f"{where} is {_described(entry)}; expected a dict")
     found = {}
     for key, value in entry.items():
         if key not in _READERS:
@@ -152,7 +152,7 @@ def _scalar(value: Any, where: str, kind: type, noun: str) -> Any:
         # The widest type that models store scales in.
         plain = float(plain) if abs(plain) <= _GREATEST else math.inf
     if type(plain) is not kind or plain == math.inf:
-        raise OverrideError(f"{where} is {_described(value)}; {noun} is expected")
+        raise OverrideError(f"{where} is {_described(value)}; expected {noun}")
     return plain
 
 
@@ -160,9 +160,7 @@ def _names(value: object, where: str) -> list[str]:
     if not isinstance(value, list | tuple | set | frozenset) or not all(
         isinstance(name, str) for name in value
     ):
-        raise OverrideError(
-            f"{where} is {_described(value)}; a list of node names is expected"
-        )
+        raise OverrideError(f"{where} is {_described(value)}; expected a list of node names")
     return sorted(set(value))
 
 

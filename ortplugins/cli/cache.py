@@ -36,7 +36,7 @@ def age(_: type, tokens: Sequence[Any]) -> float:
     """Convert an age to seconds: 45min, 12h, 30d, 2w."""
     text = tokens[0].value
     if (seconds := parse_amount(text, _AGES)) is None:
-        raise ValueError(f"{text!r}: an age such as 45min, 12h, 30d or 2w is expected")
+        raise ValueError(f"{text!r}; expected an age such as 45min, 12h, 30d or 2w")
     return seconds
 
 

@@ -34,7 +34,7 @@ def _read_rule(text: str) -> tuple[str, Any]:
     pattern, equals, settings = text.rpartition("=")
     if not equals:
         raise UsageError(
-            f"--rule: {text!r}: a pattern and its settings are expected, as in "
+            f"--rule: {text!r}; expected a pattern and its settings, as in "
             "'*lm_head*=float' or '*down_proj*={bits: 8}'"
         )
     return pattern, read_yaml(settings)

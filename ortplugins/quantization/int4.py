@@ -268,8 +268,8 @@ def _on_grid(
     padded = form.blocks(len(rows)) * size
     if not len(scales) or padded % len(scales):
         raise QuantizationError(
-            f"scales have shape {list(s.shape)}: {padded // size} blocks of {size} along axis "
-            f"{axis} are expected"
+            f"scales have shape {list(s.shape)}; expected {padded // size} blocks of {size} "
+            f"along axis {axis}"
         )
     zeros = 0 if zp is None else np.moveaxis(zp, axis, 0)[:, None]
     return in_blocks(rows, padded // len(scales)), scales[:, None], zeros
@@ -634,7 +634,7 @@ def _providers_of(names: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
         kind, _, device = name.partition(":")
         if kind not in _PROVIDERS:
             raise QuantizationError(
-                f"calibration_eps has {name!r}: {', '.join(_PROVIDERS)} are expected, with a "
+                f"calibration_eps has {name!r}; expected {', '.join(_PROVIDERS)}, with a "
                 "device's number after a colon"
             )
         if _PROVIDERS[kind] in available:
@@ -650,7 +650,7 @@ def _rules(
 ) -> Rules:
     """Return the rules of a model: tables' blocks, wider weights, and what stays in float."""
     if isinstance(excluded, str):
-        raise QuantizationError("nodes_to_exclude is a string: a list of patterns is expected")
+        raise QuantizationError("nodes_to_exclude is a string; expected a list of patterns")
     layers = given.get("layers_8bit", ())
     layers = layers.split(",") if isinstance(layers, str) else layers
     # Parts of paths, between slashes or dots. ModelOpt's 8 bits are per column.

@@ -128,7 +128,7 @@ def quantize_encoder8(
         QuantizationError: If an argument is out of range.
     """
     if not 0 <= least_cosine <= 1:
-        raise QuantizationError(f"least_cosine is {least_cosine!r}: 0 to 1 is expected")
+        raise QuantizationError(f"least_cosine is {least_cosine!r}; expected 0 to 1")
     recipe = Recipe(**vars(_FORM), rules=[(each, "float") for each in keep_float])
     file = QuantizedFile(model, output, overwrite=overwrite, progress=progress)
     plan = plan_weights(file.model, recipe)

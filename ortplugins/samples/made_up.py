@@ -180,7 +180,7 @@ class MadeUpInputs:
                 raise UsageError(f"dimension {name!r} is in no input of the model{hint}")
             if isinstance(size, bool) or not isinstance(size, int) or size < 0:
                 raise UsageError(
-                    f"dimension {name!r} is {size!r}: 0 or a positive int is expected"
+                    f"dimension {name!r} is {size!r}; expected 0 or a positive int"
                 )
 
     def _shape(self, value: ir.Value) -> tuple[int, ...]:

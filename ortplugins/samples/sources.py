@@ -94,8 +94,8 @@ def _samples(source: CalibrationSource) -> Iterator[Any]:
     if isinstance(source, Iterable):
         return iter(source)
     raise CalibrationError(
-        f"calibration data is a {type(source).__name__}: an object with get_next(), an "
-        "iterable of dicts (input name -> array) or paths of .npz files are expected"
+        f"calibration data is a {type(source).__name__}; expected an object with get_next(), "
+        "an iterable of dicts (input name -> array) or paths of .npz files"
     )
 
 
@@ -165,7 +165,7 @@ def _checked_sample(
     """
     if not isinstance(sample, Mapping):
         raise CalibrationError(
-            f"{what} is a {type(sample).__name__}: a dict, input name -> array, is expected"
+            f"{what} is a {type(sample).__name__}; expected a dict, input name -> array"
         )
     for name in sample:
         if name not in inputs:

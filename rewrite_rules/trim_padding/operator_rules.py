@@ -546,7 +546,11 @@ def _embedded(site: Site) -> list[Axes | Side]:
 def _gather_elements(site: Site) -> Axes:
     data, indices, axis = site.tokens(0), site.tokens(1), site.axis(0)
     if sequences_of(data[axis]):
-        raise Refusal(*_UNSURE)
+        row = data[:1]
+        if axis != 1 or indices[:1] != row or plain(data[2:]) != plain(indices[2:]):
+            raise Refusal(*_UNSURE)
+        _positions(site, (), (*row[0], *data[1]), (), Picks.IN_ROW)
+        return indices
     data = _rows_picked(site, data, axis)
     beside = [(*axes[:axis], *axes[axis + 1 :]) for axes in (data, indices)]
     if plain(beside[0]) != plain(beside[1]):

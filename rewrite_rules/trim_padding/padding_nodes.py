@@ -248,6 +248,9 @@ class PaddingNodes:
             # Whatever the sizes are, it is a place in the mask.
             if how is Picks.PAIRS:
                 real = op.GatherND(self._numbers, op.Mod(place, self._above_0(self._sizes)))
+            elif how is Picks.IN_ROW:
+                inside = op.Mod(op.Flatten(place, axis=1), self._above_0(self._length))
+                real = op.GatherElements(self._numbers, inside, axis=1)
             else:
                 inside = op.Mod(place, self._above_0(op.Size(self._mask)))
                 real = op.Gather(op.row(self._numbers), inside, axis=0)

@@ -89,6 +89,7 @@ class Picks(enum.Enum):
 
     FLAT = enum.auto()  # places in the mask, in row-major order
     PAIRS = enum.auto()  # a row and a place in it, along the last axis
+    IN_ROW = enum.auto()  # a place in the row that it stands in, ``[batch, ...]``
 
 
 class Stopped(Refusal):

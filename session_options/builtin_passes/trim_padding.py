@@ -42,7 +42,7 @@ class TrimPadding(Pass):
         super().__post_init__()
         if self.multiple < 1:
             key = option_key(self.name, "multiple")
-            raise OptionError(f"{key} is {self.multiple}: 1 or more is expected")
+            raise OptionError(f"{key} is {self.multiple}; expected 1 or more")
 
     def rewrite(self, model: ir.Model, context: PassContext) -> None:
         """Trim in place; see :mod:`rewrite_rules.trim_padding.trim`."""

@@ -155,7 +155,7 @@ def test_dimensions_have_the_sizes_that_are_given():
         shapes(sek=5)
     with pytest.raises(ValueError, match=r"it has .*'n', 'o\[1\]'"):
         shapes(rows=5)
-    with pytest.raises(ValueError, match="'seq' is -1: 0 or a positive int"):
+    with pytest.raises(ValueError, match="'seq' is -1; expected 0 or a positive int"):
         shapes(seq=-1)
 
 

@@ -130,7 +130,7 @@ GENAI, SHORT = decoder("genai"), {"window": 16}
     ("model", "options", "error", "message"),
     [
         (GENAI, {"window": 512}, CalibrationError, "has 101 tokens, fewer than a w"),
-        (GENAI, {"tokens": 1}, UsageError, "tokens is 1: 2 or more"),
+        (GENAI, {"tokens": 1}, UsageError, "tokens is 1; expected 2 or more"),
         (GENAI, {**SHORT, "tokenizer": "large.json"}, CalibrationError, "not a row of"),
         (with_nan(), SHORT, ModelFileError, "output 'logits' has NaN"),
         (decoder("torch"), SHORT, ModelFileError, "not a causal language model"),

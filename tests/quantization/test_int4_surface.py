@@ -185,7 +185,7 @@ def test_ranges_of_zero_points_include_0_and_do_not_wrap():
     [
         (lambda w: int4.find_scales(w, 8, num_bits=3), "bits is 3"),
         (lambda w: int4.find_scales(w, 0), "block_size is 0"),
-        (lambda w: int4.rtn(w, w[:5], 8), "3 blocks of 8 along axis 0 are expected"),
+        (lambda w: int4.rtn(w, w[:5], 8), "expected 3 blocks of 8 along axis 0"),
     ],
 )
 def test_bad_arguments_of_primitives_are_named(call, message):

@@ -133,7 +133,7 @@ def test_heads_and_tables_need_no_name():
         ("rules: {q: 8}", "rule 'q': 8 is neither float nor settings"),
         ("rules: {q: {bit: 8}}", "rule 'q': no setting is 'bit'; did you mean 'bits'"),
         ("rules: {q: {bits: 5}}", "rule 'q': bits is 5"),
-        ("- a", "a mapping is expected, not a list"),
+        ("- a", "expected a mapping, not a list"),
         ("bits: [", "is not YAML"),
         ("bits: 4\nbits: 8", "'bits' is there twice"),
         ("rules:\n  a: {bits: 4}\n  b: float\n  a: float", "'a' is there twice"),

@@ -42,12 +42,12 @@ def test_the_variable_reads(text, expected, monkeypatch):
     [
         ("dq_matmul_fusion", "unknown pass .*did you mean 'dq_matmulnbits_fusion'"),
         ("dq_matmulnbits_fusion.acuracy_level=0", "did you mean 'accuracy_level'"),
-        ("dq_matmulnbits_fusion.accuracy_level=9", "one of auto, 0, 1, 2, 3, 4 is expected"),
+        ("dq_matmulnbits_fusion.accuracy_level=9", "expected one of auto, 0, 1, 2, 3, 4"),
         ("prepacked_weights.verify=size", "'prepacked_weights' is not among the passes"),
         ("prepacked_weights prepacked_weights", "'prepacked_weights' is given twice"),
         ("hint=latency prepacked_weights", "hint chooses the passes"),
         ("strct=1", "did you mean 'strict'"),
-        ("strict=yes", 'is \'yes\': "0" or "1" is expected'),
+        ("strict=yes", 'is \'yes\'; expected "0" or "1"'),
         ("prepacked_weights 'a", "No closing quotation"),
     ],
 )

@@ -115,7 +115,7 @@ class BlockFormat:
         """Refuse a value that does not fit."""
         if not fits:
             value = getattr(self, field)
-            raise QuantizationError(f"{field} is {value!r}: {expected} is expected")
+            raise QuantizationError(f"{field} is {value!r}; expected {expected}")
 
     def size_along(self, k: int) -> int:
         """Return the block size for a weight of ``k`` rows, ``k`` where it is -1."""
@@ -251,9 +251,7 @@ def block_grid(
 ) -> tuple[Floats, ZeroPoints | None]:
     """Return the scales and zero points of :func:`quantize_blocks`; arguments as there."""
     if weight.ndim != 2 or 0 in weight.shape:
-        raise QuantizationError(
-            f"the weight has shape {list(weight.shape)}: [K, N] is expected"
-        )
+        raise QuantizationError(f"the weight has shape {list(weight.shape)}; expected [K, N]")
     # What fills up the last block changes no grid: all have a code for 0.
     blocks = _in_blocks_of(form, weight)
     low, high = (end.astype(np.float32) for end in (blocks.min(axis=1), blocks.max(axis=1)))

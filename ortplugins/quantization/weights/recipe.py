@@ -107,8 +107,8 @@ class Recipe(BlockFormat):
         wrong = sorted(sizes - set(_KERNEL_BLOCK_SIZES)) if self.for_kernels else ()
         if wrong:
             raise QuantizationError(
-                f"block_size {wrong[0]} has no MatMulNBits kernel: one of "
-                f"{_KERNEL_BLOCK_SIZES} is expected"
+                f"block_size {wrong[0]} has no MatMulNBits kernel; expected one of "
+                f"{_KERNEL_BLOCK_SIZES}"
             )
 
     def with_settings(self, settings: Mapping[str, Any]) -> Recipe:
@@ -259,7 +259,7 @@ def read_recipe(recipe: Recipe | str | os.PathLike[str] | None) -> Recipe:
     try:
         fields = read_yaml(_text_of(path))
         if not isinstance(fields, dict):
-            raise TypeError(f"a mapping is expected, not a {type(fields).__name__}")
+            raise TypeError(f"expected a mapping, not a {type(fields).__name__}")
         return Recipe().with_settings(fields)
     except (TypeError, ValueError) as error:
         raise QuantizationError(f"{path}: {error}") from error

@@ -203,9 +203,9 @@ def test_the_pass_keeps_canonical_json():
     [
         ({"overrides": '{"t": [{"scal": 1}]}'}, rf"{KEY}: overrides\['t'\]\[0\]\['scal'\]"),
         ({"overrides": 5}, f"{KEY}: overrides are int 5"),
-        ({"overrides": None}, f"{KEY} is None: a str is expected"),
-        ({"mode": "int8"}, "mode is 'int8': one of int16, float"),
-        ({"target": "npu"}, "target is 'npu': one of cpu, qnn"),
+        ({"overrides": None}, f"{KEY} is None; expected a str"),
+        ({"mode": "int8"}, "mode is 'int8'; expected one of int16, float"),
+        ({"target": "npu"}, "target is 'npu'; expected one of cpu, qnn"),
     ],
 )
 def test_the_pass_checks_its_options(options, words):

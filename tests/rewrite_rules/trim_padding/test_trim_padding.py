@@ -153,7 +153,7 @@ def test_few_nodes_are_added_and_lengths_inside_are_not_known():
 
 
 def test_a_multiple_below_1_is_an_error():
-    with pytest.raises(ortplugins.OptionError, match=r"trim_padding.multiple is 0: 1 or more"):
+    with pytest.raises(ortplugins.OptionError, match=r"trim_padding.multiple is 0; expected 1 or more"):
         ortplugins.TrimPadding(multiple=0)
 
 
@@ -215,10 +215,20 @@ FLATTENED = """
     flat = Reshape(hidden, rows_of_8)
     y = Gather(flat, at)
 """
+BY_ELEMENT = """
+    column = Unsqueeze(place, middle)
+    wide_place = Unsqueeze(column, last)
+    batch_size = Shape<end = 1>(input_ids)
+    sizes = Concat<axis = 0>(batch_size, one_by_8)
+    at = Expand(wide_place, sizes)
+    picked = GatherElements<axis = 1>(hidden, at)
+    y = Squeeze(picked, middle)
+"""
 END_CONSTANTS = {
     "end": np.int64(END),
     "unit": np.int64(1),
     "rows_of_8": np.array([-1, 8]),
+    "one_by_8": np.array([1, 8]),
 }
 
 
@@ -391,7 +401,7 @@ def test_codes_are_packed():
     assert found.shape[:-1] == (1, 2 + 5)
 
 
-HEADS = {"row": BY_ROW_AND_PLACE, "flat": FLATTENED}
+HEADS = {"row": BY_ROW_AND_PLACE, "flat": FLATTENED, "element": BY_ELEMENT}
 
 
 @pytest.mark.parametrize(
