@@ -14,7 +14,7 @@ help:
 	@echo "make demo       compare plain onnxruntime with ortplugins on SmolLM2-135M, in one table (5 minutes)"
 	@echo "make test       run static checks and all fast tests (7 to 11 minutes on 2 cores)"
 	@echo "make test-exhaustive  try every layout and bad input, and fuzz for long (25 minutes)"
-	@echo "make test-strength  break the code in one place at a time; the nearest tests have to fail (30 minutes)"
+	@echo "make test-strength  break the code at 60 places drawn at random; the nearest tests have to fail (30 minutes)"
 	@echo "make test-mutations  rewrite 5,000 mutants of models and compare results (40 minutes)"
 	@echo "make test-peers  run onnx's backend tests, and the models below MODELS, through all passes (8 minutes)"
 	@echo "make test-arm64 test the core on emulated aarch64 (20 minutes)"
@@ -63,9 +63,10 @@ test-exhaustive: $(VENV)/.installed-dev
 test-arm64: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -p no:randomly tests/checks/arm64/check_arm64.py
 
-# Each line of tests/checks/strength/mutations.txt, in a copy of the project.
+# In a copy of the project. COUNT and SEED choose others.
 test-strength: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -p no:randomly -n 2 tests/checks/strength/check_strength.py
+	ORTPLUGINS_COUNT=$(or $(COUNT),60) ORTPLUGINS_SEED=$(or $(SEED),0) \
+	  $(BIN)/python -m pytest -p no:randomly -n 2 tests/checks/strength/check_strength.py
 
 # Models that mean something else, or look so; those that come out wrong go to .cache/mutants.
 # COUNT and SEED choose others.

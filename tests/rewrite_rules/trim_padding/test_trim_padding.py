@@ -153,7 +153,7 @@ def test_few_nodes_are_added_and_lengths_inside_are_not_known():
 
 
 def test_a_multiple_below_1_is_an_error():
-    with pytest.raises(ortplugins.OptionError, match=r"trim_padding.multiple is 0; expected 1 or more"):
+    with pytest.raises(ortplugins.OptionError, match="multiple is 0; expected 1 or more"):
         ortplugins.TrimPadding(multiple=0)
 
 
