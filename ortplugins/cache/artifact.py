@@ -81,6 +81,12 @@ class Wanted:
         self.root = cache_folder(self.entries.get(CACHE_DIR_KEY, ""))  # of its cache
 
     @property
+    def fields(self) -> dict[str, Any]:
+        """The arguments that it was made of, except for the model."""
+        left = ("model", "root")
+        return {name: getattr(self, name) for name in self.__slots__ if name not in left}
+
+    @property
     def name(self) -> str:
         """The model's path; "bytes" for its content."""
         return "bytes" if isinstance(self.model, bytes) else self.model

@@ -234,11 +234,7 @@ def _made_by_child(wanted: Wanted, folder: Path) -> dict[str, Any] | None:
     content = wanted.model if isinstance(wanted.model, bytes) else b""
     job = {
         "model": None if content else wanted.model,
-        "entries": wanted.entries,
-        "providers": wanted.providers,
-        "level": wanted.level,
-        "disabled": wanted.disabled,
-        "cpu_arena": wanted.cpu_arena,
+        "wanted": wanted.fields,
         "text": wanted.text,
         "folder": os.fspath(folder),
     }
@@ -286,11 +282,10 @@ def make_for_parent() -> None:
     end_with_parent()
     answer: dict[str, Any] = {"manifest": None, "error": None}
     model = content if job["model"] is None else job["model"]
-    named = ("entries", "providers", "level", "disabled", "cpu_arena")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", OrtpluginsWarning)
         try:
-            wanted = Wanted(model, **{name: job[name] for name in named})
+            wanted = Wanted(model, **job["wanted"])
             # Otherwise a pass has another version here, or only the parent knows it.
             if wanted.text == job["text"]:
                 answer["manifest"] = make_entry(wanted, Path(job["folder"]))

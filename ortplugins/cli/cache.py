@@ -114,6 +114,7 @@ def warm(
     settings: opt.Settings = (),
     session_entries: Annotated[tuple[str, ...], Parameter("--session-entry")] = (),
     optimization_level: str = "all",
+    arena: Annotated[bool, Parameter(negative="--no-arena")] = True,
     cache_dir: opt.CacheDir = "",
 ) -> None:
     """Build the entries of CPU sessions ahead of time; exit with 1 if a model fails.
@@ -124,6 +125,7 @@ def warm(
     Args:
         session_entries: Entry of the sessions' SessionOptions, KEY=VALUE; repeatable.
         optimization_level: Of the sessions: disable, basic, extended, layout or all.
+        arena: Whether the sessions have an arena for memory on the CPU.
     """
     from ortplugins.session.warming import warm as build
 
@@ -142,6 +144,7 @@ def warm(
             cache_dir=cache_dir or None,
             session_entries=entries,
             optimization_level=optimization_level,
+            arena=arena,
         )
         if item.error:
             failed = True

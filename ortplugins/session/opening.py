@@ -167,7 +167,7 @@ class Start:
             note = "external initializers were added to the SessionOptions"
             return self._open_given(_untouched(note, "ORP906"))
         try:
-            wanted = self._wanted(entries, providers)
+            wanted = self.wanted(entries, providers)
         except OSError as error:  # a relative path, and the working directory is gone
             self._open_given(_STOCK)
             return _warned(f"the working directory cannot be read: {error}")
@@ -177,7 +177,7 @@ class Start:
         """Return an entry of the options, or None when it was never set."""
         return entry_of(self._options, key)
 
-    def _wanted(self, entries: Mapping[str, str], providers: Sequence[str]) -> Wanted:
+    def wanted(self, entries: Mapping[str, str], providers: Sequence[str]) -> Wanted:
         """Return everything that the cache entry depends on."""
         if hint := entries.get(HINT_KEY):
             from session_options.presets import settings_of

@@ -20,9 +20,10 @@ from ortplugins.errors import ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.report import Report
 from ortplugins.runtime.copied_options import entry_of
 from ortplugins.runtime.stock_session import optimization_level_of
+from ortplugins.session.opening import Start
 from session_options import DqMatMulNBitsFusion, OptionError, Pass, PrepackedWeights
 from session_options.entries import CACHE_DIR_KEY
-from session_options.given import entries_of_onnxruntime, given_entries
+from session_options.given import given_entries
 from session_options.plan import entries_of, read_plan
 
 _PROVIDERS = ("CPUExecutionProvider",)
@@ -55,11 +56,12 @@ def warm(
     session_entries: Mapping[str, str] | None = None,
     optimization_level: str = "all",
     disabled_optimizers: Collection[str] = (),
+    arena: bool = True,
 ) -> list[WarmResult]:
     """Build the artifacts that sessions on the CPU will look for.
 
     They are those of ``InferenceSession(model, so, providers=["CPUExecutionProvider"])``, if
-    ``so`` has the same passes, entries and level, on a machine with the same processor
+    ``so`` has the same passes, entries, level and arena, on a machine with the same processor
     features.
 
     Args:
@@ -72,6 +74,7 @@ def warm(
         optimization_level: Of the sessions: ``"disable"``, ``"basic"``, ``"extended"``,
             ``"layout"`` or ``"all"``, which is onnxruntime's default.
         disabled_optimizers: The sessions' argument of that name.
+        arena: The sessions' ``enable_cpu_mem_arena``.
 
     Returns:
         A result for each model, in order; one that fails does not stop the others.
@@ -83,23 +86,23 @@ def warm(
     prepared = _prepare(passes, options, session_entries, optimization_level, cache_dir)
     if isinstance(models, str | os.PathLike):
         models = [models]
-    ask = functools.partial(entry_of, prepared)
-    entries = given_entries(ask)
+    prepared.enable_cpu_mem_arena = arena
+    entries = given_entries(functools.partial(entry_of, prepared))
     if not entries:
         raise OptionError("no pass is switched on, so there is nothing to build")
     results = []
     for model in models:
-        wanted = Wanted(
-            os.path.abspath(os.fsdecode(model)),
-            {**entries, **entries_of_onnxruntime(ask)},
-            _PROVIDERS,
-            prepared.graph_optimization_level.name,
-            disabled_optimizers,
-        )
+        given = model, prepared, _PROVIDERS, None
+        session = Start(None, _not_opened, given, {"disabled_optimizers": disabled_optimizers})
+        wanted = session.wanted(entries, _PROVIDERS)
         results.append(_warm_one(os.fsdecode(model), wanted))
     if cache_dir is not None and not all(item.error for item in results):
         share(cache_of(entries))
     return results
+
+
+def _not_opened(*_: Any, **__: Any) -> None:
+    """Stand for onnxruntime's constructor: no session is opened."""
 
 
 def _prepare(

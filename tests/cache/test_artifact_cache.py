@@ -207,7 +207,9 @@ def test_the_limit_of_a_session(model_path, cache_dir, monkeypatch):
     start(save(OTHER, model_path.with_name("other.onnx")), cache_limit="1kB")
     assert not old.folder.exists()
     assert len(ArtifactCache(cache_dir).entries()) == 2, "used a moment ago"
-    with pytest.raises(ortplugins.OptionError, match=r"cache_limit is '1 parsec': a size"):
+    with pytest.raises(
+        ortplugins.OptionError, match=r"cache_limit is '1 parsec'; expected a size"
+    ):
         start(model_path, cache_limit="1 parsec")
     monkeypatch.setenv("ORTPLUGINS_CACHE_LIMIT", "much")
     with pytest.raises(ortplugins.OptionError, match="ORTPLUGINS_CACHE_LIMIT is 'much'"):

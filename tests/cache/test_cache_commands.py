@@ -368,10 +368,18 @@ def test_warm_takes_what_else_the_key_depends_on(model_path, cache_dir):
     assert source(model_path, so) == "cache"
 
 
-def test_warm_takes_a_hint(model_path):
-    lines("warm", model_path, "--session-entry", "ortplugins.hint=latency")
+@pytest.mark.parametrize("hint", ["latency", "memory"])
+def test_warm_takes_a_hint(model_path, hint):
+    lines("warm", model_path, "--session-entry", f"ortplugins.hint={hint}")
     so = ort.SessionOptions()
-    ortplugins.configure(so, hint="latency")
+    ortplugins.configure(so, hint=hint)
+    assert source(model_path, so) == "cache"
+
+
+def test_warm_for_sessions_without_an_arena(model_path):
+    lines("warm", model_path, "--no-arena")
+    so = options(ortplugins.DqMatMulNBitsFusion(), ortplugins.PrepackedWeights())
+    so.enable_cpu_mem_arena = False
     assert source(model_path, so) == "cache"
 
 
