@@ -24,19 +24,29 @@ COPIED = ("ortplugins", "rewrite_rules", "session_options", "tests", "docs", "ex
 COUNT, SEED = (int(os.environ.get(f"ORTPLUGINS_{name}", 0)) for name in ("COUNT", "SEED"))
 # Where the tests of a folder are, unless they have its name.
 RULES = "tests/rewrite_rules"
+OVERRIDES = f"{RULES}/mixed_precision_boundaries"
 ELSEWHERE = {
     "ortplugins": ("tests/measurement", "tests/cli", "tests/tuning"),
-    "ortplugins/model_io": ("tests/model_io", "tests/optimization"),
+    "ortplugins/cli": ("tests/cli", "tests/cache"),
+    "ortplugins/model_io": (
+        "tests/model_io",
+        "tests/optimization",
+        f"{RULES}/test_bad_input.py",
+    ),
     "ortplugins/runtime": ("tests/runtime", "tests/cli", "tests/session"),
-    "ortplugins/samples": ("tests/samples", "tests/measurement"),
+    "ortplugins/samples": ("tests/samples", "tests/measurement", "tests/quantization"),
+    "ortplugins/session": ("tests/session", "tests/cli", "tests/cache"),
     "rewrite_rules": ("tests/session_options", "tests/cli"),
     "rewrite_rules/dq_matmulnbits_fusion": (
         f"{RULES}/dq_matmulnbits_fusion",
         f"{RULES}/weights",
     ),
     "rewrite_rules/facts": (f"{RULES}/facts", f"{RULES}/trim_padding"),
-    "rewrite_rules/graph": (f"{RULES}/graph", "tests/optimization"),
+    "rewrite_rules/graph": (f"{RULES}/graph", "tests/optimization", "tests/static_qdq"),
+    "rewrite_rules/shapes": (f"{RULES}/shapes", f"{RULES}/trim_padding"),
     "rewrite_rules/weights": (f"{RULES}/weights", f"{RULES}/test_bad_input.py"),
+    "session_options": ("tests/session_options", OVERRIDES),
+    "session_options/builtin_passes": ("tests/session_options", OVERRIDES),
 }
 OPPOSITES = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
