@@ -165,7 +165,7 @@ def test_bad_files_are_named(tmp_path, content, message):
 @pytest.mark.parametrize(
     ("item", "message"),
     [
-        ((1, 2), "sample 1 is a tuple: a dict"),
+        ((1, 2), "sample 1 is a tuple; expected a dict"),
         (sample(extra=None), "sample 1 lacks the inputs 'extra'"),
         (sample(ixs=np.ones(1)), "sample 1 has 'ixs', which is not an .*did you mean 'ids'"),
         (sample(ids=np.ones((1, 4), np.int32)), r"'ids' is int32.*takes int64"),
