@@ -139,8 +139,13 @@ class ProvedShapes(Facts):
     def _input_axis(self, unknown: int) -> int:
         """Return which axis of inputs has a size, or all that broadcast to it; else -1."""
         parts = self.unknowns.broadcast_parts((1, (unknown,)))
-        axes = {self._axes.get(u, -1) for part in parts for u in part[1] or (-1,)}
+        places = [self._fed.get(u) for part in parts for u in part[1] or (-1,)]
+        axes = {-1 if place is None else place[1] for place in places}
         return axes.pop() if len(axes) == 1 else -1
+
+    def place_in_inputs(self, dim: Dim) -> tuple[ir.Value, int] | None:
+        """Return an input of the model and its axis that has a size, if any has."""
+        return self._fed.get(dim[1][0]) if dim[0] == len(dim[1]) == 1 else None
 
     def count(self, value: ir.Value) -> Dim:
         shape = self.shape(value)
@@ -169,8 +174,8 @@ class ProvedShapes(Facts):
         for value in graph.inputs:
             self._define(value, self._declared(value, main))
         if main:
-            self._axes = {
-                unknown: axis
+            self._fed = {
+                unknown: (value, axis)
                 for value in graph.inputs
                 for axis, dim in enumerate(self.dims(value) or ())
                 for unknown in dim[1]

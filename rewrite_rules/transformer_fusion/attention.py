@@ -454,9 +454,7 @@ def _check_layout(
     sizes.know("R", known(found.heads // found.groups))
     for heads in found.both:
         forms += sizes.forms_of(heads)
-        merged = found.facts.dims(heads.merge.outputs[0] if heads.merge else None)
-        if merged and not (found.cached and sizes.is_size("B", merged[0])):
-            raise Refusal("ORP602", f"the batch of {heads.source.name!r} may be stretched")
+        _check_batch(heads, found)
     for step, form in forms:
         node = made_by(step, "Reshape")
         if step is not None and node is not None and not sizes.fits(step, *form):
@@ -466,6 +464,18 @@ def _check_layout(
             raise Refusal("ORP603", f"{label(product)!r} multiplies by more than heads")
     if found.facts.dims(kept, 4) is None:
         raise Refusal("ORP603", "the result is laid out in another way")
+
+
+def _check_batch(heads: RepeatedHeads, found: Attention) -> None:
+    """Refuse heads that may be repeated for more texts than there are; ask a run if it can."""
+    merged = found.facts.dims(heads.merge.outputs[0] if heads.merge else None)
+    whole = found.facts.dims(heads.source, 4)
+    if not merged or (whole and merged[0] == whole[0]) or found.sizes.is_size("B", merged[0]):
+        return
+    place = found.facts.place_in_inputs(merged[0])
+    if place is None:
+        raise Refusal("ORP602", f"the batch of {heads.source.name!r} may be stretched")
+    found.sizes.ask("B", merged[0], *place)
 
 
 def _check_masks(found: Attention) -> None:

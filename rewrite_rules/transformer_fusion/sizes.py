@@ -48,7 +48,7 @@ class Sizes:
                 "ORP602", f"{value.name!r} is not known to have {len(names)} axes: [{form}]"
             )
         for axis, (name, dim) in enumerate(zip(names, dims, strict=True)):
-            self._bind(name, dim, value, axis)
+            self.ask(name, dim, value, axis)
 
     def match_heads(self, heads: ir.Value, form: str, are_split: bool = False) -> None:
         """Bind names of ``[B, H, S, D]``, or of ``[B, S, H, D]`` if ``are_split``.
@@ -69,13 +69,14 @@ class Sizes:
         dims = self.facts.dims(split, 4) or ()
         for axis, name in enumerate((batch, length)):
             if axis in found.unproved:
-                self._bind(name, dims[axis], split, axis)
+                self.ask(name, dims[axis], split, axis)
             self._dims[name].append(dims[axis])
         # In a run that has these sizes, so many elements are so many heads.
-        self._bind(count, known(found.heads), split, 2)
-        self._bind(size, known(found.size), split, 3)
+        self.ask(count, known(found.heads), split, 2)
+        self.ask(size, known(found.size), split, 3)
 
-    def _bind(self, name: str, dim: Dim, value: ir.Value, axis: int) -> None:
+    def ask(self, name: str, dim: Dim, value: ir.Value, axis: int) -> None:
+        """Bind a name to an axis of a value; a run is asked for what is not proved."""
         if name == "_":
             return
         self._first.setdefault(name, (value, axis))

@@ -38,9 +38,11 @@ def runs_taken(
         yield pairs
 
 
-def agrees(model: onnx.ModelProto, feeds: list[Mapping[str, NDArray]]) -> tuple[int, str]:
+def agrees(
+    model: onnx.ModelProto, feeds: list[Mapping[str, NDArray]], **options: bool
+) -> tuple[int, str]:
     """Compare the model with its fusion; return how many runs it takes, and what it became."""
-    result, remarks, context = fused(model)
+    result, remarks, context = fused(model, **options)
     for node in result.graph.all_nodes():
         for value in node.outputs:
             value.shape = None  # as in files, which write few down
@@ -165,14 +167,29 @@ def test_an_empty_cache_has_neither_heads_nor_a_batch():
     assert (taken, became) == (len(sizes), "attention: Attention, GroupQueryAttention")
 
 
-def test_heads_repeated_for_another_batch_are_left():
+SPREAD = "\n".join(
+    f"""{x}_texts = Shape<start = 0, end = 1>(other)
+    {x}_spread = Concat<axis = 0>({x}_texts, middle, middle, {x}_held, head_size)
+    {x}_many = Expand({x}_one, {x}_spread)"""
+    for x in "kv"
+)
+
+
+def test_a_run_is_asked_whether_heads_are_repeated_for_its_batch():
     """A MatMul of one text of queries and several of keys computes several."""
-    spread = (
-        f"""{x}_texts = Shape<start = 0, end = 1>(other)
-        {x}_spread = Concat<axis = 0>({x}_texts, middle, middle, {x}_held, head_size)
-        {x}_many = Expand({x}_one, {x}_spread)"""
-        for x in "kv"
+    model = small_decoder(SPREAD, inputs="int64[N] other")
+    feeds = [
+        {**decoder_feeds(model, sizes, 3), "other": np.zeros(texts, np.int64)}
+        for sizes, texts in [(Run(1, 6, 5), 1), (Run(1, 6, 5), 4), (Run(3, 2, 4), 3)]
+    ]
+    taken, became = agrees(model, feeds, grouped_queries=False)
+    assert (taken, became) == (3, "attention: Attention, GroupQueryAttention")
+
+
+def test_heads_repeated_for_a_batch_that_no_input_has_are_left():
+    model = small_decoder(
+        SPREAD.replace("Shape<start = 0, end = 1>(other)", "Slice(other, begin, one_axis)"),
+        inputs="int64[N] other",
     )
-    model = small_decoder("\n".join(spread), inputs="int64[N] other")
     _, remarks, _ = fused(model)
-    assert remarks["refused"] == ["attention: the batch of 'key' may be stretched"]
+    assert "attention: the batch of 'key' may be stretched" in remarks["refused"]
