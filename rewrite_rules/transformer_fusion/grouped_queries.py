@@ -7,7 +7,8 @@
         -> Reshape(MatMul(Reshape(L, [..., 1, r * S, X]), K), [..., r, S, N])
 
 The second is the same where MatMul's broadcasting repeats. Each sum has the same terms in the
-same order; keys and values are read once for r heads and never copied.
+same order; keys and values are read once for r heads, and copied (once) only where the sizes
+that repeat them are not proved to be their own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
 
 from rewrite_rules.graph.nodes import label, producer
 from rewrite_rules.remarks import Refusal, Remarks
-from rewrite_rules.shapes.dimensions import Dims, known, number
+from rewrite_rules.shapes.dimensions import Dims, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.head_layout import count_query_heads, ints
 from rewrite_rules.transformer_fusion.repeated_heads import (
@@ -94,11 +95,6 @@ class GroupQueries(RewriteRuleClassBase):
         if heads is None:
             return None
         query_heads = heads.groups * heads.repeats
-        if heads.merge is not None:
-            once = self._nonempty.dims(heads.source, 4) or ()
-            asked = self._nonempty.numbers(heads.merge.inputs[1]) or ()
-            if any(a == known(1) != b for a, b in zip(once[::2], asked[::2], strict=False)):
-                raise Refusal("ORP603", f"{heads.source.name!r} is stretched, too")
         if not _keeps_layout(heads, self._nonempty):
             raise Refusal("ORP603", f"{right.name!r} is laid out in another way")
         if rows is None or len(rows) != len(columns):
@@ -133,8 +129,9 @@ def _emit_source(op: Any, heads: RepeatedHeads) -> ir.Value:
     """The MatMul's new right operand: each head once, laid out and scaled as before."""
     value = heads.source
     if heads.merge is not None:
+        # Where the model repeats one text or token as well, so does this.
         once = op.Div(heads.merge.inputs[1], ints(op, 1, heads.repeats, 1, 1))
-        value = op.Reshape(value, once, **heads.merge.attributes)
+        value = op.Expand(value, once)
     if heads.transposed:
         value = op.Transpose(value, perm=[0, 1, 3, 2])
     for node, index in heads.scalings:

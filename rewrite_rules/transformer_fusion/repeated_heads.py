@@ -9,8 +9,7 @@ merge heads with the batch and split them. All of these commute with the repetit
 
 What comes out decides, whatever sizes were asked for. Exporters take those of Expand from
 whatever tensor was at hand, and no run checks that it is this one's. Where they cannot be
-proved to be K's own, K is reshaped to them: that costs nothing, and fails where Expand would
-have stretched another axis as well.
+proved to be K's own, K is expanded to them, each head once.
 """
 
 from __future__ import annotations

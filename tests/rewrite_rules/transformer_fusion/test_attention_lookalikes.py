@@ -38,11 +38,9 @@ def runs_taken(
         yield pairs
 
 
-def agrees(
-    model: onnx.ModelProto, feeds: list[Mapping[str, NDArray]], **options: bool
-) -> tuple[int, str]:
+def agrees(model: onnx.ModelProto, feeds: list[Mapping[str, NDArray]]) -> tuple[int, str]:
     """Compare the model with its fusion; return how many runs it takes, and what it became."""
-    result, remarks, context = fused(model, **options)
+    result, remarks, context = fused(model)
     for node in result.graph.all_nodes():
         for value in node.outputs:
             value.shape = None  # as in files, which write few down
@@ -182,8 +180,7 @@ def test_a_run_is_asked_whether_heads_are_repeated_for_its_batch():
         {**decoder_feeds(model, sizes, 3), "other": np.zeros(texts, np.int64)}
         for sizes, texts in [(Run(1, 6, 5), 1), (Run(1, 6, 5), 4), (Run(3, 2, 4), 3)]
     ]
-    taken, became = agrees(model, feeds, grouped_queries=False)
-    assert (taken, became) == (3, "attention: Attention, GroupQueryAttention")
+    assert agrees(model, feeds) == (3, "attention: Attention, GroupQueryAttention")
 
 
 def test_heads_repeated_for_a_batch_that_no_input_has_are_left():
