@@ -56,7 +56,7 @@ from ortplugins._version import __version__
 
 
 def _check_package(name: str, module: str) -> None:
-    """Raise ImportError if a module of the program hides a package of ours.
+    """Raise ImportError if a module of the program has the name of one of our packages.
 
     A wheel cannot prevent it: the names of the packages were asked for.
     """

@@ -34,7 +34,7 @@ class _MalformedError(Exception):
 def read_without_tensors(path: str | os.PathLike[str]) -> bytes | None:
     """Return a serialized ModelProto whose large initializers are external data in ``path``.
 
-    None if that gains nothing or the file is no such message; parsing it whole will then say
+    None if that gains nothing or the file is not a ModelProto; parsing it whole will then say
     what is wrong.
     """
     with open(path, "rb") as file:

@@ -168,7 +168,7 @@ class Walk:
             return np.asarray(np.memmap(file, np.float32, "w+", shape=shape))
 
     def _tokens(self, model: int, name: str) -> Iterator[Array]:
-        """Yield the rows of an activation that are no padding, for each sample."""
+        """Yield the rows of an activation for each sample, without padding."""
         for index, feed in enumerate(self._samples):
             array = self._value(model, index, name, feed)
             with self._lock:  # it finds out as it is asked

@@ -80,7 +80,6 @@ def memory_order(
         index: [memory_order(body, shapes, node) for body in subgraphs(node)]
         for index, node in enumerate(dependencies.nodes)
     }
-    classes, chain_bytes = _chain_classes(model)
 
     def simulated(order: Sequence[int], name: str) -> SimulatedOrder:
         inside = {
@@ -101,6 +100,7 @@ def memory_order(
         return dependencies.smallest_first(key)
 
     default = simulated(dependencies.default(), "default")
+    classes, chain_bytes = _chain_classes(model, default.order)
     priority = simulated(dependencies.priority(), "priority")
     settled = [simulated(settle(each.order), "ours") for each in (priority, default)]
     orders = [order for found in bodies.values() for order in found]
@@ -117,14 +117,15 @@ def memory_order(
     )
 
 
-def _chain_classes(model: MemoryModel) -> tuple[list[int], int]:
+def _chain_classes(model: MemoryModel, order: Sequence[int]) -> tuple[list[int], int]:
     """Return 0 for each Shape and Size, 1 for the chains on them, 2 for others; bytes of both.
 
-    A chain is of small integers computed from nothing but shapes and constants.
+    A chain is of small integers computed from nothing but shapes and constants. ``order``:
+    any in which producers run first.
     """
     dependencies, chain_bytes = model.dependencies, 0
     classes = [2] * len(dependencies.nodes)
-    for index in dependencies.default():
+    for index in order:
         node = dependencies.nodes[index]
         size = sum(model.sizes[value] for value in model.makes[index])
         if dependencies.shape_readers[index]:

@@ -27,7 +27,7 @@ from rewrite_rules.shapes.proved_shapes import ProvedShapes
 Array = NDArray[Any]
 
 _MAX_ELEMENTS = 1 << 22
-# Larger arrays are no sizes.
+# Shapes and positions are shorter; larger arrays are data.
 _MAX_NUMBERS = 256
 # Nodes behind one another.
 _MAX_DEPTH = 12
