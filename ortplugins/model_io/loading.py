@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import os
@@ -59,33 +58,19 @@ def read_model_file(path: str | os.PathLike[str]) -> bytes:
 def load_model(
     model: ModelLike | bytes,
     folder: str | os.PathLike[str] | None = None,
-    *,
-    map_inline: bool = False,
 ) -> LoadedModel:
     """Load a model lazily; an object is copied.
 
     External data is looked for next to the .onnx file, or in ``folder``; for bytes, in the
     current folder. If the path is a symbolic link (as in Hugging Face's cache), data may lie
     next to the link or next to its target, as in onnxruntime.
-
-    With ``map_inline``, large tensors inside the file are treated as its external data;
-    results that refer to them must not be saved that way.
     """
     data_folder = None if folder is None else str(Path(folder).absolute())
     if isinstance(model, bytes):
         content, folders, name = model, [data_folder or os.curdir], "model given as bytes"
     elif isinstance(model, str | os.PathLike):
-        name, folders = (
-            os.fspath(model),
-            data_folders(str(Path(model).absolute()), data_folder),
-        )
-        mapped = None
-        if map_inline and os.path.isfile(model):
-            from ortplugins.model_io.mapped_initializers import read_without_tensors
-
-            with contextlib.suppress(OSError):  # reading it whole will say what is wrong
-                mapped = read_without_tensors(model)
-        content = mapped or read_model_file(model)
+        name, content = os.fspath(model), read_model_file(model)
+        folders = data_folders(str(Path(model).absolute()), data_folder)
     else:
         return _from_memory(model)
     return _load(content, folders, name)
