@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import runpy
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import Annotated
 
@@ -20,28 +20,21 @@ from session_options.plan import entries_of
 
 
 def start(name: str, arguments: Sequence[str], is_module: bool) -> None:
-    """Run a program as ``python`` does, then print one line on its sessions.
+    """Run a program as ``python`` does, and log each of its sessions to stderr.
 
     In ``__main__``, with its ``sys.argv``; what it raises is raised here.
     """
-    from ortplugins.session.run_log import PATH_VARIABLE, summary
-
-    file, path = tempfile.mkstemp(prefix="ortplugins-run-")
-    os.close(file)
-    os.environ[PATH_VARIABLE] = path
-    own = os.getpid()
+    logger, handler = logging.getLogger("ortplugins"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     sys.argv = [name, *arguments]
     if not sys.flags.safe_path:  # modules beside the program, instead of beside our command
         sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(name))
-    try:
-        if is_module:
-            runpy.run_module(name, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(name, run_name="__main__")
-    finally:
-        if os.getpid() == own:  # a worker that the program has forked ends here, too
-            print(f"ortplugins: {summary(path)}", file=sys.stderr)
-            os.remove(path)
+    if is_module:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(name, run_name="__main__")
 
 
 def run(

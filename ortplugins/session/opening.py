@@ -139,12 +139,7 @@ class Start:
         """Construct the session, and log it; return what it was opened on."""
         started = time.perf_counter()
         opened = self._open()
-        seconds = time.perf_counter() - started
-        if "ORTPLUGINS_RUN_LOG" in os.environ and opened is not _STOCK:  # ``ortplugins run``
-            from ortplugins.session.run_log import record
-
-            record(opened.to_report(), seconds)
-        _log_start(self._model, seconds, opened)
+        _log_start(self._model, time.perf_counter() - started, opened)
         return opened
 
     def _open(self) -> Opened:
