@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -58,19 +59,30 @@ def read_model_file(path: str | os.PathLike[str]) -> bytes:
 def load_model(
     model: ModelLike | bytes,
     folder: str | os.PathLike[str] | None = None,
+    *,
+    map_inline: bool = False,
 ) -> LoadedModel:
     """Load a model lazily; an object is copied.
 
     External data is looked for next to the .onnx file, or in ``folder``; for bytes, in the
     current folder. If the path is a symbolic link (as in Hugging Face's cache), data may lie
     next to the link or next to its target, as in onnxruntime.
+
+    With ``map_inline``, large tensors inside the file are treated as its external data;
+    results that refer to them must not be saved that way.
     """
     data_folder = None if folder is None else str(Path(folder).absolute())
     if isinstance(model, bytes):
         content, folders, name = model, [data_folder or os.curdir], "model given as bytes"
     elif isinstance(model, str | os.PathLike):
-        name, content = os.fspath(model), read_model_file(model)
+        name, mapped = os.fspath(model), None
         folders = data_folders(str(Path(model).absolute()), data_folder)
+        if map_inline and os.path.isfile(model):
+            from ortplugins.model_io.mapped_initializers import read_without_tensors
+
+            with contextlib.suppress(OSError):  # reading it whole will say what is wrong
+                mapped = read_without_tensors(model)
+        content = mapped or read_model_file(model)
     else:
         return _from_memory(model)
     return _load(content, folders, name)
@@ -97,7 +109,13 @@ def _from_memory(model: onnx.ModelProto | ir.Model) -> LoadedModel:
     return LoadedModel(copy, {}, name)
 
 
-def _load(content: bytes, folders: Sequence[str], name: str) -> LoadedModel:
+def _load(content: bytes | onnx.ModelProto, folders: Sequence[str], name: str) -> LoadedModel:
+    proto = _parsed(content, name) if isinstance(content, bytes) else content
+    model = _deserialize(proto, name)
+    return LoadedModel(model, _bind_external_data(model, folders, name), name)
+
+
+def _parsed(content: bytes, name: str) -> onnx.ModelProto:
     import google.protobuf.message
     import onnx
 
@@ -106,13 +124,12 @@ def _load(content: bytes, folders: Sequence[str], name: str) -> LoadedModel:
             f"{name}: is in ORT format, which was optimised already; give the .onnx"
         )
     try:
-        proto = onnx.ModelProto.FromString(content)
+        proto: onnx.ModelProto = onnx.ModelProto.FromString(content)
     except google.protobuf.message.DecodeError as error:
         raise ModelFileError(
             f"{name}: is not an ONNX model, or was cut off ({len(content)} bytes): {error}"
         ) from error
-    model = _deserialize(proto, name)
-    return LoadedModel(model, _bind_external_data(model, folders, name), name)
+    return proto
 
 
 def _deserialize(proto: onnx.ModelProto, name: str) -> ir.Model:

@@ -326,5 +326,9 @@ def check_output(model: ModelLike, output: Path, overwrite: bool) -> None:
 
 def has_data_file(loaded: LoadedModel, model: ir.Model) -> bool:
     """Whether a result gets a data file by default: if the source has one, or by size."""
+    # Tensors that are mapped from the model's own file do not count as external.
+    own = os.path.realpath(loaded.name)
+    if any(os.path.realpath(path) != own for path in loaded.data_files.values()):
+        return True
     size = sum(stored_bytes(tensor) for _, tensor in initializer_tensors(model))
-    return bool(loaded.data_files) or size > _INLINE_BYTES
+    return size > _INLINE_BYTES

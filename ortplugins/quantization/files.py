@@ -52,7 +52,7 @@ class QuantizedFile:
 
     Attributes:
         given: A path, or an object.
-        loaded: What was given; external tensors stay in their files.
+        loaded: What was given; large tensors of a path are mapped.
         model: What is written: the same model, unless another takes its place.
     """
 
@@ -75,7 +75,7 @@ class QuantizedFile:
                 self._target /= model.relative_to(source)
         if self._folder is None and self._target is not None:
             check_output(model, self._target, overwrite)
-        self.given, self.loaded = model, load_model(model)
+        self.given, self.loaded = model, load_model(model, map_inline=True)
         self.model = self.loaded.model
         self._overwrite, self._progress = overwrite, progress
 

@@ -133,7 +133,7 @@ def plan_precision(
             budget: tells the best that is.
     """
     # Weights stay where they are: sessions map them.
-    switched = load_model(model).model
+    switched = load_model(model, map_inline=True).model
     with tempfile.TemporaryDirectory(prefix="ortplugins-") as folder:
         samples = read_samples(data, switched)
         infer_shapes(switched)
