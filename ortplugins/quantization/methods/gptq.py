@@ -51,6 +51,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ortplugins.errors import QuantizationError
+from ortplugins.quantization.methods.half_factor import HalfFactor
 from ortplugins.quantization.methods.nearest import (
     BlockFormat,
     Codes,
@@ -76,10 +77,9 @@ REVISITS = 4
 # Floats of the candidates of a strip of columns: 4 MB. Narrower ones cost more calls of numpy
 # for each row than they spare the caches.
 _STRIP = 1 << 20
-# Columns of a Cholesky factor that are made at a time.
-_PANEL = 512
 # How often damping grows tenfold before a matrix is refused.
 _ATTEMPTS = 12
+_NONE: Rows = np.arange(0)
 
 
 class Gptq:
@@ -94,19 +94,18 @@ class Gptq:
         self._gram, self._damping = gram, DAMPING
         self._energy: Doubles = np.diagonal(gram).astype(np.float64)
         self._mean = float(self._energy.mean()) or 1.0  # all of H is over it: it has no unit
-        self._factored: tuple[int, list[Rows], Doubles, Floats] | None = None
+        self._factored: tuple[int, list[Rows], HalfFactor] | None = None
 
-    def factor(self, form: BlockFormat) -> tuple[list[Rows], Doubles, Floats]:
+    def factor(self, form: BlockFormat) -> tuple[list[Rows], HalfFactor]:
         """Factor H for blocks of this size, unless it was the last one: for any columns.
 
-        Return the rows of each block in their order; float64 ``[K, K]``, row k of which is
-        A[:, k], and 0 from the diagonal on; and float32 ``[K]``, R[k, k]**2.
+        Return the rows of each block in their order, and the factor in that order.
         """
         size = form.size_along(len(self._energy))
         if self._factored is None or self._factored[0] != size:
             self._factored = None  # before there are two
             order = self._block_order(size)
-            self._factored = size, order, *self._factor(np.concatenate(order))
+            self._factored = size, order, self._factor(np.concatenate(order))
         return self._factored[1:]
 
     def quantize(
@@ -118,12 +117,13 @@ class Gptq:
         outputs are to be Y and not X W.
         """
         size = form.size_along(len(weight))
-        order, feedback, cost = self.factor(form)
+        order, factor = self.factor(form)
         if residual is not None:
-            weight = weight + self._solve(np.concatenate(order), feedback, cost, residual)
+            rows, weight = np.concatenate(order), weight.astype(np.float32)
+            weight[rows] += factor.solve(residual[rows] / self._mean)
         width = max(64, _STRIP // (min(size, len(weight)) * len(RATIOS)))
         result = _Result(weight, form, width)
-        result.round_blocks(order, feedback, cost)
+        result.round_blocks(order, factor)
         # A block that is all of the rows has no others to make up for.
         for _ in range(REVISITS if len(order) > 1 else 0):
             for rows in order:
@@ -138,43 +138,19 @@ class Gptq:
         blocks = [block[np.argsort(-energy[block], kind="stable")] for block in blocks]
         return sorted(blocks, key=lambda block: -float(energy[block].mean()))  # stable
 
-    def _factor(self, order: Rows) -> tuple[Doubles, Floats]:
+    def _factor(self, order: Rows) -> HalfFactor:
         """Factor H with its rows and columns in this order."""
+        last = order[::-1]
         for _ in range(_ATTEMPTS):
             try:
-                # The lower factor of the reversed matrix is R reversed.
-                lower = self._damped(order[::-1])
-                _factor_in_place(lower)
+                return HalfFactor(
+                    len(order), lambda span: self._damped(last[span], last[: span.start])
+                )
             except np.linalg.LinAlgError:
                 self._damping = max(10 * self._damping, 1e-6)
-                continue
-            diagonal = np.diagonal(lower).copy()
-            lower /= diagonal
-            np.fill_diagonal(lower, 0)
-            return lower.T[::-1, ::-1], (diagonal[::-1] ** 2).astype(np.float32)
         raise QuantizationError(
             "the Gram matrix is not X^T X: it has negative eigenvalues beyond any damping"
         )
-
-    def _solve(self, order: Rows, feedback: Doubles, cost: Floats, right: Floats) -> Floats:
-        """Return H^-1 right, float32 ``[K, N]``, with H as factored in this order."""
-        found = right[order] / self._mean
-        panels = [slice(start, start + _PANEL) for start in range(0, len(order), _PANEL)]
-
-        def unit(rows: slice) -> Doubles:
-            return feedback[rows, rows] + np.eye(len(order[rows]))
-
-        # feedback is A^T, and H = (A + 1) diag(cost) (A + 1)^T.
-        for rows in reversed(panels):
-            found[rows] -= feedback[rows.stop :, rows].T @ found[rows.stop :]
-            found[rows] = np.linalg.solve(unit(rows).T, found[rows])
-        found /= cost[:, None]
-        for rows in panels:
-            found[rows] -= feedback[rows, : rows.start] @ found[: rows.start]
-            found[rows] = np.linalg.solve(unit(rows), found[rows])
-        solved = np.empty_like(right)
-        solved[order] = found
-        return solved
 
     def _block(self, rows: Rows, errors: Floats) -> tuple[Floats, Floats]:
         """Return H_b, float32 ``[rows, rows]``, and the slope H D, ``[rows, N]``."""
@@ -183,14 +159,16 @@ class Gptq:
         slope = (gram @ errors - gram[:, rows] @ errors[rows]) / self._mean
         return hessian, slope.astype(np.float32) + hessian @ errors[rows]
 
-    def _damped(self, rows: Rows) -> Doubles:
-        hessian = np.empty((len(rows), len(rows)))
+    def _damped(self, rows: Rows, before: Rows = _NONE) -> Doubles:
+        """Return rows of H, ``[rows, before and rows]``."""
+        columns = np.concatenate([before, rows])
+        hessian = np.empty((len(rows), len(columns)))
         for row, values in zip(rows, hessian, strict=True):
-            np.divide(self._gram[row][rows], self._mean, out=values)
+            np.divide(self._gram[row][columns], self._mean, out=values)
         own = self._energy[rows] / self._mean
         # A channel without energy stands apart: anything above 0 does.
         own = np.where(own > 0, own * (1 + RELATIVE_DAMPING) + self._damping, 1.0)
-        np.fill_diagonal(hessian, own)
+        np.fill_diagonal(hessian[:, len(before) :], own)
         return hessian
 
 
@@ -208,21 +186,21 @@ class _Result:
         self.zero_points = None if form.is_symmetric else np.empty(grid, np.uint8)
         self.errors: Floats = np.empty((k, n), np.float32)
 
-    def round_blocks(self, order: Sequence[Rows], feedback: Doubles, cost: Floats) -> None:
+    def round_blocks(self, order: Sequence[Rows], factor: HalfFactor) -> None:
         """Quantise the blocks in their order, each given those before; H as factored."""
         errors: Floats = np.empty(self.codes.shape, np.float32)  # in this order
         start = 0
         for rows in order:
             stop = start + len(rows)
-            own = feedback[start:stop, start:stop].astype(np.float32)
-            moved = settled = feedback[start:stop, :start].astype(np.float32) @ errors[:start]
+            feedback = factor.rows(start, stop)
+            own, cost = feedback[:, start:], factor.cost[start:stop]
+            moved = settled = feedback[:, :start] @ errors[:start]
             if start:
                 # Where no row is rounded, each row's move moves the rows after it, too.
-                unit = np.linalg.inv(own.astype(np.float64) + np.eye(len(rows)))
-                settled = unit.astype(np.float32) @ moved
+                settled = np.linalg.inv(own.astype(np.float64)).astype(np.float32) @ moved
             for columns in self._strips:
                 part = self._part(rows, columns)
-                given = part, part - moved[:, columns], own, cost[start:stop], self._form
+                given = part, part - moved[:, columns], own, cost, self._form
                 # What the block would be if it were not rounded: that decides its range.
                 free = part - settled[:, columns]
                 grid = _best_grid(given, *candidate_grids(free, RATIOS, self._form))
@@ -303,24 +281,6 @@ def _best_grid(
     return np.take_along_axis(scales, best, 0), chosen
 
 
-def _factor_in_place(hessian: Doubles) -> None:
-    """Replace a matrix by its lower Cholesky factor, zeros above the diagonal.
-
-    numpy's own takes three times the memory, 2.9 GB for K = 11,008.
-    """
-    k = len(hessian)
-    for start in range(0, k, _PANEL):
-        stop = min(start + _PANEL, k)
-        first, *others = (slice(top, top + _PANEL) for top in range(start, k, _PANEL))
-        panel, done = hessian[:, start:stop], hessian[start:stop, :start].T
-        panel[first] -= hessian[first, :start] @ done
-        panel[first] = lower = np.linalg.cholesky(panel[first])
-        inverse = np.linalg.inv(lower).T
-        for rows in others:
-            panel[rows] = (panel[rows] - hessian[rows, :start] @ done) @ inverse
-        hessian[start:stop, stop:] = 0
-
-
 def _round_rows(
     weight: Floats,
     target: Floats,
@@ -333,7 +293,7 @@ def _round_rows(
 ) -> tuple[Floats, Floats]:
     """Round the rows of a block after each other to be ``target``, on grids ``[grids, n]``.
 
-    Row k of ``feedback`` is A[:, k], and 0 from the diagonal on; ``cost`` is R[k, k]**2.
+    Row k of ``feedback`` is A[:, k] below the diagonal; ``cost`` is R[k, k]**2.
     Return D ``[rows, grids, n]`` and losses ``[grids, n]``; a single grid's codes go to
     ``codes``.
     """
