@@ -90,10 +90,7 @@ REASONS: Mapping[str, Mapping[str, str]] = {
             "Overrides contradict each other: give one type to all that an operator reads "
             "and writes."
         ),
-        "ORP306": (
-            "Name an activation: its tensor, not a DequantizeLinear; constants are named "
-            "when quantising (overrides of quantize_static_mixed)."
-        ),
+        "ORP306": "Name an activation: its tensor, not a DequantizeLinear or a constant.",
         "ORP308": (
             "The scale is too small for its type: convert the model to float32, or promote "
             'in mode "float".'

@@ -10,7 +10,6 @@ from cyclopts import Parameter
 
 from ortplugins.cli import options as opt
 from ortplugins.cli.terminal import print_report, print_table, progress_bar
-from ortplugins.errors import UsageError
 
 if TYPE_CHECKING:
     from ortplugins.static_qdq.plan import PrecisionPlan
@@ -32,7 +31,7 @@ def quantize_static(
     given: opt.GivenSamples = opt.GivenSamples(),
     count: opt.Positive | None = None,
     printing: opt.Printing = opt.Printing(),
-    overrides: str = "{}",
+    overrides: str = "",
     promote: tuple[str, ...] = (),
     budget: float | None = None,
     max_16bit: Annotated[
@@ -64,8 +63,6 @@ def quantize_static(
     import onnxruntime
 
     from ortplugins.static_qdq.quantize_static import quantize_static_mixed
-    from rewrite_rules.mixed_precision_boundaries.tensor_overrides import OverrideError
-    from session_options.keys import OptionError
 
     printing.check()
     if given.text is None:
@@ -73,27 +70,24 @@ def quantize_static(
     source = given.read(model, count)
     # Its calibrators' sessions warn of each weight that is an input, as in older files.
     onnxruntime.set_default_logger_severity(3)
-    try:
-        with progress_bar() as bar:
-            result = quantize_static_mixed(
-                model,
-                output,
-                source,
-                overrides=overrides,
-                promote=promote,
-                budget=budget,
-                max_16bit=max_16bit,
-                mode=mode,
-                target=target,
-                per_channel=per_channel,
-                nodes_to_quantize=nodes_to_include,
-                nodes_to_exclude=nodes_to_exclude,
-                calibration_providers=providers,
-                overwrite=force,
-                progress=bar,
-            )
-    except (OptionError, OverrideError) as error:
-        raise UsageError(f"--overrides: {error}") from None
+    with progress_bar() as bar:
+        result = quantize_static_mixed(
+            model,
+            output,
+            source,
+            overrides=overrides,
+            promote=promote,
+            budget=budget,
+            max_16bit=max_16bit,
+            mode=mode,
+            target=target,
+            per_channel=per_channel,
+            nodes_to_quantize=nodes_to_include,
+            nodes_to_exclude=nodes_to_exclude,
+            calibration_providers=providers,
+            overwrite=force,
+            progress=bar,
+        )
     if result.plan is not None and printing.format == "text":
         _print_plan(result.plan, mode)
     print_report(result.report, printing)

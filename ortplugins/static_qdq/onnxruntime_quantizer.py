@@ -8,7 +8,6 @@ float.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import io
 import re
@@ -18,31 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
-from onnxruntime.quantization import (
-    QuantFormat,
-    QuantType,
-    quantize_static,
-)
+from onnxruntime.quantization import QuantFormat, quantize_static
 
 from ortplugins.errors import CalibrationError, QuantizationError
 from ortplugins.model_io.saving import save_with_data
 from ortplugins.samples.sources import Feed
 from rewrite_rules.graph.nodes import input_of, is_dequantize_linear, label
 from rewrite_rules.graph.parameters import constant, float_attribute, int_attribute
-from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
-    OverrideError,
-    Overrides,
-    TensorOverride,
-)
 
 
 def quantize_to_eight_bits(
     model: ir.Model,
     scratch: Path,
     samples: Sequence[Feed],
-    overrides: Overrides,
     *,
     keep_relu: bool,
     nodes_to_exclude: Sequence[str],
@@ -50,27 +38,15 @@ def quantize_to_eight_bits(
 ) -> tuple[ir.Model, list[str]]:
     """Quantise a model, by way of files in a folder; nodes without a name get one.
 
-    Overrides are passed on, but for other types. A Relu or Clip whose range the 8 bits have
-    goes, as in onnxruntime, unless ``keep_relu``. Return the QDQ graph, and notes on what
-    stays in float.
+    A Relu or Clip whose range the 8 bits have goes, as in onnxruntime, unless ``keep_relu``.
+    Return the QDQ graph, and notes on what stays in float.
     """
     graph = model.graph
     for node in graph:
         node.name = label(node)
     floats = {node.name: why for node, why in _kept_in_float(graph)}
-    given: dict[str, list[dict[str, Any]]] = {}
-    for name in _shared_weights(graph) if settings["per_channel"] else ():
-        given[name] = [{"quant_type": settings["weight_type"]}]
-    usual = ir.DataType(settings["activation_type"].tensor_type)
-    values = [*graph.inputs, *(value for node in graph for value in node.outputs)]
-    halves = {value.name for value in values if value.dtype is ir.DataType.FLOAT16}
-    for name, entry in overrides.items():
-        if entry.quant_type in (None, usual):
-            entry = dataclasses.replace(entry, quant_type=usual, convert=None)
-        else:
-            entry = TensorOverride(rmin=entry.rmin, rmax=entry.rmax)
-        what = np.float16 if name in halves else np.float32, f"override of tensor {name!r}"
-        given[name] = [to_onnxruntime(entry, *what)]
+    shared = _shared_weights(graph) if settings["per_channel"] else ()
+    by_tensor = [{"quant_type": settings["weight_type"]}]
     path, output = scratch / "model.onnx", scratch / "quantized.onnx"
     save_with_data(model, path)
     try:
@@ -84,7 +60,7 @@ def quantize_to_eight_bits(
                 use_external_data_format=True,
                 nodes_to_exclude=[*nodes_to_exclude, *floats],
                 extra_options={
-                    "TensorQuantOverrides": given,
+                    "TensorQuantOverrides": dict.fromkeys(shared, by_tensor),
                     "QDQKeepRemovableActivations": keep_relu,
                 },
                 **settings,
@@ -180,39 +156,5 @@ def _check_quantized(graph: ir.Graph) -> None:
 
 def _no_range(name: str) -> CalibrationError:
     return CalibrationError(
-        f"tensor {name!r} has no finite range: give it one as rmin and rmax in overrides, or "
-        "name its nodes in nodes_to_exclude"
+        f"tensor {name!r} has no finite range: name its nodes in nodes_to_exclude"
     )
-
-
-def to_onnxruntime(
-    override: TensorOverride, real: npt.DTypeLike = np.float32, what: str = "override"
-) -> dict[str, Any]:
-    """Return an entry as ``TensorQuantOverrides`` of ``quantize_static`` takes it.
-
-    Types become members of its QuantType; scales, zero points and ranges arrays of the type
-    that it asserts, ``real`` where they are not codes. Errors call the entry ``what``.
-    """
-    fields: dict[str, Any] = {
-        field.name: value
-        for field in dataclasses.fields(override)
-        if (value := getattr(override, field.name)) is not None
-    }
-    if (quant_type := override.quant_type) is not None:
-        fields["quant_type"] = _quant_type(quant_type)
-    if override.zero_point is not None:
-        if quant_type is None:
-            raise OverrideError(f"{what}: 'zero_point' needs 'quant_type' beside it")
-        # numpy has no type of 4 bits; ml_dtypes' wrap around silently.
-        wide = np.int8 if quant_type.name == "INT4" else np.uint8
-        dtype = wide if quant_type.bitwidth < 8 else quant_type.numpy()
-        fields["zero_point"] = np.array(override.zero_point, dtype)
-    for field in fields.keys() & {"scale", "rmin", "rmax"}:
-        fields[field] = np.array(fields[field], real)
-    if override.convert is not None:
-        fields["convert"] = to_onnxruntime(override.convert, real, f"{what}, 'convert'")
-    return fields
-
-
-def _quant_type(dtype: ir.DataType) -> Any:
-    return next(kind for kind in QuantType if kind.tensor_type == dtype)

@@ -12,58 +12,38 @@ boundary has every value of the 8-bit one.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-import time
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 from onnxruntime.quantization import CalibrationMethod, QuantType
 
 from ortplugins.errors import CalibrationError, QuantizationError
-from ortplugins.model_io.loading import LoadedModel, ModelLike
+from ortplugins.model_io.loading import LoadedModel, ModelLike, same_kind
 from ortplugins.model_io.opset import raise_opset
-from ortplugins.model_io.saving import Progress
+from ortplugins.model_io.saving import Progress, has_data_file
+from ortplugins.optimization.optimize import OptimizeResult, optimize
 from ortplugins.optimization.shape_inference import infer_shapes
 from ortplugins.quantization.files import QuantizedFile
 from ortplugins.quantization.selection import check_names, matches
-from ortplugins.report import PassReport, Report
 from ortplugins.samples.sources import CalibrationSource, read_samples
 from ortplugins.static_qdq.onnxruntime_quantizer import quantize_to_eight_bits
 from ortplugins.static_qdq.plan import PrecisionPlan, plan_precision
 from rewrite_rules.closest_name import did_you_mean
 from rewrite_rules.graph.nodes import all_nodes, label
-from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
-from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
-from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
-    Activation,
-    Overrides,
-    TensorOverride,
-    check_overrides,
-)
-from rewrite_rules.onnxruntime_version import parse_version
-from rewrite_rules.remarks import PassContext, Remarks
-from session_options.override_json import read_overrides
-from session_options.plan import file_text
-
-_PASS = "mixed_precision_boundaries"
+from session_options import MixedPrecisionBoundaries
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class StaticMixedResult:
-    """What :func:`quantize_static_mixed` made.
+class StaticMixedResult(OptimizeResult):
+    """What :func:`quantize_static_mixed` made; the report also says what stays in float.
 
     Attributes:
-        path: The file written; None when no output was asked for.
-        report: What became of every boundary, and what stays in float.
-        model: The QDQ model, of the type that was given (``onnx_ir.Model`` for a path).
         plan: What was promoted by ``budget`` and ``max_16bit``; None without.
     """
 
-    path: Path | None
-    report: Report
-    model: Any
     plan: PrecisionPlan | None = None
 
 
@@ -72,7 +52,7 @@ def quantize_static_mixed(
     model_output: str | os.PathLike[str] | None = None,
     data: CalibrationSource = None,
     *,
-    overrides: str | Mapping[str, Any] | None = None,
+    overrides: str | Mapping[str, Any] = "",
     promote: Collection[str] = (),
     budget: float | None = None,
     max_16bit: float | None = None,
@@ -124,8 +104,8 @@ def quantize_static_mixed(
             activation has no finite range.
         FileExistsError: If ``model_output`` exists and ``overwrite`` is false.
         MissingFileError, ModelFileError: If the model or its data can't be used.
-        OptionError: If the file of overrides can't be read.
-        OverrideError: If an override asks for what can't be.
+        OptionError: If overrides can't be read, or mode or target is unknown.
+        PassError: If an override asks for what can't be.
         QuantizationError: If an argument is out of range, a pattern means no node, or
             onnxruntime can't quantise the model. No output is written, whatever is raised.
         OSError: If a file can't be written.
@@ -145,15 +125,11 @@ def quantize_static_mixed(
             "promote"
         )
     method, providers = settings["calibrate_method"], settings["calibration_providers"]
-    if isinstance(overrides, str) and overrides.startswith("@"):
-        overrides = file_text(overrides[1:], f"overrides are {overrides!r}")
-    wanted = BoundaryOptions(
-        overrides=read_overrides({} if overrides is None else overrides),
-        promote=frozenset(promote),
-        mode=mode,
-        target=target,
+    wanted = functools.partial(
+        MixedPrecisionBoundaries, overrides=overrides, mode=mode, target=target
     )
-    file = QuantizedFile(model_input, model_output, overwrite=overwrite, progress=progress)
+    wanted(promote=",".join(promote))  # what it refuses, it refuses before samples are run
+    file = QuantizedFile(model_input, model_output, overwrite=overwrite)
     loaded = file.loaded
     _check_float_model(loaded)
     by_channel = settings["per_channel"]
@@ -166,7 +142,7 @@ def quantize_static_mixed(
     if raised:
         infer_shapes(loaded.model)
     graph = loaded.model.graph
-    _check_names_given(graph, wanted.overrides, wanted.promote, activation)
+    _check_names_given(graph, promote)
     chosen, excluded = (
         _selected_nodes(option, patterns, graph)
         for option, patterns in (
@@ -178,40 +154,45 @@ def quantize_static_mixed(
         raise CalibrationError("no calibration data: give samples of real inputs")
     samples = read_samples(data, loaded.model)
     plans = budget is not None or max_16bit is not None
-    left = _left_over(wanted.overrides, activation)
     with file.scratch() as scratch:
         # Its grid, or that of an override, may have negative values.
-        below_0 = wanted.overrides or method is CalibrationMethod.Distribution
-        file.model, floats = quantize_to_eight_bits(
+        below_0 = overrides or method is CalibrationMethod.Distribution
+        model, floats = quantize_to_eight_bits(
             loaded.model,
             scratch,
             samples,
-            wanted.overrides,
             keep_relu=bool(below_0 or promote or plans),
             nodes_to_exclude=excluded,
             nodes_to_quantize=chosen,
             **settings,
         )
-        plan = None
-        if plans:
-            plan = plan_precision(
-                file.model,
-                samples,
-                budget=budget,
-                max_16bit=max_16bit,
-                providers=providers,
-                progress=progress,
-            )
-        promoted = wanted.promote | {*(plan.promoted if plan else ())}
-        boundaries = dataclasses.replace(wanted, overrides=left, promote=promoted)
-        passes = _rewrite(file.model, boundaries, providers)
-        artifact, written = file.written()
+    plan = None
+    if plans:
+        plan = plan_precision(
+            model,
+            samples,
+            budget=budget,
+            max_16bit=max_16bit,
+            providers=providers,
+            progress=progress,
+        )
+    promoted = [*promote, *(plan.promoted if plan else ())]
+    result = optimize(
+        model,
+        model_output,
+        passes=[wanted(promote=",".join(promoted))] if overrides or promoted else [],
+        providers=[item if isinstance(item, str) else item[0] for item in providers],
+        external_data=has_data_file(loaded, model),
+        overwrite=overwrite,
+        progress=progress,
+    )
     inner = sum(node.graph is not graph for node in all_nodes(loaded.model))
     if inner:
         floats.append(f"{inner} nodes of subgraphs and functions stay in float")
     notes = (*raised, f"ranges from {len(samples)} samples, {method.name}", *floats)
-    report = Report(passes, "built", notes, os.fspath(artifact or ""))
-    return StaticMixedResult(artifact, report, written, plan)
+    report = dataclasses.replace(result.report, notes=(*notes, *result.report.notes))
+    changed = {"report": report, "model": same_kind(model_input, result.model)}
+    return StaticMixedResult(**vars(result) | changed, plan=plan)
 
 
 def _check_float_model(loaded: LoadedModel) -> None:
@@ -223,22 +204,10 @@ def _check_float_model(loaded: LoadedModel) -> None:
         )
 
 
-def _check_names_given(
-    graph: ir.Graph,
-    overrides: Overrides,
-    promote: Collection[str],
-    activation_type: ir.DataType,
-) -> None:
-    """Check every name that the user gave, before samples are run."""
+def _check_names_given(graph: ir.Graph, promote: Collection[str]) -> None:
+    """Check that promoted tensors and nodes are in the float model, before samples are run."""
     values = [*graph.inputs, *(value for node in graph for value in node.outputs)]
-    activations = {
-        value.name or "": Activation(activation_type, frozenset(map(label, value.consumers())))
-        for value in values
-        if value.name not in graph.initializers
-    }
-    nodes = {label(node) for node in graph}
-    check_overrides(overrides, activations, nodes)
-    known = [*activations, *graph.initializers, *nodes]
+    known = [*(value.name or "" for value in values), *graph.initializers, *map(label, graph)]
     for name in promote:
         if name not in known:
             raise QuantizationError(
@@ -251,37 +220,3 @@ def _selected_nodes(option: str, patterns: Sequence[str], graph: ir.Graph) -> li
     names = [label(node) for node in graph]
     check_names(option, patterns, names)
     return [name for name in names if any(matches(pattern, name) for pattern in patterns)]
-
-
-def _left_over(overrides: Overrides, activation_type: ir.DataType) -> Overrides:
-    """Return what is left to do in the 8-bit graph."""
-    left: dict[str, TensorOverride] = {}
-    for name, entry in overrides.items():
-        if entry.quant_type in (None, activation_type):
-            # The rest of it is in the graph.
-            entry = TensorOverride(quant_type=entry.quant_type, convert=entry.convert)
-        elif not entry.symmetric:
-            # So are its bounds; as bounds of 16 bits, they would be of another grid than the
-            # 8 bits beyond a boundary.
-            entry = dataclasses.replace(entry, rmin=None, rmax=None)
-        if entry not in (TensorOverride(), TensorOverride(quant_type=activation_type)):
-            left[name] = entry
-    return left
-
-
-def _rewrite(
-    model: ir.Model, options: BoundaryOptions, providers: Sequence[Any]
-) -> tuple[PassReport, ...]:
-    """Place the boundaries; remarks on each."""
-    import onnxruntime
-
-    if not (options.overrides or options.promote):
-        return ()
-    names = tuple(item if isinstance(item, str) else item[0] for item in providers)
-    remarks = Remarks(_PASS)
-    context = PassContext(remarks, names, parse_version(onnxruntime.__version__))
-    start = time.perf_counter()
-    place_boundaries(model, options, context)
-    fold_pairs(model, options.target, context)
-    model.graph.sort()
-    return (PassReport(_PASS, time.perf_counter() - start, tuple(remarks)),)

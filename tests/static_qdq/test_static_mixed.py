@@ -23,9 +23,9 @@ from onnxruntime.quantization import (
 )
 
 from ortplugins import quantize_static_mixed
-from ortplugins.errors import CalibrationError, QuantizationError
+from ortplugins.errors import CalibrationError, PassError, QuantizationError
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedGraph
-from rewrite_rules.mixed_precision_boundaries.tensor_overrides import OverrideError
+from session_options import OptionError
 
 # onnx_ir's type of an element type, as onnx's text has it.
 FLOATS = {"float": np.float32, "float16": np.float16}
@@ -131,38 +131,6 @@ def op_types(model: onnx.ModelProto) -> Counter[str]:
     return Counter(node.op_type for node in model.graph.node)
 
 
-def kinds(model: onnx.ModelProto) -> list[str]:
-    return sorted(op_types(model))
-
-
-def given(model: onnx.ModelProto, ranges: dict[str, Any], **options: Any) -> Any:
-    """Quantise with these ranges, given as overrides."""
-    overrides = {name: [{"rmin": low, "rmax": high}] for name, (low, high) in ranges.items()}
-    for name, (entry,) in options.pop("overrides", {}).items():
-        overrides[name] = [overrides[name][0] | entry]
-    feed = {
-        value.name: np.linspace(-1, 1, 9).astype(
-            onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
-        )
-        for value in model.graph.input
-    }
-    return quantize_static_mixed(
-        model,
-        None,
-        [feed],
-        overrides=overrides,
-        op_types_to_quantize=kinds(model),
-        **options,
-    )
-
-
-def fan(kind: str = "float", consumers: int = 1, *, output: bool = False) -> onnx.ModelProto:
-    names = [f"y{i}" for i in range(consumers)] + ["t"] * output
-    readers = "\n".join(f'["c{i}"] y{i} = Tanh(t)' for i in range(consumers))
-    outputs = ", ".join(f"{kind}[n] {name}" for name in names)
-    return proto_of(f'fan ({kind}[n] x) => ({outputs}) {{ ["p"] t = Neg(x) {readers} }}')
-
-
 U16 = [{"quant_type": "uint16"}]
 
 
@@ -184,32 +152,15 @@ def test_relu_goes_as_in_onnxruntime_or_stays_with_its_name(options):
     assert any("u16" in path for path in paths(result.model)) == bool(options)
 
 
-def test_overrides_of_8_bit_activations_reach_onnxruntime():
+def test_overrides_give_activations_of_8_bits_another_grid():
     overrides = {
         "x": [{"scale": 0.5, "zero_point": 7}],
         "d": [{"rmin": -1.0, "rmax": 4.0}],
     }
     model = quantize_static_mixed(conv_net(), None, samples(), overrides=overrides).model
-    tensors = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
-    assert tensors["x_scale"] == 0.5 and tensors["x_zero_point"] == 7
-    assert tensors["d_scale"] == np.float32(5.0 / 255)
-
-
-def test_bounds_of_a_16_bit_tensor_bound_the_8_bits_beyond_it_too():
-    overrides = {"t": [{"quant_type": "QUInt16", "rmin": -2.0, "rmax": 3.0}]}
-    ranges = dict.fromkeys(("x", "t", "y0"), (-8.0, 7.0))
-    result = given(fan(), ranges, overrides=overrides)
-    scales = {
-        float(np.float32(node.inputs[1].const_value.numpy()))
-        for node in ir.from_proto(result.model).graph
-        if node.name.startswith("t_")
-    }
-    assert scales == {float(np.float32(5 / 255) / 256)}
-    overrides["t"][0]["convert"] = {"quant_type": "QUInt8"}
-    mixed = ir.from_proto(given(fan(), ranges, overrides=overrides).model)
-    fine, coarse = (x.grid for x in QuantizedGraph(mixed).tensors if x.name.startswith("t"))
-    assert float(coarse.scale) == np.float32(5 / 255)
-    assert fine == coarse.refine(ir.DataType.UINT16)
+    grids = {each.name: each.grid for each in QuantizedGraph(ir.from_proto(model)).tensors}
+    assert (grids["x"].scale, grids["x"].zero_point) == (0.5, 7)
+    assert grids["d"].scale == np.float32(5.0 / 255)
 
 
 @pytest.mark.parametrize(
@@ -221,15 +172,15 @@ def test_bounds_of_a_16_bit_tensor_bound_the_8_bits_beyond_it_too():
         ({"calibrate_method": "Mean"}, QuantizationError, "quantiser failed: .* Mean"),
         ({"activation_type": QuantType.QUInt16}, QuantizationError, "uint16: name tensors"),
         ({"no_such_setting": 1}, QuantizationError, "unexpected keyword .*no_such_setting"),
-        ({"target": "gpu"}, OverrideError, "'gpu'; it is one of cpu, qnn"),
-        ({"mode": "int8"}, OverrideError, "'int8'"),
+        ({"target": "gpu"}, OptionError, "'gpu'; expected one of cpu, qnn"),
+        ({"mode": "int8"}, OptionError, "'int8'"),
         ({"promote": ["conf"]}, QuantizationError, "no 'conf'; did you mean 'conv'"),
         ({"nodes_to_exclude": ["hed"]}, QuantizationError, "'head'"),
-        ({"overrides": {"A": [{"quant_type": "QUInt16"}]}}, OverrideError, "'A'"),
-        ({"overrides": "{"}, OverrideError, "not JSON"),
+        ({"overrides": {"A": U16}}, PassError, "tensor 'A'.* mean 'a'"),
+        ({"overrides": "{"}, OptionError, "not JSON"),
         (
             {"overrides": {"a": [{"quant_type": "uint16"}], "b": [{"scale": 1.0}]}},
-            OverrideError,
+            PassError,
             "zero_point",
         ),
     ],
@@ -242,17 +193,14 @@ def test_errors_say_what_is_wrong(options, error, text, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"model.onnx"}
 
 
-def test_infinite_ranges_are_named_and_can_be_given():
-    text = "g (float[n] x) => (float[n] y) { l = Log(x)  z = Add(l, x)  y = Sigmoid(z) }"
-    model = proto_of(text)
+def test_infinite_ranges_are_named_and_can_be_left_out():
+    text = """g (float[n] x) => (float[n] y)
+        { l = Log(x)  [add] z = Add(l, x)  e = Exp(z)  y = Sigmoid(e) }"""
     data = [{"x": np.array([0, 1, 2], np.float32)}]
-    with pytest.raises(CalibrationError, match="tensor 'l' has no finite range"):
-        quantize_static_mixed(model, None, data)
-    ranges = {"l": (-9.0, 1.0), "z": (-9.0, 3.0)}
-    bounds = {name: [{"rmin": low, "rmax": high}] for name, (low, high) in ranges.items()}
-    result = quantize_static_mixed(model, None, data, overrides=bounds)
-    scales = {t.name: onnx.numpy_helper.to_array(t) for t in result.model.graph.initializer}
-    assert scales["l_scale"] == np.float32(10 / 255)
+    with pytest.raises(CalibrationError, match=r"'l' has no finite .*nodes_to_exclude"):
+        quantize_static_mixed(proto_of(text), None, data)
+    model = quantize_static_mixed(proto_of(text), None, data, nodes_to_exclude=["add"]).model
+    assert op_types(model)["QuantizeLinear"] == 2
 
 
 @pytest.mark.parametrize(
@@ -425,4 +373,4 @@ def test_the_command_does_the_same(tmp_path, monkeypatch):
     done = ortplugins_command(*arguments, "--force", "--format", "json")
     assert json.loads(done.stdout)["fired"] == len(wanted.report.fired)
     Path("overrides.json").write_text('{"D": [{"quant_type": "QUInt16"}]}')
-    assert "--overrides" in refused(*arguments, "--force")
+    assert "override of tensor 'D'" in refused(*arguments, "--force")

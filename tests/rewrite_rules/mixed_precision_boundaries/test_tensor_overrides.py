@@ -7,18 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
 from builders.command_line import printed
-from builders.samples import Reader
 from builders.sessions import CPU, options
 from builders.text_cases import text_cases
-from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
+from onnxruntime.quantization import QuantType
 
 import ortplugins
-from ortplugins.static_qdq.onnxruntime_quantizer import to_onnxruntime
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
     Activation,
     OverrideError,
@@ -149,39 +146,6 @@ CHAIN = """<ir_version: 8, opset_import: ["": 17]>
 chain (float[n, 4] x) => (float[n, 4] y) <float[4, 4] W = {
     0.5, -1, 2, 0.25, 1, 1, -0.5, 3, 0, 1, 2, -3, 0.1, 0.2, 0.3, 0.4}>
 { [first] a = MatMul(x, W)  [second] b = Sigmoid(a)  [third] c = Relu(a)  y = Add(b, c) }"""
-
-
-def test_onnxruntimes_quantiser_takes_the_same_file(tmp_path):
-    overrides = read_overrides("""{
-        "a": [{"quant_type": "uint16", "rmin": -2, "rmax": 4,
-               "convert": {"quant_type": "uint8", "scale": 0.0625, "zero_point": 40,
-                           "recv_nodes": ["third"]}}],
-        "b": [{"quant_type": "int8", "symmetric": true}]}""")
-    theirs = {name: [to_onnxruntime(entry)] for name, entry in overrides.items()}
-    onnx.save(onnx.parser.parse_model(CHAIN), tmp_path / "m.onnx")
-    quantize_static(
-        tmp_path / "m.onnx",
-        tmp_path / "q.onnx",
-        Reader([{"x": np.eye(4, dtype=np.float32)}]),
-        quant_format=QuantFormat.QDQ,
-        extra_options={"TensorQuantOverrides": theirs},
-    )
-    model = ir.load(tmp_path / "q.onnx")
-    constants = {name: value.const_value for name, value in model.graph.initializers.items()}
-    assert constants["a_zero_point"].dtype == UINT16
-    assert constants["a_scale"].numpy() == np.float32(6 / 65535)
-    assert constants["a_scale_convert"].numpy() == np.float32(0.0625)
-    assert constants["a_zero_point_convert"].numpy() == np.uint8(40)
-    assert constants["b_zero_point"].dtype == INT8
-    converted = model.graph.initializers["a_scale_convert"].consumers()
-    assert {node.op_type for node in converted} == {"QuantizeLinear", "DequantizeLinear"}
-    # And what it takes reads back.
-    assert read_overrides(theirs) == overrides
-
-
-def test_a_zero_point_needs_its_type():
-    with pytest.raises(OverrideError, match="'zero_point' needs 'quant_type' beside it"):
-        to_onnxruntime(TensorOverride(scale=1, zero_point=3))
 
 
 LONG = {
