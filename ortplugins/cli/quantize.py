@@ -16,17 +16,20 @@ from ortplugins.cli import options as opt
 from ortplugins.cli.evaluate import print_evaluation
 from ortplugins.cli.terminal import console, print_table, progress_bar
 from ortplugins.errors import CalibrationError, ModelFileError, UsageError
-from ortplugins.quantization.weights.recipe import Recipe, read_recipe, read_yaml
+from ortplugins.quantization.weights.recipe import read_recipe, read_yaml
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ortplugins.quantization import QuantizeReport, QuantizeResult
 
 
 # Of a text, what is evaluated on and not calibrated on, at least.
 _HELD_BACK = 1 / 3
 _LEAST_SHARE = 0.001  # of all weights, for a line of its own
+# What has a function of its own, and which settings.
+_OTHERS = {
+    "encoder8": ("quantize_encoder8", {"least_cosine", "rules"}),
+    "kv-cache": ("quantize_kv_cache", set[str]()),
+}
 
 
 def _read_rule(text: str) -> tuple[str, Any]:
@@ -67,41 +70,16 @@ class ChosenRecipe:
     rules: Annotated[tuple[str, ...], Parameter("--rule")] = ()
     settings: Annotated[tuple[str, ...], Parameter("--set")] = ()
 
-    def function(self) -> tuple[Callable[..., QuantizeResult], dict[str, Any]]:
-        """Return what quantises, and the settings that only it has."""
-        from ortplugins import quantization
-
-        if self.recipe not in ("encoder8", "kv-cache"):
-            return quantization.quantize, {"recipe": self.read()}
-        given = dataclasses.replace(self, recipe=None, rules=(), settings=())
-        opt.refuse(f"with --recipe {self.recipe}", **vars(given))
-        if self.recipe == "kv-cache":
-            opt.refuse("with --recipe kv-cache", rule=self.rules, set=self.settings)
-            return quantization.quantize_kv_cache, {}
-        settings = opt.parse_settings(self.settings)
-        if others := settings.keys() - {"least_cosine"}:
-            raise UsageError(f"--set: encoder8 has least_cosine and no {min(others)!r}")
-        rules = [_read_rule(text) for text in self.rules]
-        if any(kept != "float" for _, kept in rules):
-            raise UsageError("--rule: encoder8 has rules PATTERN=float, and no others")
-        chosen: dict[str, Any] = {"keep_float": [pattern for pattern, _ in rules]}
-        chosen |= {name: read_yaml(text) for name, text in settings.items()}
-        return quantization.quantize_encoder8, chosen
-
-    def read(self) -> Recipe:
-        """Return the recipe, changed."""
-        changes: dict[str, Any] = {}
-        for name in ("method", "bits", "block_size", "is_symmetric"):
-            if (value := getattr(self, name)) is not None:
-                changes[name] = value
+    def changes(self) -> dict[str, Any]:
+        """Return what is set beside the recipe."""
+        names = ("method", "bits", "block_size", "is_symmetric")
+        given = {name: getattr(self, name) for name in names}
+        changes = {name: value for name, value in given.items() if value is not None}
         for name, text in opt.parse_settings(self.settings).items():
             changes[name] = read_yaml(text)
         if self.rules:
             changes["rules"] = [_read_rule(text) for text in self.rules]
-        try:
-            return read_recipe(self.recipe).with_settings(changes)
-        except TypeError as error:  # a setting that is not known
-            raise UsageError(f"--set: {error}") from None
+        return changes
 
 
 def quantize(
@@ -127,6 +105,8 @@ def quantize(
         providers: Execution provider that runs samples; repeatable.
         dry_run: Print what would be quantised; write nothing.
     """
+    from ortplugins import quantization
+
     printing.check()
     source: Any = given.read(model, count)
     if given.text is None:
@@ -137,16 +117,22 @@ def quantize(
         raise UsageError("give --output, or --dry-run")
     if dry_run:
         opt.refuse("with --dry-run", output=output, force=force)
-    function, settings = chosen.function()
-    recipe = settings.get("recipe")
-    if recipe is not None:
-        settings["dry_run"] = dry_run
+    settings = chosen.changes()
+    function, known = _OTHERS.get(chosen.recipe or "", ("quantize", None))
+    if known is None:
+        try:
+            recipe = read_recipe(chosen.recipe).with_settings(settings)
+        except TypeError as error:  # a setting that is not known
+            raise UsageError(f"--set: {error}") from None
         if not recipe.needs_samples and source is None:
             opt.refuse("with --method rtn and without samples", provider=providers)
+        settings |= {"recipe": chosen.recipe, "dry_run": dry_run}
     else:
         opt.refuse(f"with --recipe {chosen.recipe}", dry_run=dry_run)
+        if others := settings.keys() - known:
+            raise UsageError(f"--recipe {chosen.recipe} has no setting {min(others)!r}")
     with progress_bar() as bar:
-        result = function(
+        result = getattr(quantization, function)(
             model,
             output,
             calibration_data_reader=source,

@@ -30,7 +30,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,12 +46,7 @@ from ortplugins.quantization.files import QuantizedFile, QuantizeResult
 from ortplugins.quantization.methods.nearest import BlockFormat, Floats
 from ortplugins.quantization.walk import Walk
 from ortplugins.quantization.weights.folds import divide
-from ortplugins.quantization.weights.plan import (
-    WeightPlan,
-    check_not_empty,
-    plan_weights,
-    report_of,
-)
+from ortplugins.quantization.weights.plan import WeightPlan, check_not_empty, plan_weights
 from ortplugins.quantization.weights.recipe import Recipe
 from ortplugins.quantization.weights.report import FloatWeights, NodeReport, QuantizeReport
 from ortplugins.quantization.weights.uses import WeightUse
@@ -105,7 +100,7 @@ def quantize_encoder8(
     calibration_data_reader: Any = None,
     calibration_providers: Sequence[Any] = ("CPUExecutionProvider",),
     least_cosine: float = 0.999,
-    keep_float: Sequence[str] = (),
+    rules: Sequence[tuple[str, Any]] | Mapping[Any, Any] = (),
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> QuantizeResult:
@@ -118,7 +113,7 @@ def quantize_encoder8(
         calibration_providers: Execution providers that run them.
         least_cosine: Least cosine, 0 to 1, of a layer's output to the float layer's, on
             sampled tokens; layers below it stay in float.
-        keep_float: Nodes to leave in float; patterns as in the rules of :class:`.Recipe`.
+        rules: Nodes to leave in float, ``"float"`` by pattern as in :class:`.Recipe`.
         overwrite: Whether ``output`` may exist.
         progress: Called with steps done, their number and what is done.
 
@@ -129,68 +124,65 @@ def quantize_encoder8(
     """
     if not 0 <= least_cosine <= 1:
         raise QuantizationError(f"least_cosine is {least_cosine!r}; expected 0 to 1")
-    recipe = Recipe(**vars(_FORM), rules=[(each, "float") for each in keep_float])
+    recipe = Recipe(**vars(_FORM), rules=rules)
+    if any(found != {"keep_float": True} for _, found in recipe.read_rules):
+        raise QuantizationError("rules of encoder8 are PATTERN=float, and no others")
     file = QuantizedFile(model, output, overwrite=overwrite, progress=progress)
     plan = plan_weights(file.model, recipe)
     check_not_empty(plan, recipe)
     with file.scratch() as scratch:
         samples = read_samples(calibration_data_reader, file.model)
         walk = Walk(file.model, samples, scratch, calibration_providers, progress)
-        rows = _quantize_products(plan, least_cosine, walk)
+        kept = _quantize_products(plan, least_cosine, walk)
         file.model.ir_version = max(file.model.ir_version or 0, _IR_VERSION)
-        nodes = (row if isinstance(row, NodeReport) else rows[row] for row in plan.nodes)
-        kept = (
-            FloatWeights(row.op_type, 1, row.K * row.N, row.reason)
-            for row in rows.values()
-            if not row.quantized
+        floats = (FloatWeights(row.op_type, 1, row.K * row.N, row.reason) for row in kept)
+        report = QuantizeReport(
+            "w8a8", tuple(plan.nodes), (*plan.floats, *floats), tuple(plan.notes)
         )
-        floats = (*plan.floats, *kept)
-        return file.saved(QuantizeReport("w8a8", tuple(nodes), floats, tuple(plan.notes)))
+        return file.saved(report)
 
 
-def _quantize_products(
-    plan: WeightPlan, least_cosine: float, walk: Walk
-) -> dict[WeightUse, NodeReport]:
-    """Quantise the products of a plan, in place; report what became of each."""
+def _quantize_products(plan: WeightPlan, least_cosine: float, walk: Walk) -> list[NodeReport]:
+    """Quantise the products of a plan, in place; return the rows of those that stay."""
     if (opset := plan.model.opset_imports.get("", 0)) < _FIRST_OPSET:
         raise ModelFileError(
             f"the model has opset {opset}: export it with {_FIRST_OPSET} or later for w8a8"
         )
     layers: dict[str, list[WeightUse]] = {}
-    rows: dict[WeightUse, NodeReport] = {}
     weights = [weight for group in plan.groups for weight in group.weights]
-    for use in (use for weight in weights for use in weight.uses):
-        if why := use.no_statistics or _refusal(use, plan.model.graph):
-            rows[use] = report_of(use, reason=why)
-        else:
+    rows = {use: row for w in weights for use, row in zip(w.uses, w.rows, strict=True)}
+    for use, row in rows.items():
+        row.reason = use.no_statistics or _refusal(use, plan.model.graph)
+        if not row.reason:
             layers.setdefault(str(use.activation and use.activation.name), []).append(use)
     writer = _Writer(plan.model)
     for name in sorted(layers, key=lambda name: walk.places.get(name, 0)):
         uses = layers[name]
         known = walk.statistics(name, uses[0].K, max_tokens=_TOKENS)
         if known is None:
-            rows |= {use: report_of(use, reason=_UNREACHED) for use in uses}
+            for use in uses:
+                rows[use].reason = _UNREACHED
             continue
         found = choose(known.tokens, [float_matrix(use) for use in uses])
         for use, error in zip(uses, found.errors, strict=True):
             # Of two vectors that differ by a right-angled error of this relative size.
-            cosine = 1 / math.sqrt(1 + error * error)
-            near = cosine >= least_cosine  # NaN is not known to be near
-            more: dict[str, Any] = {
-                "reason": f"its output in 8 bits has a cosine of {cosine:.5f} with float's, "
-                f"below least_cosine ({least_cosine})"
-            }
-            if near:
-                size = _FORM.stored_bytes(use.K, use.N)
-                more = {"bits": 8, "block_size": -1, "method": "w8a8", "bytes_after": size}
-            rows[use] = report_of(use, output_error=error if near else math.nan, **more)
+            row, cosine = rows[use], 1 / math.sqrt(1 + error * error)
+            if cosine >= least_cosine:  # NaN is not known to be near
+                row.bits, row.block_size, row.method = 8, -1, "w8a8"
+                row.output_error, row.bytes_after = error, _FORM.stored_bytes(use.K, use.N)
+            else:
+                row.reason = (
+                    f"its output in 8 bits has a cosine of {cosine:.5f} with float's, below "
+                    f"least_cosine ({least_cosine})"
+                )
         if left := [use for use in uses if rows[use].quantized]:
             writer.write(found, left)
-    if not any(row.quantized for row in rows.values()):
-        reasons = sorted({row.reason for row in rows.values()})
+    kept = [row for row in rows.values() if not row.quantized]
+    if len(kept) == len(rows):
+        reasons = sorted({row.reason for row in kept})
         raise ModelFileError(f"nothing to quantise: {'; '.join(reasons)}")
     remove_unused(plan.model)
-    return rows
+    return kept
 
 
 @np.errstate(over="ignore", invalid="ignore")  # errors are NaN then, and nothing is taken

@@ -153,10 +153,10 @@ quantize f.onnx -o o.onnx --rule 're:(=float' => is not a regular expression
 quantize f.onnx -o o.onnx --bits 3 => bits is 3; expected 4 or 8
 quantize f.onnx -o o.onnx --method hqq => 'hqq'
 quantize f.onnx -o o.onnx --set blok_size=1 => --set: unknown setting 'blok_size' | 'block_size'
-quantize f.onnx -o o.onnx --recipe kv-cache --bits 8 => --bits has no effect with --recipe kv-cache
+quantize f.onnx -o o.onnx --recipe kv-cache --bits 8 => --recipe kv-cache has no setting 'bits'
 quantize f.onnx -o o.onnx --recipe kv-cache => no GroupQueryAttention has a cache
 quantize f.onnx -o o.onnx --recipe encoder8 --rule 'a={bits: 8}' => PATTERN=float
-quantize f.onnx -o o.onnx --recipe encoder8 --set bits=8 => encoder8 has least_cosine and no 'bits'
+quantize f.onnx -o o.onnx --recipe encoder8 --set bits=8 => --recipe encoder8 has no setting 'bits'
 quantize f.onnx --recipe encoder8 --dry-run => --dry-run has no effect with --recipe encoder8
 quantize f.onnx -o o.onnx --set alphas => 'alphas' is not KEY=VALUE
 cache prune => --max-size | --older-than

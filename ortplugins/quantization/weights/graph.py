@@ -43,7 +43,7 @@ _CHUNK_BYTES = 1 << 22
 def store_codes(
     weight: Weight, found: WeightCodes, path: Path | None, names: FreshNames
 ) -> None:
-    """Append the codes of a weight to a file; note them, and the errors, in the weight.
+    """Append the codes of a weight to a file; note them, and report the errors.
 
     The file lies beside the output, and has all codes before the output is written. Without
     one they stay in memory.
@@ -65,7 +65,8 @@ def store_codes(
         dtype = packed or ir.DataType.from_numpy(rows.dtype)
         shape = (weight.N,) if by_column and array is not found.codes else rows.shape
         weight.tensors.append(_stored(chunks, dtype, ir.Shape(shape), name, path))
-    weight.weight_error, weight.output_error = found.weight_error, found.output_error
+    for row in weight.rows:
+        row.weight_error, row.output_error = found.weight_error, found.output_error
 
 
 def _packed(rows: npt.NDArray[Any], bits: int) -> Iterator[npt.NDArray[np.uint8]]:

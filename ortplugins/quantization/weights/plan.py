@@ -9,7 +9,6 @@ Group       weights of one method that read one activation, or none that is know
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,9 +17,16 @@ import onnx_ir as ir
 from ortplugins.errors import ModelFileError
 from ortplugins.model_io.loading import initializer_tensors, lift_constants
 from ortplugins.quantization.methods.nearest import BlockFormat, Floats
+from ortplugins.quantization.selection import check_names
 from ortplugins.quantization.weights.recipe import Recipe
 from ortplugins.quantization.weights.report import FloatWeights, NodeReport, QuantizeReport
-from ortplugins.quantization.weights.uses import WeightUse, find_uses, readers_of, state_sizes
+from ortplugins.quantization.weights.uses import (
+    ROLES,
+    WeightUse,
+    find_uses,
+    readers_of,
+    state_sizes,
+)
 from rewrite_rules.graph.nodes import inline_functions, label
 
 # What they read in float are scales.
@@ -36,21 +42,19 @@ class Weight:
 
     Attributes:
         uses: Nodes that read it.
+        rows: What is reported of each of them.
         form: Bits, blocks and grid.
         method: By which it gets its codes.
         k_last: Whether codes are ``[N, K]``; scales and zero points follow.
         tensors: Codes, scales and zero points, if any; empty before it is quantised.
-        weight_error: As in :class:`NodeReport`.
-        output_error: Likewise.
     """
 
     uses: list[WeightUse]
+    rows: list[NodeReport]
     form: BlockFormat
     method: str
     k_last: bool
     tensors: list[ir.TensorProtocol] = dataclasses.field(default_factory=list)
-    weight_error: float = math.nan
-    output_error: float = math.nan
 
     @property
     def name(self) -> str:
@@ -96,19 +100,36 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WeightPlan:
-    """What is to be quantised."""
+    """What is to be quantised.
+
+    Attributes:
+        model: The model.
+        groups: The weights, by activation.
+        nodes: What is reported of every node with a constant matrix, in the model's order.
+        floats: As in :class:`QuantizeReport`.
+        notes: Likewise.
+        written: Settings and patterns of rules that the user wrote, as against those of a
+            preset, which are for all models; None for all.
+    """
 
     model: ir.Model
-    groups: list[Group]  # the weights, by activation
-    # Every node with a constant matrix, in the model's order: a use of one of the weights, or
-    # the report of a node that keeps its own.
-    nodes: list[WeightUse | NodeReport]
+    groups: list[Group]
+    nodes: list[NodeReport]
     floats: tuple[FloatWeights, ...]
     notes: list[str]
+    written: Collection[str] | None
+
+    def note_unused(self, setting: str, why: str) -> None:
+        """Note that what the user wrote has no effect."""
+        if self.written is None or setting in self.written:
+            what = f"the rule for {setting!r}" if setting in ROLES else setting
+            self.notes.append(f"{what} has no effect: {why}")
 
 
-def plan_weights(model: ir.Model, recipe: Recipe) -> WeightPlan:
-    """Find what is to be quantised.
+def plan_weights(
+    model: ir.Model, recipe: Recipe, written: Collection[str] | None = None
+) -> WeightPlan:
+    """Find what is to be quantised; ``written`` is that of the plan.
 
     Functions of the model are inlined; the graph's larger Constant nodes become initializers.
     """
@@ -122,12 +143,13 @@ def plan_weights(model: ir.Model, recipe: Recipe) -> WeightPlan:
     uses = [use for _, use in found if isinstance(use, WeightUse)]
     labels = [label(node) for node, _ in found]
     named = (name for use in uses for name in use.names)
-    names = list(dict.fromkeys([*labels, *named]))
-    notes = recipe.check_against(uses, names)
+    patterns = dict.fromkeys(pattern for pattern, _ in recipe.read_rules)
+    names = dict.fromkeys([*labels, *named])
+    check_names("rules", [each for each in patterns if each not in ROLES], names)
     nodes, weights = _chosen(found, recipe)
     functions = [NodeReport(name, "function", reason=reason) for name, reason in left.items()]
     nodes = [*functions, *nodes, *_other_readers(weights, set(labels))]
-    why = {row.node: row.reason for row in nodes if isinstance(row, NodeReport)}
+    why = {row.node: row.reason for row in nodes}
     planned: dict[ir.Value, list[ir.Node]] = {}
     for weight in weights:
         planned.setdefault(weight.uses[0].weight, []).extend(use.node for use in weight.uses)
@@ -138,20 +160,36 @@ def plan_weights(model: ir.Model, recipe: Recipe) -> WeightPlan:
         return f"{node.op_type} is not among op_types"
 
     floats = _float_weights(model, planned, reason)
-    groups = _grouped(weights)
-    notes += recipe.without_effect(has_tables=any(weight.is_table for weight in weights))
-    return WeightPlan(model, groups, nodes, floats, notes)
+    plan = WeightPlan(model, _grouped(weights), nodes, floats, [], written)
+    roles = {role for use in uses for role in use.roles}
+    for role in [each for each in ROLES if each in patterns and each not in roles]:
+        plan.note_unused(role, "no node is one")
+    _note_unused_settings(plan, recipe, weights)
+    return plan
+
+
+def _note_unused_settings(plan: WeightPlan, recipe: Recipe, weights: Iterable[Weight]) -> None:
+    """Note the settings of a recipe that change nothing in these weights."""
+    if recipe.scale_type == "float16" and recipe.for_kernels:
+        plan.note_unused("scale_type", "MatMulNBits has scales of the weight's type")
+    tables = any(weight.is_table for weight in weights)
+    if recipe.fuse_tables and not (tables or recipe.for_kernels):
+        plan.note_unused("fuse_tables", "no Gather reads a quantised weight")
+        if recipe.accuracy_level is not None:
+            plan.note_unused("accuracy_level", "no MatMulNBits is made")
+    if recipe.grid == "positive" and not any(weight.form.is_symmetric for weight in weights):
+        plan.note_unused("grid", "scales are positive wherever codes have zero points")
 
 
 def _chosen(
     found: Sequence[tuple[ir.Node, WeightUse | str]],
     recipe: Recipe,
-) -> tuple[list[WeightUse | NodeReport], list[Weight]]:
-    """Return the use of each node with a constant, or why it stays in float; the weights."""
+) -> tuple[list[NodeReport], list[Weight]]:
+    """Return what is reported of each node with a constant; the weights to quantise."""
     tables = {
         use.weight for _, use in found if isinstance(use, WeightUse) and use.activation is None
     }
-    nodes: list[WeightUse | NodeReport] = []
+    nodes: list[NodeReport] = []
     weights: dict[object, Weight] = {}
     for node, use in found:
         if isinstance(use, str):
@@ -162,11 +200,13 @@ def _chosen(
         if not reason and by_rows and use.K * form.bits % 8:
             size = f"{use.K} x {form.bits} bits"
             reason = f"GatherBlockQuantized wants rows of whole bytes, not {size}"
-        nodes.append(report_of(use, reason=reason) if reason else use)
+        nodes.append(report_of(use, reason=reason))
         if not reason:
             k_last = recipe.quant_format != "QDQ" or use.weight in tables
             key = (use.weight, use.stored_k_last, form, method)
-            weights.setdefault(key, Weight([], form, method, k_last)).uses.append(use)
+            weight = weights.setdefault(key, Weight([], [], form, method, k_last))
+            weight.uses.append(use)
+            weight.rows.append(nodes[-1])
     return nodes, list(weights.values())
 
 
@@ -216,8 +256,7 @@ def check_not_empty(plan: WeightPlan, recipe: Recipe) -> None:
     """Refuse a plan that quantises nothing, and say why."""
     if plan.groups:
         return
-    refused = [node for node in plan.nodes if isinstance(node, NodeReport)]
-    if refused:
+    if refused := plan.nodes:
         reason = "; ".join(f"{node.node}: {node.reason}" for node in refused[:3])
         reason += f"; and {len(refused) - 3} more" if len(refused) > 3 else ""
     else:
@@ -254,29 +293,14 @@ def _grouped(weights: Iterable[Weight]) -> list[Group]:
 
 def reported(plan: WeightPlan, recipe: Recipe) -> QuantizeReport:
     """Report a plan, with what became of each weight where it is quantised."""
-    weights = {
-        use: (group, weight)
-        for group in plan.groups
-        for weight in group.weights
-        for use in weight.uses
-    }
-    rows = []
-    for node in plan.nodes:
-        if not isinstance(node, NodeReport):
-            group, weight = weights[node]
-            node = report_of(
-                node,
-                bits=weight.form.bits,
-                block_size=weight.form.block_size,
-                method=weight.method,
-                folded=group.folded,
-                weight_error=weight.weight_error,
-                output_error=weight.output_error,
-                bytes_after=weight.form.stored_bytes(weight.K, weight.N),
-                reason=group.reason if recipe.needs_samples or weight.tensors else "",
-            )
-        rows.append(node)
-    return QuantizeReport(recipe.method, tuple(rows), plan.floats, tuple(plan.notes))
+    for group in plan.groups:
+        for weight in group.weights:
+            for row in weight.rows:
+                row.bits, row.block_size = weight.form.bits, weight.form.block_size
+                row.method, row.folded = weight.method, group.folded
+                row.bytes_after = weight.form.stored_bytes(weight.K, weight.N)
+                row.reason = group.reason if recipe.needs_samples or weight.tensors else ""
+    return QuantizeReport(recipe.method, tuple(plan.nodes), plan.floats, tuple(plan.notes))
 
 
 def report_of(use: WeightUse, **more: Any) -> NodeReport:

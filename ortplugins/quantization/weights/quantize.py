@@ -46,7 +46,7 @@ from ortplugins.quantization.weights.plan import (
     plan_weights,
     reported,
 )
-from ortplugins.quantization.weights.recipe import Recipe, read_recipe
+from ortplugins.quantization.weights.recipe import PRESETS, Recipe, read_recipe
 from ortplugins.quantization.weights.report import QuantizeReport
 from ortplugins.quantization.weights.uses import WeightUse
 from ortplugins.samples.sources import read_samples
@@ -127,13 +127,16 @@ def quantize(
     chosen = read_recipe(recipe).with_settings(settings)
     target = None if dry_run else output
     file = QuantizedFile(model, target, overwrite=overwrite, progress=progress)
-    plan = plan_weights(file.model, chosen)
+    written = None
+    if isinstance(recipe, str) and recipe in PRESETS:
+        written = {*settings, *dict(settings.get("rules") or ())}
+    plan = plan_weights(file.model, chosen, written)
     check_not_empty(plan, chosen)
     if dry_run:
         return QuantizeResult(None, reported(plan, chosen), None)
     notes = _raise_opset(file.model, chosen)
     if notes:  # the conversion made new nodes
-        plan = plan_weights(file.model, chosen)
+        plan = plan_weights(file.model, chosen, written)
     with file.scratch() as scratch:
         calibrated: NewWalk | None = None
         says = any(group.activation is not None for group in plan.groups)
@@ -341,7 +344,7 @@ def _note_unreached(plan: WeightPlan) -> None:
         CalibrationError: If no token reaches any that was to be calibrated.
     """
     calibrated = [group for group in plan.groups if group.activation is not None]
-    errors = [weight.output_error for group in calibrated for weight in group.weights]
+    errors = [w.rows[0].output_error for group in calibrated for w in group.weights]
     if errors and all(map(math.isnan, errors)):
         raise CalibrationError(
             "no token of the samples reaches any weight: are they empty, or padding?"
@@ -385,10 +388,8 @@ def _give_8_bits(
     for weight in chosen:
         weight.form, weight.method = dataclasses.replace(weight.form, bits=_MORE_BITS), "rtn"
     if not chosen:
-        plan.notes.append(
-            f"share_of_8_bits has no effect: {share:g} of all weights is less than any weight "
-            "that gains"
-        )
+        why = f"{share:g} of all weights is less than any weight that gains"
+        plan.note_unused("share_of_8_bits", why)
 
 
 def _raise_opset(model: ir.Model, recipe: Recipe) -> list[str]:

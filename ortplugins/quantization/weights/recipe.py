@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ import onnx_ir as ir
 
 from ortplugins.errors import QuantizationError, UsageError
 from ortplugins.quantization.methods.nearest import BlockFormat
-from ortplugins.quantization.selection import check_names, matches
-from ortplugins.quantization.weights.uses import OP_TYPES, ROLES, WeightUse
+from ortplugins.quantization.selection import matches
+from ortplugins.quantization.weights.uses import OP_TYPES, WeightUse
 from rewrite_rules.closest_name import did_you_mean
 
 METHODS = ("rtn", "awq_lite", "gptq")
@@ -103,7 +103,10 @@ class Recipe(BlockFormat):
                 "accuracy_level is an attribute of MatMulNBits: give it where "
                 f"{self.quant_format} is fused, or take quant_format='MatMulNBits'"
             )
-        sizes = {self.block_size, *(found.get("block_size", -1) for _, found in self._rules)}
+        sizes = {
+            self.block_size,
+            *(found.get("block_size", -1) for _, found in self.read_rules),
+        }
         wrong = sorted(sizes - set(_KERNEL_BLOCK_SIZES)) if self.for_kernels else ()
         if wrong:
             raise QuantizationError(
@@ -121,7 +124,7 @@ class Recipe(BlockFormat):
         for name in settings:
             if name not in known:
                 raise TypeError(f"unknown setting {name!r}{did_you_mean(name, known)}")
-        rules = (*self._rules, *_pairs(settings.get("rules", ())))
+        rules = (*self.read_rules, *_pairs(settings.get("rules", ())))
         return dataclasses.replace(self, **{**settings, "rules": rules})
 
     @property
@@ -136,7 +139,7 @@ class Recipe(BlockFormat):
     @property
     def needs_samples(self) -> bool:
         """Whether codes depend on activations."""
-        methods = {self.method, *(found.get("method", "rtn") for _, found in self._rules)}
+        methods = {self.method, *(found.get("method", "rtn") for _, found in self.read_rules)}
         return self.share_of_8_bits > 0 or methods != {"rtn"}
 
     def choose(self, use: WeightUse, *, table: bool) -> tuple[BlockFormat, str, str]:
@@ -151,7 +154,7 @@ class Recipe(BlockFormat):
             form["scale_type"] = "float32"
         method, reason = self.method, ROUTER if use.is_router else ""
         reason = ROTATION if use.is_rotation else reason
-        for pattern, found in self._rules:
+        for pattern, found in self.read_rules:
             if _means(pattern, use):
                 form |= {name: found[name] for name in _FORM if name in found}
                 method = found.get("method", method)
@@ -163,32 +166,9 @@ class Recipe(BlockFormat):
                     reason = ROUTER if use.is_router and not named else ""
         return BlockFormat(**form), method, reason
 
-    def without_effect(self, *, has_tables: bool) -> list[str]:
-        """Say which settings change nothing.
-
-        ``has_tables`` says whether a Gather reads one of the weights.
-        """
-        notes = []
-        if self.scale_type == "float16" and self.for_kernels:
-            notes.append(
-                "scale_type has no effect: MatMulNBits has scales of the weight's type"
-            )
-        if self.fuse_tables and not (has_tables or self.for_kernels):
-            notes.append("fuse_tables has no effect: no Gather reads a quantised weight")
-            if self.accuracy_level is not None:
-                notes.append("accuracy_level has no effect: no MatMulNBits is made")
-        return notes
-
-    def check_against(self, uses: Sequence[WeightUse], names: Collection[str]) -> list[str]:
-        """Check that every pattern means a node; return notes on roles that none has."""
-        patterns = [pattern for pattern, _ in self._rules]
-        check_names("rules", [each for each in patterns if each not in ROLES], names)
-        roles = {role for use in uses for role in use.roles}
-        unused = [each for each in patterns if each in ROLES and each not in roles]
-        return [f"the rule for {role!r} has no effect: no node is one" for role in unused]
-
     @property
-    def _rules(self) -> tuple[tuple[str, Mapping[str, Any]], ...]:
+    def read_rules(self) -> tuple[tuple[str, Mapping[str, Any]], ...]:
+        """The rules, as pairs."""
         return _pairs(self.rules)
 
 

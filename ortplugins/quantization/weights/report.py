@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class NodeReport:
     """One node with a constant matrix, or what keeps a quantised one in float besides.
 
