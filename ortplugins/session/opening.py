@@ -21,7 +21,6 @@ from session_options.entries import DATA_FOLDER_KEY, HINT_KEY
 from session_options.given import entries_of_onnxruntime, given_entries
 
 if TYPE_CHECKING:
-    from ortplugins.errors import ModelFileError
     from ortplugins.report import Report
 
 _WRITTEN_DATA_KEY = "session.optimized_model_external_initializers_file_name"
@@ -79,8 +78,8 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
 
         Raises:
             OptionError: If the value of an ortplugins entry is invalid.
-            MissingFileError, ModelFileError: If neither ortplugins nor onnxruntime can use the
-                model or its data; also an instance of onnxruntime's own error.
+            Exception: onnxruntime's own error if it cannot use the model or its data either;
+                a note says what is wrong with them.
             PassError: If a pass fails and ``ortplugins.strict`` is ``"1"``. Otherwise there
                 is a warning, and the untouched model runs.
         """
@@ -394,12 +393,10 @@ class Start:
 
         try:
             self._open_given(_STOCK)
-        except Exception as refused:
-            # A path that is not UTF-8 raises UnicodeError, which can't be combined with ours.
-            is_other = self._switched is not None or isinstance(refused, UnicodeError)
-            if isinstance(error, ModelFileError) and not is_other:
-                raise _as_both(error, refused) from refused
-            raise  # the caller may expect exactly this error
+        except Exception as refused:  # the caller may expect exactly this error
+            if isinstance(error, ModelFileError):
+                refused.add_note(str(error))
+            raise
         # The data may come from elsewhere.
         if isinstance(error, MissingFileError | NotCopiedError):
             return _untouched(str(error))
@@ -426,16 +423,6 @@ class NotCopiedError(RuntimeError):
 
     def __init__(self, what: str) -> None:
         super().__init__(f"{what} of SessionOptions cannot be copied")
-
-
-def _as_both(error: ModelFileError, refused: Exception) -> ModelFileError:
-    """Return an error that callers can catch as ours or as onnxruntime's."""
-    original = type(error)
-    # Another process can import only our own class when it unpickles the error.
-    reduced = {"__reduce__": lambda self: (original, self.args)}
-    content = {**reduced, "__module__": original.__module__}
-    both: type[ModelFileError] = type(original.__name__, (original, type(refused)), content)
-    return both(*error.args)
 
 
 def _is_ort_format(path_or_bytes: str | bytes | os.PathLike[str]) -> bool:

@@ -2,6 +2,7 @@
 """Bad models are refused by name, before anything is built from them."""
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -141,11 +142,19 @@ def test_it_is_refused_and_nothing_is_written(name: str, tmp_path: Path, cache_d
     output.mkdir()
     with pytest.raises(error, match=message):
         ortplugins.optimize(path, output / "model.onnx")
-    with pytest.raises(error, match=message):
-        start(path)
+    assert re.search(message, note_of_a_start(path))
     assert list(output.iterdir()) == []
     assert list(cache_dir.glob("entries/*")) == []
     assert list(cache_dir.glob("building/*")) == []
+
+
+def note_of_a_start(path: Path) -> str:
+    """What is added to onnxruntime's own error."""
+    with pytest.raises(Exception) as plain:
+        ort.InferenceSession(path, providers=CPU)
+    with pytest.raises(type(plain.value)) as caught:
+        start(path)
+    return caught.value.__notes__[0]
 
 
 def test_data_without_a_length_is_as_long_as_its_shape(model_path: Path):
@@ -156,8 +165,7 @@ def test_data_without_a_length_is_as_long_as_its_shape(model_path: Path):
 def test_data_that_goes_missing_after_a_hit_is_reported(model_path: Path):
     start(model_path)
     model_path.with_name("model.onnx.data").unlink()
-    with pytest.raises(MissingFileError, match="is missing"):
-        start(model_path)
+    assert "is missing" in note_of_a_start(model_path)
 
 
 @pytest.mark.parametrize("data_is_linked", [True, False])
