@@ -9,6 +9,7 @@ switched on are asked for.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from session_options.entries import (
     BAKE_KEY,
@@ -27,7 +28,18 @@ from session_options.entries import (
     option_key,
 )
 
+if TYPE_CHECKING:
+    from session_options.keys import SessionConfig
+
 _ENABLING = {enable_key(name): name for name in BUILTIN_PASSES}
+
+
+def stored(options: SessionConfig, key: str) -> str | None:
+    """Return a session entry, or None if it was never set."""
+    try:
+        return str(options.get_session_config_entry(key))
+    except RuntimeError:  # there is none
+        return None
 
 
 def given_entries(ask: Lookup, switched: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -165,14 +165,6 @@ def check_choice(key: str, value: object, spec: Option) -> None:
         raise OptionError(f"{key} is {value!r}; expected {spec.least} or more")
 
 
-def stored(options: SessionConfig, key: str) -> str | None:
-    """Return a session entry, or None when it was never set."""
-    try:
-        return options.get_session_config_entry(key)
-    except RuntimeError:  # onnxruntime's way of saying that there is none
-        return None
-
-
 def closest(name: str, known: Iterable[str]) -> str:
     """Return a hint for an unknown name: the closest match, and all that are known."""
     from rewrite_rules.closest_name import did_you_mean

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from session_options import keys
 from session_options.entries import BUILTIN_PASSES, PASSES_KEY
 from session_options.entries import HINT_KEY as HINT_KEY
+from session_options.given import stored
 from session_options.keys import PREFIX, Option, OptionError, Scalar
 from session_options.passes import Pass
 from session_options.presets import PRESETS
@@ -108,7 +109,7 @@ def read(options: SessionConfig | None) -> Plan:
     Raises:
         OptionError: If an ortplugins entry has an impossible value; names key and value.
     """
-    return Plan() if options is None else _read(functools.partial(keys.stored, options))
+    return Plan() if options is None else _read(functools.partial(stored, options))
 
 
 def _read(entry: Lookup) -> Plan:

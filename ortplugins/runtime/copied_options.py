@@ -23,6 +23,7 @@ import onnxruntime
 from onnxruntime.capi import _pybind_state, onnxruntime_pybind11_state
 
 from session_options.entries import DATA_FOLDER_KEY as DATA_FOLDER_KEY
+from session_options.given import stored
 
 # A model without nodes, and one whose node reads a byte of external data. Slashes pad its
 # location to a fixed length.
@@ -110,18 +111,10 @@ def apply_settings(
     """
     for name, value in settings.items():
         if "." in name:
-            if entry_of(options, name) != str(value):  # setting it twice causes a warning
+            if stored(options, name) != str(value):  # setting it twice causes a warning
                 options.add_session_config_entry(name, str(value))
         else:
             setattr(options, name, _attribute(name, value, type(getattr(options, name))))
-
-
-def entry_of(options: onnxruntime.SessionOptions, name: str) -> str | None:
-    """Return a session entry, or None if it was never set."""
-    try:
-        return str(options.get_session_config_entry(name))
-    except RuntimeError:  # there is none
-        return None
 
 
 def _attribute(name: str, value: str | int | bool, kind: type[Any]) -> Any:

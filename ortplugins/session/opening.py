@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import onnxruntime
 
 from ortplugins.cache.artifact import REPORT, Artifact, Wanted, find_artifact
-from ortplugins.runtime.copied_options import CopiedOptions, entry_of
+from ortplugins.runtime.copied_options import CopiedOptions
 from session_options.entries import DATA_FOLDER_KEY, HINT_KEY
-from session_options.given import entries_of_onnxruntime, given_entries
+from session_options.given import entries_of_onnxruntime, given_entries, stored
 
 if TYPE_CHECKING:
     from ortplugins.report import Report
@@ -169,7 +169,7 @@ class Start:
 
     def _entry(self, key: str) -> str | None:
         """Return an entry of the options, or None when it was never set."""
-        return entry_of(self._options, key)
+        return stored(self._options, key)
 
     def wanted(self, entries: Mapping[str, str], providers: Sequence[str]) -> Wanted:
         """Return everything that the cache entry depends on."""

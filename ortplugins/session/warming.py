@@ -18,12 +18,11 @@ from ortplugins.cache.build import get_or_build
 from ortplugins.cache.store import cache_of, disk_size, share
 from ortplugins.errors import ModelFileError, OrtpluginsWarning, PassError
 from ortplugins.report import Report
-from ortplugins.runtime.copied_options import entry_of
 from ortplugins.runtime.stock_session import optimization_level_of
 from ortplugins.session.opening import Start
 from session_options import DqMatMulNBitsFusion, OptionError, Pass, PrepackedWeights
 from session_options.entries import CACHE_DIR_KEY
-from session_options.given import given_entries
+from session_options.given import given_entries, stored
 from session_options.plan import entries_of, read_plan
 
 _PROVIDERS = ("CPUExecutionProvider",)
@@ -87,7 +86,7 @@ def warm(
     if isinstance(models, str | os.PathLike):
         models = [models]
     prepared.enable_cpu_mem_arena = arena
-    entries = given_entries(functools.partial(entry_of, prepared))
+    entries = given_entries(functools.partial(stored, prepared))
     if not entries:
         raise OptionError("no pass is switched on, so there is nothing to build")
     results = []

@@ -30,7 +30,7 @@ from ortplugins.cache.store import ArtifactCache
 from ortplugins.runtime.copied_options import running_options
 from ortplugins.session import opening
 from rewrite_rules.remarks import PassContext
-from session_options.keys import stored
+from session_options.given import stored
 
 CASE = DequantizedMatMul(128, 64, 32, "int4", "transposed")
 

@@ -36,7 +36,8 @@ from session_options import (
     read,
 )
 from session_options.entries import OPTIONS
-from session_options.keys import format_value, options_of, stored
+from session_options.given import stored
+from session_options.keys import format_value, options_of
 from session_options.plan import (
     GENERAL_OPTIONS,
     entries_of,

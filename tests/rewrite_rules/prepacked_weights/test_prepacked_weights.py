@@ -40,7 +40,7 @@ from rewrite_rules.prepacked_weights.records import (
 )
 from rewrite_rules.prepacked_weights.records import places as places_of
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
-from session_options.keys import stored
+from session_options.given import stored
 from session_options.plan import entries_of
 
 CASE = DequantizedMatMul(128, 64, 32)
