@@ -241,7 +241,10 @@ class Artifact:
     @property
     def may_be_retried(self) -> bool:
         """Whether a pass failed so long ago that it may work now, with more disk or memory."""
-        return bool(self.failed) and abs(time.time() - self.made) > _RETRY_SECONDS
+        from ortplugins.runtime.machine import missing_packages
+
+        is_old = abs(time.time() - self.made) > _RETRY_SECONDS
+        return bool(self.failed) and is_old and not missing_packages()
 
     def write(self) -> None:
         """Write it into its folder, which must not have one yet."""
@@ -296,17 +299,23 @@ def _pairs(fields: Sequence[str]) -> dict[str, str]:
     return dict(zip(fields[::2], fields[1::2], strict=True))
 
 
-def find_artifact(wanted: Wanted, key: str) -> Artifact | None:
-    """Return the entry of a key and mark it as used; None without one that can be trusted."""
-    root = wanted.root
-    folder = os.path.join(root, "entries", key)
-    artifact = Artifact.read(folder)
-    if artifact is None or not is_private(root, os.path.dirname(folder), folder):
-        return None
+def find_entry(wanted: Wanted) -> Artifact | None:
+    """Return the entry that a session opens, and mark it as used.
+
+    None without one that can be trusted, and where a pass failed that is to be tried again.
+    """
     try:
+        if (key := wanted.known_key()) is None:
+            return None
+        folder = os.path.join(wanted.root, "entries", key)
+        artifact = Artifact.read(folder)
+        if artifact is None or not is_private(wanted.root, os.path.dirname(folder), folder):
+            return None
+        if artifact.failed and (wanted.is_strict or artifact.may_be_retried):
+            return None
         if changed_files(artifact, reads_files=wanted.reads_files) or not note_use(folder):
             return None
-    except OSError:  # it was removed meanwhile
+    except OSError:  # the model cannot be read, or the entry was removed meanwhile
         return None
     return artifact
 

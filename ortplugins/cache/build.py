@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ortplugins.cache.artifact import Artifact, Wanted, changed_files, find_artifact
+from ortplugins.cache.artifact import Artifact, Wanted, changed_files, find_entry
 from ortplugins.cache.folder import keep_data_locations, temporary_folder
 from ortplugins.cache.store import ArtifactCache, cache_of
 from ortplugins.errors import MissingFileError, ModelFileError, OrtpluginsWarning, PassError
@@ -46,26 +46,10 @@ def get_or_build(wanted: Wanted) -> tuple[Artifact, str]:
         PassError: If nothing can be built, or the session is strict and a pass has failed.
         OptionError: If the value of an option is invalid.
     """
-    key = known_key(wanted)
-    found = None if key is None else find_artifact(wanted, key)
-    source = "cache"
-    if found is None or (found.may_be_retried and not missing_packages()):
-        if found is None and key is not None:
-            _warn_of_changes(os.path.join(wanted.root, "entries", key), wanted)
-        found, source = build_entry(wanted)
-    if wanted.is_strict and found.failed:
-        raise PassError(found.failed[0])
-    return found, source
-
-
-def known_key(wanted: Wanted) -> str | None:
-    """Return :meth:`.Wanted.known_key`, with our own errors.
-
-    Raises:
-        MissingFileError, ModelFileError: If the model cannot be read.
-    """
-    with _read_errors(wanted.name):
-        return wanted.known_key()
+    if (found := find_entry(wanted)) is not None:
+        return found, "cache"
+    _warn_of_changes(wanted)
+    return build_entry(wanted)
 
 
 @contextlib.contextmanager
@@ -78,10 +62,10 @@ def _read_errors(name: str) -> Iterator[None]:
         raise ModelFileError(f"{name}: cannot be read: {error}") from error
 
 
-def _warn_of_changes(folder: str, wanted: Wanted) -> None:
+def _warn_of_changes(wanted: Wanted) -> None:
     with contextlib.suppress(OSError):
-        artifact = Artifact.read(folder)
-        if artifact is not None:
+        folder = os.path.join(wanted.root, "entries", wanted.known_key() or "")
+        if (artifact := Artifact.read(folder)) is not None:
             _warn_rebuilt(folder, changed_files(artifact, reads_files=wanted.reads_files))
 
 
@@ -93,15 +77,15 @@ def _warn_rebuilt(folder: str, changed: list[str]) -> None:
 
 
 def discard_if_damaged(artifact: Artifact, wanted: Wanted) -> bool:
-    """Remove an entry from the cache if its files changed on disk; return whether they did."""
+    """Remove an entry if its files changed on disk; return whether to look for it again."""
     if artifact.model is None:
         return False
     try:
         damaged = ArtifactCache(Path(wanted.root)).discard_damaged(artifact)
     except (OSError, ImportError):  # it is read-only, or filelock is not installed
         return False
-    _warn_rebuilt(artifact.folder, damaged)
-    return bool(damaged)
+    _warn_rebuilt(artifact.folder, damaged or [])
+    return damaged != []
 
 
 def build_entry(wanted: Wanted) -> tuple[Artifact, str]:
@@ -142,9 +126,7 @@ def _built_in(wanted: Wanted, cache: ArtifactCache) -> tuple[Artifact, str]:
         digest = wanted.model_digest()
     with cache.build(digest) as folder:
         # Another process may have built it in the meantime.
-        key = known_key(wanted)
-        found = None if key is None else find_artifact(wanted, key)
-        if found is not None and not found.may_be_retried:
+        if (found := find_entry(wanted)) is not None:
             return found, "cache"
         manifest = _made_by_child(wanted, folder)
         if manifest is None:

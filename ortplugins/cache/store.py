@@ -222,16 +222,15 @@ class ArtifactCache:
         assert artifact is not None
         return artifact
 
-    def discard_damaged(self, artifact: Artifact) -> list[str]:
+    def discard_damaged(self, artifact: Artifact) -> list[str] | None:
         """Remove an entry if its files changed on disk; return the names of these files.
 
-        An entry that was removed or rebuilt since the artifact was read is left alone; then
-        the artifact itself counts as changed.
+        None if it was removed or rebuilt since the artifact was read; then it is left alone.
         """
         with self.lock(artifact.key):
             found = Artifact.read(self.root / "entries" / artifact.key)
             if found is None or found.made != artifact.made:
-                return [ARTIFACT]
+                return None
             try:
                 changed = changed_files(found, reads_files=True)
             except OSError as error:  # a file is missing or can't be read

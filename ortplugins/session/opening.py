@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import onnxruntime
 
-from ortplugins.cache.artifact import REPORT, Artifact, Wanted, find_artifact
+from ortplugins.cache.artifact import REPORT, Artifact, Wanted, find_entry
 from ortplugins.runtime.copied_options import CopiedOptions
 from session_options.entries import DATA_FOLDER_KEY, HINT_KEY
 from session_options.given import entries_of_onnxruntime, given_entries, stored
@@ -234,38 +234,30 @@ class Start:
         absent = {*onnxruntime.get_all_providers()} - {*available}
         return [name for name in given if name not in absent] or ("CPUExecutionProvider",)
 
-    def _find_and_open(self, wanted: Wanted, given: CopiedOptions) -> Opened:
+    def _find_and_open(
+        self, wanted: Wanted, given: CopiedOptions, *, is_second: bool = False
+    ) -> Opened:
         """Open the entry and describe it; for an untouched model, leave that to the caller.
 
         An entry that was damaged in the cache is rebuilt once.
         """
         if wanted.is_in_memory:
             return self._open_in_memory(wanted, given)
-        try:
-            key = wanted.known_key()
-            artifact = None if key is None else find_artifact(wanted, key)
-        except OSError:  # the build will say what is wrong with the model
-            artifact = None
-        is_refused = wanted.is_strict and artifact is not None and artifact.failed
-        if artifact is not None and not (is_refused or artifact.may_be_retried):
-            try:
-                return self._open_artifact(artifact, wanted, given, "cache")
-            except NotCopiedError:
-                raise
-            except Exception:  # the build looks closer
-                pass
-        from ortplugins.cache.build import discard_if_damaged, get_or_build
-        from ortplugins.errors import PassError
+        artifact, source = find_entry(wanted), "cache"
+        if artifact is None:
+            from ortplugins.cache.build import get_or_build
 
-        artifact, source = get_or_build(wanted)
+            artifact, source = get_or_build(wanted)
         try:
             return self._open_artifact(artifact, wanted, given, source)
         except NotCopiedError:
             raise
         except Exception as error:
-            if discard_if_damaged(artifact, wanted):
-                artifact, source = get_or_build(wanted)
-                return self._open_artifact(artifact, wanted, given, source)
+            from ortplugins.cache.build import discard_if_damaged
+            from ortplugins.errors import PassError
+
+            if not is_second and discard_if_damaged(artifact, wanted):
+                return self._find_and_open(wanted, given, is_second=True)
             if wanted.is_strict:
                 raise
             name = artifact.model or wanted.name

@@ -11,7 +11,7 @@ import onnxruntime as ort
 
 import ortplugins
 from builders.dequantized_models import DequantizedMatMul, relative_error
-from ortplugins.cache.artifact import ARTIFACT, Artifact, Wanted, find_artifact
+from ortplugins.cache.artifact import ARTIFACT, Artifact, Wanted, find_entry
 from ortplugins.cache.store import ArtifactCache, Entry
 
 DAY = 86400.0
@@ -96,7 +96,12 @@ def entries(cache_dir: Path) -> list[Entry]:
 
 def find(cache_dir: Path, key: str) -> Artifact | None:
     """What a session finds under a key."""
-    return find_artifact(Wanted("", {"ortplugins.cache_dir": str(cache_dir)}), key)
+
+    class Keyed(Wanted):
+        def known_key(self) -> str:
+            return key
+
+    return find_entry(Keyed("", {"ortplugins.cache_dir": str(cache_dir)}))
 
 
 def backdate(folder: Path, seconds: float) -> None:

@@ -260,16 +260,16 @@ def test_strict_raises_chained(model_path):
 
 
 def test_an_entry_removed_while_a_session_opens_is_built_again(model_path, monkeypatch):
-    real = opening.find_artifact
+    real = opening.find_entry
 
-    def find_artifact(*args: Any) -> Artifact | None:
+    def find_entry(*args: Any) -> Artifact | None:
         artifact = real(*args)
         if artifact is not None:
             shutil.rmtree(artifact.folder)
         return artifact
 
     assert source(model_path) == "built"
-    monkeypatch.setattr(opening, "find_artifact", find_artifact)
+    monkeypatch.setattr(opening, "find_entry", find_entry)
     session = start(model_path)
     assert session.ortplugins_report.source == "built"
     check(session, CASE)
