@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """An order of the nodes of a graph that holds few bytes at a time.
 
-Every Shape and Size runs directly after its producer, and so does the small chain of integers
-that hangs on it. The others run as in the one of onnxruntime's two orders that holds less so.
+Every Shape and Size runs directly after its producer. The others run as in the one of
+onnxruntime's two orders that holds less so.
 
 Orders that were searched for (the node that grows memory least, Liu's segments, Sethi and
 Ullman's subtrees) held at most 4 % less, and nothing in 22 of 23 nets that people ship.
@@ -20,9 +20,6 @@ from rewrite_rules.graph.nodes import subgraphs
 from rewrite_rules.shape_size_reorder.memory_plan import MemoryModel, inner_bytes
 from rewrite_rules.shapes.proved_shapes import ConcreteShapes
 
-# A chain's tensors are shapes; anything larger is data.
-_CHAIN_BYTES = 4096
-
 
 class SimulatedOrder(NamedTuple):
     """Positions of the nodes as they run, Constants left out, and the most bytes then held."""
@@ -38,8 +35,6 @@ class GraphOrder:
     Attributes:
         ours: The order of nodes in the file, which ``ExecutionOrder.PRIORITY_BASED`` runs.
         default, priority: What a session runs with the file as it is.
-        chain_bytes: Bytes of all results of Shape, Size and the chains on them. So much, at
-            most, may ours lie above the better native order, for having them early.
         unknown_values: Values whose size is a guess. Subgraphs included.
         subgraphs: The same for each subgraph, in the order of the file.
     """
@@ -48,7 +43,6 @@ class GraphOrder:
     ours: SimulatedOrder
     default: SimulatedOrder
     priority: SimulatedOrder
-    chain_bytes: int
     unknown_values: tuple[str, ...]
     subgraphs: tuple[GraphOrder, ...]
     model: MemoryModel = dataclasses.field(repr=False, compare=False)
@@ -85,69 +79,24 @@ def memory_order(
         inside = {
             index: inner_bytes(
                 dependencies.nodes[index],
-                [(getattr(o, name).peak, o.model.output_bytes()) for o in orders],
+                [(getattr(o, name).peak, o.model.output_bytes) for o in orders],
             )
             for index, orders in bodies.items()
             if orders
         }
-        return SimulatedOrder(tuple(order), int(model.live(order, inside).max(initial=0)))
-
-    def settle(order: Sequence[int]) -> list[int]:
-        """Move shapes and chains to where they can run first; PRIORITY_BASED runs that."""
-        key = [0] * len(order)
-        for rank, node in enumerate(order):
-            key[node] = classes[node] * len(order) + rank
-        return dependencies.smallest_first(key)
+        return SimulatedOrder(tuple(order), max(model.live(order, inside), default=0))
 
     default = simulated(dependencies.default(), "default")
-    classes, chain_bytes = _chain_classes(model, default.order)
-    priority = simulated(dependencies.priority(), "priority")
-    settled = [simulated(settle(each.order), "ours") for each in (priority, default)]
+    shapes_first = map(dependencies.shapes_first, (range(len(bodies)), default.order))
+    ours = min((simulated(order, "ours") for order in shapes_first), key=lambda o: o.peak)
     orders = [order for found in bodies.values() for order in found]
     unknown_values = [name for order in orders for name in order.unknown_values]
     return GraphOrder(
         graph=graph,
-        ours=min(settled, key=lambda order: order.peak),
+        ours=ours,
         default=default,
-        priority=priority,
-        chain_bytes=chain_bytes + sum(order.chain_bytes for order in orders),
+        priority=simulated(dependencies.priority(), "priority"),
         unknown_values=(*model.unknown_values, *unknown_values),
         subgraphs=tuple(orders),
         model=model,
-    )
-
-
-def _chain_classes(model: MemoryModel, order: Sequence[int]) -> tuple[list[int], int]:
-    """Return 0 for each Shape and Size, 1 for the chains on them, 2 for others; bytes of both.
-
-    A chain is of small integers computed from nothing but shapes and constants. ``order``:
-    any in which producers run first.
-    """
-    dependencies, chain_bytes = model.dependencies, 0
-    classes = [2] * len(dependencies.nodes)
-    for index in order:
-        node = dependencies.nodes[index]
-        size = sum(model.sizes[value] for value in model.makes[index])
-        if dependencies.shape_readers[index]:
-            classes[index] = 0
-        elif (
-            size <= _CHAIN_BYTES
-            and dependencies.producers[index]
-            and all(classes[p] < 2 for p in dependencies.producers[index])
-            and all(_comes_from_node_or_file(value) for value in node.inputs)
-            and not any(True for _ in subgraphs(node))
-        ):
-            classes[index] = 1
-        else:
-            continue
-        chain_bytes += size
-    return classes, chain_bytes
-
-
-def _comes_from_node_or_file(value: ir.Value | None) -> bool:
-    """Whether an input is not a tensor that the caller feeds or a graph around has."""
-    return (
-        value is None
-        or value.producer() is not None
-        or (value.is_initializer() and not value.is_graph_input())
     )

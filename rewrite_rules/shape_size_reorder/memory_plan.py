@@ -22,15 +22,13 @@ with ``mem_bytes_requested_in_use`` of its profiles.
 
 from __future__ import annotations
 
-import itertools
+import collections
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
-from rewrite_rules.graph.nodes import captures
+from rewrite_rules.graph.nodes import captures, input_of
 from rewrite_rules.shape_size_reorder.onnxruntime_orders import Dependencies
 from rewrite_rules.shapes.proved_shapes import ConcreteShapes
 
@@ -49,14 +47,12 @@ _IN_PLACE |= {("com.microsoft", "FusedConv"): 3, ("com.microsoft.nchwc", "Conv")
 # Their float64 kernels do not.
 _IN_PLACE_FLOAT_ONLY = frozenset({"LogSoftmax", "Softmax"})
 
-# No machine holds more; millions of such tensors add up within int64.
+# No machine holds more.
 _MOST_BYTES = 1 << 40
 _STRING_BYTES = 32  # std::string of libstdc++ and libc++; short texts lie inside
 
 # (element bytes, dimensions): one may be written over another of the same.
 _Key = tuple[int, tuple[int, ...]]
-# The number of what no node makes: the last of all lists, of no size and never free.
-_ELSEWHERE = -1
 
 
 class MemoryModel:
@@ -66,15 +62,8 @@ class MemoryModel:
 
     Attributes:
         dependencies: Of the graph's nodes; a number of a node is its position there.
-        sizes: Bytes of each value that a node makes, by number; the last is any other.
-        reads: For each node, the values it or its subgraphs read, once for each time; values
-            that are not the graph's own are left out.
-        makes: For each node, the values it makes.
-        source, overwrites: Node -> the value that its first output is an alias of, or may be
-            written over.
-        uses: For each value, how often it is read.
-        outputs: Whether a value is an output of the graph.
         unknown_values: Names of values whose size is a guess: without rank, or no tensors.
+        output_bytes: Bytes of the outputs that nodes of the graph make.
     """
 
     def __init__(
@@ -83,122 +72,96 @@ class MemoryModel:
         shapes: ConcreteShapes,
         parent: ir.Node | None = None,
     ) -> None:
-        self.dependencies = dependencies = Dependencies.of(graph)
-        self._shapes = shapes
+        self.dependencies = Dependencies.of(graph)
         self.unknown_values: list[str] = []
-        self.sizes: list[int] = []
-        self._keys: list[_Key | None] = []
-        self.reads: list[list[int]] = [[] for _ in dependencies.nodes]
-        self.makes: list[list[int]] = [[] for _ in dependencies.nodes]
-        self.source: dict[int, int] = {}
-        self.overwrites: dict[int, int] = {}
-        numbers: dict[ir.Value | None, int] = {}
+        self._shapes, self._outputs = shapes, set[ir.Value | None](graph.outputs)
+        # Of the values that nodes make: bytes, what may be written over, how often it is read.
+        self._sizes: dict[ir.Value | None, int] = {}
+        self._keys: dict[ir.Value | None, _Key | None] = {}
+        self._uses = collections.Counter[ir.Value]()
         # By a topological order: guesses look at the inputs of a node.
-        for index in dependencies.default():
-            node = dependencies.nodes[index]
-            read = (*node.inputs, *captures(node))
-            self.reads[index] = [numbers[value] for value in read if value in numbers]
-            for value in node.outputs:
-                if value.name:
-                    numbers[value] = len(self.sizes)
-                    self.makes[index].append(numbers[value])
-                    size, key = self._measure(value, index)
-                    self.sizes.append(size)
-                    self._keys.append(key)
-            if node.inputs and self.makes[index] and node.outputs[0].name:
-                self._set_reuse(node, index, numbers)
+        for index in self.dependencies.default():
+            node = self.dependencies.nodes[index]
+            read, made = self._read(node), _made(node)
+            self._uses.update(read)
+            largest = max((self._sizes[value] for value in read), default=0)
+            for value in made:
+                self._sizes[value], self._keys[value] = self._measure(value, largest)
             if _is_unchanged_state(node, graph, parent):
-                self.sizes[self.makes[index][0]] = 0
-        results = set(graph.outputs)
-        self.outputs = [*(value in results for value in numbers), True]
-        self.sizes.append(0)
-        self.uses = [0] * len(self.sizes)
-        for number in itertools.chain.from_iterable(self.reads):
-            self.uses[number] += 1
-        self._keys.append(None)
+                self._sizes[made[0]] = 0
+        self.output_bytes = sum(self._sizes.get(value, 0) for value in self._outputs)
 
-    def output_bytes(self) -> int:
-        return sum(size for size, kept in zip(self.sizes, self.outputs, strict=True) if kept)
-
-    def live(
-        self, order: Sequence[int], inner: Mapping[int, int] | None = None
-    ) -> npt.NDArray[np.int64]:
+    def live(self, order: Iterable[int], inner: Mapping[int, int]) -> list[int]:
         """Return the bytes held while each node of an order runs, its outputs included.
 
         ``inner`` is the peak of a node's subgraphs while it runs.
         """
-        buffers = self._plan(order)
-        # For each buffer the step that it is there from, and the last one that needs it.
-        first: dict[int, int] = {}
-        last: dict[int, int] = {}
-        for step, node in enumerate(order):
-            for value in self.reads[node]:
-                if not self.outputs[buffers[value]]:
-                    last[buffers[value]] = step
-            for value in self.makes[node]:
-                first.setdefault(buffers[value], step)
-        change = np.zeros(len(order) + 1, np.int64)
-        for buffer, step in first.items():
-            change[step] += self.sizes[buffer]
+        # The value that each buffer was allocated for; None where that is not the graph's.
+        buffers: dict[ir.Value | None, ir.Value | None] = {}
+        left = collections.Counter[ir.Value | None]()
+        held, result = 0, []
+        for index in order:
+            node = self.dependencies.nodes[index]
+            for value in _made(node):
+                buffer = buffers[value] = self._buffer(value, node, buffers, left)
+                left[buffer] += self._uses[value]
+                if buffer is value:
+                    held += self._sizes[value]
+            result.append(held + inner.get(index, 0))
             # What nobody reads is in no list of things to give back.
-            if buffer in last:
-                change[last[buffer] + 1] -= self.sizes[buffer]
-        live = np.cumsum(change)[: len(order)]
-        if inner:
-            live += np.array([inner.get(node, 0) for node in order], np.int64)
-        return live
+            for value in self._read(node):
+                buffer = buffers[value]
+                left[buffer] -= 1
+                if not left[buffer] and buffer not in self._outputs:
+                    held -= self._sizes.get(buffer, 0)
+        return result
 
-    def _plan(self, order: Sequence[int]) -> list[int]:
-        """Which buffer each value has, named by the value that it was allocated for."""
-        buffers = [*range(len(self.sizes) - 1), _ELSEWHERE]
-        # One more use until the node that makes the value is through with it; outputs keep it.
-        left = [1 + uses + kept for uses, kept in zip(self.uses, self.outputs, strict=True)]
-        left[_ELSEWHERE] = len(order) * len(left)  # never free
-        for node in order:
-            source, over = self.source.get(node), self.overwrites.get(node)
-            first = self.makes[node][0] if self.makes[node] else _ELSEWHERE
-            if not self.outputs[first]:
-                if source is not None:
-                    buffers[first] = buffers[source]
-                elif over is not None and left[buffers[over]] == 1:
-                    buffers[first] = buffers[over]
-                if buffers[first] != first:
-                    left[buffers[first]] += left[first]
-            for value in (*self.reads[node], *self.makes[node]):
-                left[buffers[value]] -= 1
-        return buffers
+    def _read(self, node: ir.Node) -> list[ir.Value]:
+        """Return what a node or its subgraphs read of other nodes, each as often as it is."""
+        read = (*node.inputs, *captures(node))
+        return [value for value in read if value is not None and value in self._sizes]
 
-    def _measure(self, value: ir.Value, node: int) -> tuple[int, _Key | None]:
+    def _buffer(
+        self,
+        value: ir.Value,
+        node: ir.Node,
+        buffers: Mapping[ir.Value | None, ir.Value | None],
+        left: Mapping[ir.Value | None, int],
+    ) -> ir.Value | None:
+        """Return what the buffer of a new value was allocated for: itself, but by rule 2 or 3."""
+        if value is not node.outputs[0] or value in self._outputs:
+            return value
+        if node.op_type in _ALIASES and node.domain == "":
+            source = input_of(node, 0)
+            return value if source is None else buffers.get(source)
+        over, key = _overwritten_input(node), self._keys[value]
+        if (buffer := buffers.get(over)) is None or buffer in self._outputs:
+            return value
+        is_alike = key is not None and self._keys[over] == key
+        return buffer if is_alike and left[buffer] == 1 else value
+
+    def _measure(self, value: ir.Value, largest: int) -> tuple[int, _Key | None]:
         sizes = self._shapes.of.get(value)
         if sizes is None or isinstance(value.type, (ir.SequenceType, ir.OptionalType)):
             self.unknown_values.append(value.name or "")
-            return max((self.sizes[read] for read in self.reads[node]), default=0), None
+            return largest, None
         dtype = value.dtype if value.dtype is not None else ir.DataType.FLOAT
         if dtype is ir.DataType.STRING:
             return min(math.prod(sizes) * _STRING_BYTES, _MOST_BYTES), None
         bits = 8 if dtype is ir.DataType.UNDEFINED else dtype.bitwidth
         return min(-(-math.prod(sizes) * bits // 8), _MOST_BYTES), (math.ceil(bits / 8), sizes)
 
-    def _set_reuse(
-        self, node: ir.Node, index: int, numbers: Mapping[ir.Value | None, int]
-    ) -> None:
-        if node.op_type in _ALIASES and node.domain == "":
-            if node.inputs[0] is not None:
-                self.source[index] = numbers.get(node.inputs[0], _ELSEWHERE)
-            return
-        place = _overwritten_input(node)
-        if place is None or place >= len(node.inputs):
-            return
-        read, key = numbers.get(node.inputs[place]), self._keys[self.makes[index][0]]
-        if read is not None and key is not None and self._keys[read] == key:
-            self.overwrites[index] = read
+
+def _made(node: ir.Node) -> list[ir.Value]:
+    """Return the outputs of a node, but for those that are left out."""
+    return [value for value in node.outputs if value.name]
 
 
-def _overwritten_input(node: ir.Node) -> int | None:
-    if node.domain == "" and node.op_type in _IN_PLACE_FLOAT_ONLY:
-        first = node.inputs[0]
-        return None if first is None or first.dtype is ir.DataType.DOUBLE else 0
-    return _IN_PLACE.get((node.domain, node.op_type))
+def _overwritten_input(node: ir.Node) -> ir.Value | None:
+    place = _IN_PLACE.get((node.domain, node.op_type))
+    over = None if place is None else input_of(node, place)
+    is_double = over is not None and over.dtype is ir.DataType.DOUBLE
+    return None if is_double and node.op_type in _IN_PLACE_FLOAT_ONLY else over
 
 
 def _is_unchanged_state(node: ir.Node, graph: ir.Graph, parent: ir.Node | None) -> bool:
