@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection
+from string import ascii_uppercase
 from typing import Any
 
 import numpy as np
@@ -192,26 +193,28 @@ def _softmax(site: Site) -> Axes:
     return tuple(under[i] if here else beside[i] for i, here in enumerate(inside))
 
 
-def _product(site: Site, one: Axes, other: Axes) -> Axes:
-    """Multiply stacks of matrices; a zero row makes zeros."""
-    pairs = zip(sequences_of(one[-1]), sequences_of(other[-2]), strict=False)
-    both: Axis = tuple(
-        Sequence(zero=(a.zero or b.zero) and not (a.wild or b.wild)) for a, b in pairs
-    )
-    if plain([one[-1]]) != plain([other[-2]]):
-        if size_of(one[-1]) != size_of(other[-2]):
-            raise Refusal(*UNFIT)
-        both = (Sequence(),) * len(both)
-    rows = tuple(factor for factor in one[-1] if factor == BATCH)
-    mixes = site.mixes([(*rows, *both)], "zero", (*one[:-1], *other[:-2], other[-1]))
-    lead = _broadcast([one[:-2], other[:-2]], _EITHER_ZERO)
-    made = (*lead, one[-2], other[-1])
-    check_rows((*made, both))
-    new = _beside(made, mixes)
+def _contracted(site: Site, equation: str) -> Axes:
+    """Multiply, and add up along letters that the result lacks; a zero factor makes zeros."""
+    sides, _, result = equation.partition("->")
+    parts: dict[str, list[Axis]] = {letter: [] for letter in sorted({*sides} - {","})}
+    for index, letters in enumerate(sides.split(",")):
+        axes = site.tokens(index)
+        if [len(letters), len({*letters})] != [len(axes)] * 2:
+            raise Refusal(*UNFIT)  # an ellipsis, or a diagonal
+        for letter, axis in zip(letters, axes, strict=True):
+            parts[letter].append(axis)
+    merged = {
+        letter: _merged(found, [Sequence()] * len(found), _EITHER_ZERO)
+        for letter, found in parts.items()
+    }
+    made = tuple(merged.pop(letter) for letter in result)
+    if any(size_of(axis) != size_of(merged[x]) for x in merged for axis in parts[x]):
+        raise Refusal(*UNFIT)
+    mixes = site.mixes(merged.values(), "zero", made)
+    check_rows((*made, *merged.values()))
+    new, zero = _beside(made, mixes), iter(sequences_of(*made))
     if mixes:  # a row is 0 only where what it is multiplied with is at real positions
         return new
-    # A row of zeros makes zeros.
-    zero = iter(sequences_of(*made))
     return changed(new, lambda factor: dataclasses.replace(factor, zero=next(zero).zero))
 
 
@@ -226,51 +229,30 @@ def _beside(axes: Axes, mixes: bool) -> Axes:
 
 
 def _matmul(site: Site) -> Axes:
-    one, other = site.tokens(0), site.tokens(1)
-    rows, columns = len(one) > 1, len(other) > 1
-    *lead, row, column = _product(
-        site, one if rows else ((), *one), other if columns else (*other, ())
-    )
-    return (*lead, *[row] * rows, *[column] * columns)
+    """Multiply rows by columns, for all axes in front of them; a vector lacks its own."""
+    ranks = [len(site.tokens(index)) for index in (0, 1)]
+    row, column = (name[: rank - 1] for name, rank in zip("rc", ranks, strict=True))
+    one, other = (ascii_uppercase[: max(rank - 2, 0)][::-1] for rank in ranks)
+    lead = max(one, other, key=len)
+    return _contracted(site, f"{one}{row}k,{other}k{column}->{lead}{row}{column}")
 
 
 def _gemm(site: Site) -> Axes:
-    one, other = site.tokens(0), site.tokens(1)
-    if len(one) != 2 or len(other) != 2:
-        raise Refusal(*UNFIT)
-    one = one[::-1] if site.integer("transA", 0) else one
-    other = other[::-1] if site.integer("transB", 0) else other
-    result = _product(site, one, other)
+    left = "kr" if site.integer("transA", 0) else "rk"
+    right = "ck" if site.integer("transB", 0) else "kc"
+    result = _contracted(site, f"{left},{right}->rc")
     return _broadcast([result, site.tokens(2)]) if site.has(2) else result
 
 
 def _einsum(site: Site) -> Axes:
-    """Multiply, and add up along letters that the result lacks; a zero factor makes zeros."""
-    sides, arrow, result = site.text("equation", "").replace(" ", "").partition("->")
-    terms, operands, letters = sides.split(","), site.operands(), set(sides) - {","}
-    sizes = [[len(each), len({*each})] for each in (*terms, result)]
-    if sizes != [[len(axes)] * 2 for axes in (*operands, result)] or not letters >= {*result}:
-        raise Refusal(*UNFIT)  # an ellipsis, or a diagonal
+    equation = site.text("equation", "").replace(" ", "")
+    sides, arrow, result = equation.partition("->")
     if not arrow:
         raise Refusal("ORP503", "is not known to work token by token")
-    found = {
-        letter: [
-            a[t.index(letter)] for t, a in zip(terms, operands, strict=True) if letter in t
-        ]
-        for letter in sorted(letters)
-    }
-    axes = {
-        letter: _merged(parts, [Sequence()] * len(parts), _EITHER_ZERO)
-        for letter, parts in found.items()
-    }
-    made = tuple(axes[letter] for letter in result)
-    gone = [axes[letter] for letter in sorted(letters - {*result})]
-    mixes = site.mixes(gone, "zero", made)
-    check_rows((*made, *gone))
-    new, zero = _beside(made, mixes), iter(sequences_of(*made))
-    if mixes:
-        return new
-    return changed(new, lambda factor: dataclasses.replace(factor, zero=next(zero).zero))
+    is_whole = sides.count(",") + 1 == len(site.node.inputs)
+    if not is_whole or len({*result}) < len(result) or not {*sides} >= {*result}:
+        raise Refusal(*UNFIT)
+    return _contracted(site, equation)
 
 
 def _attention(site: Site) -> list[Axes | Side]:
