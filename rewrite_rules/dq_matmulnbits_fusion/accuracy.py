@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from rewrite_rules.dq_matmulnbits_fusion.fusion_run import NATIVE_PROVIDERS, FusionRun
 from rewrite_rules.dq_matmulnbits_fusion.matmul_operands import Product
-from rewrite_rules.graph.nodes import dequantizer, is_quantize_linear, owner
+from rewrite_rules.graph.nodes import dequantizer, owner
 from rewrite_rules.graph.parameters import constant, source_of
 from rewrite_rules.weights.dequantized_operand import DequantizedOperand
 
@@ -101,24 +101,3 @@ def _what_follows(node: ir.Node, run: FusionRun) -> str:
             return "its Add is not a bias [N]"
         out = use.node.outputs[0]
     return ""
-
-
-def computes_in_integers(node: ir.Node) -> bool:
-    """Whether all that a node reads is dequantised, and all that reads it quantises.
-
-    onnxruntime makes one operator of integers of it; a Relu or Clip behind it disappears.
-    """
-    result, last = node.outputs[0], list(node.outputs[0].consumers())
-    if len(last) == 1 and last[0].op_type in ("Clip", "Relu") and not result.is_graph_output():
-        result, last = last[0].outputs[0], list(last[0].outputs[0].consumers())
-    # A bias is quantised by onnxruntime, if it is not yet.
-    read = [value for value in node.inputs if value is not None and constant(value) is None]
-    makers = [dequantizer(source_of(value)) for value in read]
-    codes = [maker.inputs[0] for maker in makers if maker is not None]
-    return (
-        bool(last)
-        and all(map(is_quantize_linear, last))
-        and not result.is_graph_output()
-        and len(codes) == len(read)
-        and any(constant(value) is None for value in codes)
-    )

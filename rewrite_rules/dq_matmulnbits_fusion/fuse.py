@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterator
 
 import onnx_ir as ir
 
-from rewrite_rules.dq_matmulnbits_fusion.accuracy import computes_in_integers
 from rewrite_rules.dq_matmulnbits_fusion.fusion_run import FusionOptions, FusionRun
 from rewrite_rules.dq_matmulnbits_fusion.gather_rule import GatherToGatherBlockQuantized
 from rewrite_rules.dq_matmulnbits_fusion.matmul_rules import (
@@ -21,6 +20,7 @@ from rewrite_rules.dq_matmulnbits_fusion.matmul_rules import (
     GemmByWeight,
     MatMulByWeight,
 )
+from rewrite_rules.facts.integer_groups import computes_in_integers
 from rewrite_rules.graph.nodes import (
     all_nodes,
     inline_functions,

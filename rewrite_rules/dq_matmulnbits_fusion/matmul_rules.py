@@ -20,10 +20,7 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter import MatchContext, RewriteRuleClassBase
 
-from rewrite_rules.dq_matmulnbits_fusion.accuracy import (
-    choose_accuracy_level,
-    computes_in_integers,
-)
+from rewrite_rules.dq_matmulnbits_fusion.accuracy import choose_accuracy_level
 from rewrite_rules.dq_matmulnbits_fusion.fusion_run import (
     Emit,
     FusionRun,
@@ -45,6 +42,7 @@ from rewrite_rules.dq_matmulnbits_fusion.matmul_operands import (
     read_product,
     write_column_bias,
 )
+from rewrite_rules.facts.integer_groups import computes_in_integers
 from rewrite_rules.graph.nodes import is_dequantize_linear, label, producer
 from rewrite_rules.graph.parameters import constant
 from rewrite_rules.remarks import Refusal

@@ -4,8 +4,7 @@
     op(x, DequantizeLinear(codes, scale, zero_point?))   ->   op(x, float constant)
     op(x, DequantizeLinear(bias_int32, scale))           ->   op(x, float constant)
 
-for operators without a dequantised activation among their inputs, or whose outputs are not all
-quantised: onnxruntime has no quantised kernel for such a group. Refused, by name: constants in
+for operators that onnxruntime does not compute in integers. Refused, by name: constants in
 blocks and of less than 8 bits, for which MatMulNBits and GatherBlockQuantized are; constants
 that a caller may feed; what exceeds the limit.
 """
@@ -17,9 +16,10 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript.rewriter import MatchContext, RewriteRuleClassBase
 
+from rewrite_rules.facts.integer_groups import computes_in_integers
 from rewrite_rules.graph.initializers import DerivedInitializers
-from rewrite_rules.graph.nodes import dequantizer, input_of, label, producer
-from rewrite_rules.graph.parameters import constant, int_attribute, source_of
+from rewrite_rules.graph.nodes import label, producer
+from rewrite_rules.graph.parameters import int_attribute, source_of
 from rewrite_rules.graph.rule_set import DispatchingRuleSet, own
 from rewrite_rules.remarks import PassContext, Refusal
 from rewrite_rules.weights.dequantized_operand import read_operand
@@ -51,7 +51,7 @@ class UnpackedConstant(RewriteRuleClassBase):
             use
             for use in out.uses()
             if use.node.op_type not in ("QuantizeLinear", "DequantizeLinear")
-            and (self._context.final_graph or _computes_in_float(use.node))
+            and (self._context.final_graph or not computes_in_integers(use.node))
         ]
         if not self._readers:
             return False
@@ -84,20 +84,3 @@ class UnpackedConstant(RewriteRuleClassBase):
 
 def _called(node: ir.Node) -> str:
     return f"DequantizeLinear {label(node)!r}"
-
-
-def _computes_in_float(node: ir.Node) -> bool:
-    """Whether an operator is not a group of DQ, operator and Q that has a quantised kernel."""
-    # Outputs that nothing reads, or that were left out, say nothing of the group.
-    written = [value for value in node.outputs if value.uses() or value.is_graph_output()]
-    return not any(map(_is_activation, node.inputs)) or not all(map(_is_quantised, written))
-
-
-def _is_quantised(value: ir.Value) -> bool:
-    readers = {use.node.op_type for use in value.uses()}
-    return readers == {"QuantizeLinear"} and not value.is_graph_output()
-
-
-def _is_activation(value: ir.Value | None) -> bool:
-    node = None if value is None else dequantizer(source_of(value))
-    return node is not None and constant(input_of(node, 0)) is None
