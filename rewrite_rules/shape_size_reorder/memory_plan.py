@@ -128,7 +128,7 @@ class MemoryModel:
         buffers: Mapping[ir.Value | None, ir.Value | None],
         left: Mapping[ir.Value | None, int],
     ) -> ir.Value | None:
-        """Return what the buffer of a new value was allocated for: itself, but by rule 2 or 3."""
+        """Return the value whose buffer a new one has: its own, but by rule 2 or 3."""
         if value is not node.outputs[0] or value in self._outputs:
             return value
         if node.op_type in _ALIASES and node.domain == "":
