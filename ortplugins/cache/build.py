@@ -182,7 +182,6 @@ def read_request(wanted: Wanted) -> BuildRequest:
         OptionError: If the value of an option is invalid.
     """
     from ortplugins.optimization.request import BuildRequest
-    from ortplugins.runtime.session_settings import OptimizerSettings
     from rewrite_rules.onnxruntime_version import are_cpu_only
     from session_options.entries import OF_ONNXRUNTIME
     from session_options.plan import read_plan
@@ -195,7 +194,9 @@ def read_request(wanted: Wanted) -> BuildRequest:
         plan=plan,
         providers=wanted.providers,
         data_folder=wanted.data_folder,
-        optimizers=OptimizerSettings(wanted.level, wanted.disabled, entries),
+        level=wanted.level,
+        disabled=wanted.disabled,
+        entries=entries,
         bakes=plan.bake and runs_any and are_cpu_only(wanted.providers),
         cpu_arena=wanted.cpu_arena,
     )

@@ -40,7 +40,6 @@ from ortplugins.optimization.shape_inference import shapes_while
 from ortplugins.optimization.stages import FailedPass, PassRuns, WrongResult
 from ortplugins.report import Report
 from ortplugins.runtime.copied_options import DATA_FOLDER_KEY
-from ortplugins.runtime.session_settings import OptimizerSettings
 from rewrite_rules.graph.nodes import all_nodes
 from session_options import Pass
 from session_options.caller_warnings import warn_caller
@@ -96,7 +95,7 @@ def build(
     def finish(path: Path) -> None:
         nonlocal baked, placed
         if request.bakes:
-            final, baked = _optimized(path, request.optimizers, notes, placed)
+            final, baked = _optimized(path, request, notes, placed)
             if placed is not None and _new_bytes(final, placed) > NEW_BYTES:
                 placed = None  # onnxruntime folded constants
             runs.run("rearrange", final, final_graph=baked)
@@ -270,13 +269,13 @@ def _may_stay(loaded: LoadedModel) -> PlacedData | None:
 
 
 def _optimized(
-    path: Path, settings: OptimizerSettings, notes: list[str], placed: PlacedData | None
+    path: Path, request: BuildRequest, notes: list[str], placed: PlacedData | None
 ) -> tuple[ir.Model, bool]:
     """Run onnxruntime's optimisers on a saved model; return the result and if they ran."""
     from ortplugins.optimization.offline_optimizers import bake
 
     try:
-        model, baked = bake(path, settings, placed and placed.folder), True
+        model, baked = bake(path, request, placed and placed.folder), True
     except PassError as error:
         notes.append(
             f"not baked, so each start runs onnxruntime's optimisers: {error} [ORP907]"

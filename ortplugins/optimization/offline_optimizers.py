@@ -16,8 +16,8 @@ import onnxruntime
 
 from ortplugins.errors import PassError
 from ortplugins.model_io.loading import load_result
+from ortplugins.optimization.request import BuildRequest
 from ortplugins.runtime.copied_options import DATA_FOLDER_KEY
-from ortplugins.runtime.session_settings import OptimizerSettings
 from rewrite_rules.graph.parameters import contents
 
 # Merges a sum and the LayerNormalization after it into a kernel that works element by element:
@@ -25,10 +25,10 @@ from rewrite_rules.graph.parameters import contents
 SLOW_OPTIMIZERS = ("SkipLayerNormFusion",)
 
 
-def bake(
-    source: Path, settings: OptimizerSettings, data_folder: Path | None = None
-) -> ir.Model:
+def bake(source: Path, request: BuildRequest, data_folder: Path | None = None) -> ir.Model:
     """Return the optimised graph of a file whose data lies next to it or in a folder.
+
+    ``request`` says which optimisers to run.
 
     Raises:
         PassError: If they fail.
@@ -36,7 +36,7 @@ def bake(
     target = source.with_name(f"{source.stem}.baked.onnx")
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = getattr(
-        onnxruntime.GraphOptimizationLevel, settings.level
+        onnxruntime.GraphOptimizationLevel, request.level
     )
     options.optimized_model_filepath = str(target)
     options.log_severity_level = 3  # it warns of a hardware-specific file; so is the key
@@ -44,7 +44,7 @@ def bake(
     # On a large graph without shapes, planning the reuse of buffers takes most of the time.
     options.enable_mem_reuse = False
     options.intra_op_num_threads = 1  # no thread pool for a session that never runs
-    for key, text in settings.entries:
+    for key, text in request.entries:
         options.add_session_config_entry(key, text)
     # Weights are packed for running only; leaving this out keeps memory flat.
     options.add_session_config_entry("session.disable_prepacking", "1")
@@ -55,7 +55,7 @@ def bake(
             os.fspath(source) if data_folder is None else source.read_bytes(),
             options,
             providers=["CPUExecutionProvider"],
-            disabled_optimizers=[*settings.disabled, *SLOW_OPTIMIZERS],
+            disabled_optimizers=[*request.disabled, *SLOW_OPTIMIZERS],
             enable_fallback=0,
         )
         baked = load_result(target)

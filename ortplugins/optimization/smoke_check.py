@@ -57,7 +57,7 @@ def find_failure(
     if not isinstance(source, bytes) and not is_path(source) and scratch is not None:
         source = scratch / "before.onnx"
         save_with_data(before, source)
-    own = request.optimizers.level
+    own = request.level
     # onnxruntime's optimisers have bugs, too: agreement with fewer of them is enough.
     for level in dict.fromkeys((own, "ORT_ENABLE_BASIC", "ORT_DISABLE_ALL")):
         try:
@@ -93,12 +93,12 @@ def _open(request: BuildRequest, source: Any, settings: Settings) -> Run:
     options.log_severity_level = 4  # the caller reports failures
     options.enable_cpu_mem_arena = request.cpu_arena
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    apply_settings(options, {**dict(request.optimizers.entries), **settings})
+    apply_settings(options, {**dict(request.entries), **settings})
     model = source if isinstance(source, bytes) else os.fspath(source)
     if DATA_FOLDER_KEY in settings and isinstance(model, str):
         model = Path(model).read_bytes()  # older versions heed it for bytes only
     there = [x for x in request.providers if x in onnxruntime.get_available_providers()]
-    given = {"disabled_optimizers": [*request.optimizers.disabled], "enable_fallback": 0}
+    given = {"disabled_optimizers": [*request.disabled], "enable_fallback": 0}
     providers = there or ["CPUExecutionProvider"]
     return quiet_runner(onnxruntime.InferenceSession(model, options, providers, **given))
 

@@ -112,7 +112,7 @@ class PassRuns:
             dict(self.session_settings),
             self._request.cpu_arena,
             None if python is None else (python, child_environment(item.name)),
-            native_accuracy_level=self._request.optimizers.native_accuracy_level,
+            native_accuracy_level=self._request.native_accuracy_level,
         )
 
     def needs_of_session(self) -> dict[str, str]:

@@ -26,7 +26,6 @@ from hypothesis import strategies as st
 import ortplugins
 from ortplugins import DqMatMulNBitsFusion, ModelFileError
 from ortplugins.optimization import offline_optimizers
-from ortplugins.runtime.session_settings import ALL_OPTIMIZERS
 from rewrite_rules.remarks import PassContext
 
 ALIASABLE = DequantizedMatMul(128, 64, 32, "uint4", "transposed", "random")
@@ -399,8 +398,8 @@ def test_a_sum_is_not_merged_into_the_norm_behind_it(tmp_path):
     )
     ir.save(model, tmp_path / "model.onnx")
     session(str(tmp_path / "model.onnx"), optimised=True, final=tmp_path / "plain.onnx")
-    baked = offline_optimizers.bake(tmp_path / "model.onnx", ALL_OPTIMIZERS)
-    models = ir.load(tmp_path / "plain.onnx"), baked
+    ortplugins.optimize(tmp_path / "model.onnx", tmp_path / "baked.onnx", bake=True)
+    models = [ir.load(tmp_path / name) for name in ("plain.onnx", "baked.onnx")]
     merged = ["SkipLayerNormalization" in op_types(model) for model in models]
     assert merged == [True, False]
 
