@@ -80,10 +80,6 @@ class Pass:
         """
         return types.MappingProxyType({})
 
-    def is_required(self) -> bool:
-        """Return whether a file without what it does is of no use to who asked for it."""
-        return False
-
     def child_seconds(self) -> int | None:
         """Return how many seconds the child process that builds the model may take.
 

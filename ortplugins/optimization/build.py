@@ -178,37 +178,6 @@ def _first_wrong(request: BuildRequest) -> Pass:
     return passes[-1]
 
 
-def build_without_failing(
-    request: BuildRequest,
-    loaded: LoadedModel,
-    output: Path | None,
-    *,
-    is_entry: bool,
-    **settings: Any,
-) -> tuple[BuildResult, list[str]]:
-    """Build as :func:`build` does, but leave out passes that fail.
-
-    For a cache entry, any pass that fails is left out; for a file, only optional passes with a
-    wrong result are. Returns the result, and one note per such pass, which is a warning, too.
-
-    Raises:
-        FailedPass: If another pass fails, or the plan is strict.
-    """
-    notes: list[str] = []
-    tolerated = FailedPass if is_entry else WrongResult
-    while True:
-        try:
-            return build(request, loaded, output, **settings), notes
-        except tolerated as error:
-            if request.plan.strict or (error.is_required and not is_entry):
-                raise
-            notes.append(f"{error}; the model is optimised without this pass [ORP901]")
-            warn_caller(notes[-1], OrtpluginsWarning)
-            left = tuple(item for item in request.plan.passes if item.name != error.name)
-            request = request._replace(plan=request.plan._replace(passes=left))
-            loaded = request.load()  # it may be half rewritten
-
-
 def build_artifact(
     request: BuildRequest, loaded: LoadedModel, folder: Path | None
 ) -> dict[str, Any]:
@@ -217,15 +186,21 @@ def build_artifact(
     Returns its report and fields of an :class:`.Artifact`; without a folder, also ``content``,
     the new model as bytes, or None if nothing was modified.
     """
-    described = _described(loaded.model)
-    result, failed = build_without_failing(
-        request,
-        loaded,
-        None if folder is None else folder / "model.onnx",
-        is_entry=True,
-        only_if_modified=True,
-        placed=_may_stay(loaded),
-    )
+    described, failed = _described(loaded.model), list[str]()
+    while True:
+        output = None if folder is None else folder / "model.onnx"
+        placed = _may_stay(loaded)
+        try:
+            result = build(request, loaded, output, only_if_modified=True, placed=placed)
+            break
+        except FailedPass as error:
+            if request.plan.strict:
+                raise
+            failed.append(f"{error}; the model is optimised without this pass [ORP901]")
+            warn_caller(failed[-1], OrtpluginsWarning)
+            left = tuple(item for item in request.plan.passes if item.name != error.name)
+            request = request._replace(plan=request.plan._replace(passes=left))
+            loaded = request.load()  # it may be half rewritten
     notes = (*result.report.notes, *failed)
     has_result = bool(result.files or result.content)
     return {

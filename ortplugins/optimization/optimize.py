@@ -23,7 +23,7 @@ from ortplugins.model_io.loading import (
     same_kind,
 )
 from ortplugins.model_io.saving import Progress, check_output, has_data_file
-from ortplugins.optimization.build import build_without_failing
+from ortplugins.optimization.build import build
 from ortplugins.optimization.request import BuildRequest
 from ortplugins.report import Report
 from rewrite_rules.onnxruntime_version import OLDEST, parse_version
@@ -94,7 +94,7 @@ def optimize(
         FileExistsError: If ``output`` exists and ``overwrite`` is false.
         MissingFileError, ModelFileError: If the model or its data can't be used.
         OptionError: If a pass, an option or the version is unknown.
-        PassError: If a pass fails. Then no output is written.
+        PassError: If a pass fails, or makes a wrong result. Then no output is written.
     """
     if bake and (foreign := set(providers) - {"CPUExecutionProvider"}):
         raise OptionError(f"bake is for the CPU, not for {', '.join(sorted(foreign))}")
@@ -116,11 +116,10 @@ def optimize(
     scratch = None
     if target is None and finishing:
         scratch = tempfile.TemporaryDirectory(prefix="ortplugins-")
-    result, failed = build_without_failing(
+    result = build(
         request,
         loaded,
         target if scratch is None else Path(scratch.name, "model.onnx"),
-        is_entry=False,
         inline=not external_data,
         overwrite=overwrite,
         progress=progress,
@@ -137,7 +136,7 @@ def optimize(
             optimized = load_model(path).model
         # Its tensors are in these files.
         optimized.meta[_SCRATCH] = scratch
-    report = dataclasses.replace(result.report, notes=(*result.report.notes, *failed))
+    report = result.report
     data: tuple[Path, ...] = ()
     if target is not None:
         data = tuple(_data_beside(target, optimized))

@@ -26,8 +26,8 @@ class BuildRequest(NamedTuple):
     plan: Plan
     providers: tuple[str, ...] = ("CPUExecutionProvider",)  # in order of precedence
     data_folder: str | None = None  # where external data is; None for beside the model
-    # onnxruntime's own optimisers, as sessions run them: the level, the names of those that are
-    # disabled, and entries that they read.
+    # onnxruntime's own optimisers, as sessions run them: the level, the disabled ones by name,
+    # and entries that they read.
     level: str = "ORT_ENABLE_ALL"
     disabled: tuple[str, ...] = ()
     entries: tuple[tuple[str, str], ...] = ()

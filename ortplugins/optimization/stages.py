@@ -33,7 +33,7 @@ class FailedPass(PassError):
 
     def __init__(self, item: Pass, text: str) -> None:
         super().__init__(f"pass {item.name!r} {text}")
-        self.name, self.is_required = item.name, item.is_required()
+        self.name = item.name
 
 
 class WrongResult(FailedPass):

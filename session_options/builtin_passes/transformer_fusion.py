@@ -61,7 +61,3 @@ class TransformerFusion(Pass):
         from rewrite_rules.transformer_fusion.fuse import TransformerOptions, fuse_transformer
 
         fuse_transformer(model, TransformerOptions(**dataclasses.asdict(self)), context)
-
-    def is_required(self) -> bool:
-        """Return whether the caller binds buffers, which only the result takes."""
-        return self.kv_cache == "shared"
