@@ -52,7 +52,8 @@ _SHAPE_OPSET = 15
 _ONE_AXIS_OPSET = 13
 # From here on, no operator takes axes as an attribute.
 _AXES_OPSET = 18
-_ATTENTION_OPSET = 23
+# Attention and RotaryEmbedding are standard operators.
+_KERNEL_OPSET = 23
 _SHARED = "shared"
 
 
@@ -87,11 +88,16 @@ def fuse_transformer(
     opset = model.opset_imports.get("", 0)
     if options.attention:
         note_kernels(nodes, remarks)
+    is_shared = options.kv_cache == _SHARED and bool(cache_inputs(model))
+    if is_shared and not (context.cpu_only and opset >= _KERNEL_OPSET):
+        raise ValueError(f"kv_cache=shared needs a CPU session and opset {_KERNEL_OPSET}")
     if (options.rotary or options.attention) and context.cpu_only and opset >= _SHAPE_OPSET:
         share_constants(model)
-        _fuse_attention(model, shapes, nonempty, options, context)
-    elif options.kv_cache == _SHARED:
-        raise ValueError(f"kv_cache=shared needs a CPU session and opset {_SHAPE_OPSET}")
+        graphs = [model.graph] if is_shared else [*_graphs(model.graph)]
+        _normalise(model, graphs)
+        if opset >= _KERNEL_OPSET:
+            shared = SharedCache(model) if is_shared else None
+            _fuse_attention(model, graphs, shapes, nonempty, options, shared, remarks)
     if options.grouped_queries and opset >= _SHAPE_OPSET:
         # Attention is fused already: what its clones of nodes repeat is no news.
         own, quiet = {*nodes["MatMul"]}, Remarks(remarks.pass_name)
@@ -118,8 +124,8 @@ def fuse_transformer(
 def _raise_opset(model: ir.Model, options: TransformerOptions, context: PassContext) -> None:
     """Convert a model with attention: rules meet one spelling, and may write kernels."""
     opset = model.opset_imports.get("", 0)
-    has_kernel = options.attention and context.cpu_only
-    wanted = _ATTENTION_OPSET if has_kernel else _AXES_OPSET
+    has_kernel = (options.attention or options.rotary) and context.cpu_only
+    wanted = _KERNEL_OPSET if has_kernel else _AXES_OPSET
     softmaxes = _by_operator(model)["Softmax"]
     weighted = multiplied_weights(softmaxes)
     if not weighted or opset >= wanted or not (has_kernel or options.grouped_queries):
@@ -147,19 +153,15 @@ def _by_operator(model: ir.Model) -> Mapping[str, list[ir.Node]]:
 
 def _fuse_attention(
     model: ir.Model,
+    graphs: Sequence[ir.Graph],
     shapes: ProvedShapes,
     nonempty: ProvedShapes,
     options: TransformerOptions,
-    context: PassContext,
+    shared: SharedCache | None,
+    remarks: Remarks,
 ) -> None:
-    """Fuse rotary embeddings, then attention, in the graph and in its subgraphs."""
-    remarks, opset = context.remarks, model.opset_imports.get("", 0)
-    attention = options.attention and opset >= _ATTENTION_OPSET
-    is_shared = options.kv_cache == _SHARED and bool(cache_inputs(model))
+    """Fuse rotary embeddings, then attention, in each graph."""
     caches = list[tuple[ir.Value, ir.Value]]()
-    graphs = [model.graph] if is_shared else [*_graphs(model.graph)]
-    _normalise(model, graphs)
-    shared = SharedCache(model) if is_shared else None
     nodes = _by_operator(model)
     weighted = multiplied_weights(nodes["Softmax"])
     ends = {*nodes["Transpose"], *nodes["Add"]}
@@ -167,12 +169,12 @@ def _fuse_attention(
         rules, own = list[RewriteRule](), {node for node in graph if node in ends}
         if options.rotary:
             rules += Rotary.rule(shapes, remarks).commute()
-        if attention:
+        if options.attention:
             shared_by_all = (shapes, nonempty, remarks, caches, shared)
             rules += (FuseAttention.rule(*shared_by_all, first) for first in (False, True))
         if own:
             _apply(model, rules, own.__contains__)
-    if attention:
+    if options.attention:
         if shared is not None:
             shared.replace_sizes(whole for whole, _ in caches)
         name_caches(caches)

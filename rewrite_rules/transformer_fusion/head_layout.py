@@ -113,11 +113,16 @@ def _is_inferred(value: ir.Value, facts: ProvedShapes) -> bool:
 
     It reads that of an operand, but not sizes that nodes compute.
     """
+    while (node := made_by(value, "RotaryEmbedding")) and (source := node.inputs[0]):
+        value = source
     node, dims = value.producer(), facts.dims(value)
     if node is None or node.domain:
         return True
     constants = [each for each in node.inputs if constant(each) is not None]
-    return dims is not None and any((facts.dims(c) or ())[-1:] == dims[-1:] for c in constants)
+    ends = [
+        facts.numbers(c) if node.op_type == "Reshape" else facts.dims(c) for c in constants
+    ]
+    return dims is not None and any((end or ())[-1:] == dims[-1:] for end in ends)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: MIT
 """Rotary embedding, as transformers spells it.
 
-    x * cos + Concat(-x2, x1) * sin -> RotaryEmbedding(x, positions, cos, sin)
+    x * cos + Concat(-x2, x1) * sin -> RotaryEmbedding(x, cos, sin)
 
 ``x1`` and ``x2`` are the halves of a head. ``cos`` and ``sin`` stay as the graph computes or
-gathers them, with each number once, and serve as the caches of the kernel: row ``b * S + s``
-for token s of row b. A rotation of a part of each head rotates the Slice that the exporter
-wrote. Other rotations, and cosines that are not proved to be the same in both halves, get a
-remark.
+gathers them, with each number once and a row for each token. A rotation of a part of each
+head rotates the Slice that the exporter wrote. Other rotations, and cosines that are not
+proved to be the same in both halves, get a remark.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from rewrite_rules.transformer_fusion.head_layout import (
     rows,
     rows_are,
     tokens_of,
-    unsplit,
 )
 from rewrite_rules.transformer_fusion.repeated_heads import scaled_input
 
@@ -41,7 +39,7 @@ _BY_ELEMENT = frozenset({"Cast", "Cos", "Identity", "Neg", "Sin"})
 
 
 class Rotary(RewriteRuleClassBase):
-    """``Add(Mul(x, cos), Mul(turned(x), sin)) -> RotaryEmbedding(x, positions, cos, sin)``."""
+    """``Add(Mul(x, cos), Mul(turned(x), sin)) -> RotaryEmbedding(x, cos, sin)``."""
 
     def __init__(self, facts: ProvedShapes, remarks: Remarks) -> None:
         super().__init__(remove_nodes=False)
@@ -99,27 +97,21 @@ class Rotary(RewriteRuleClassBase):
         **bound: ir.Value,
     ) -> Any:
         """Rotate before heads are transposed, where they are."""
-        node, dims = producer(out), self._facts.dims(x, 4)
-        assert dims is not None
-        size = dims[3][0]
+        facts, node = self._facts, producer(out)
         # Layers share the rows: the kernel fails where they are not those of its tokens.
-        key = (cos, sin, _token_dims(x, self._facts))
+        key = (cos, sin, _token_dims(x, facts))
         if key not in self._tables:
-            self._tables[key] = _tables(op, self._facts, x, (cos, sin))
-        attributes = {"_domain": "com.microsoft", "_name": node.name}
+            self._tables[key] = _tables(op, facts, x, (cos, sin))
         self._remarks.fired(label(node), "RotaryEmbedding")
-        if not is_transposed_heads(x):
-            return op.RotaryEmbedding(x, *self._tables[key], **attributes)
-        split = unsplit(x)
-        known = count_heads(x, self._facts)
-        heads = known or op.Shape(split, start=2, end=3)
-        width = known * size if known else op.Mul(heads, ints(op, size))
-        flat, sizes = rows(op, x, self._facts, width), ints(op, 0, 0, heads, size)
-        turned = op.RotaryEmbedding(flat, *self._tables[key], **attributes)
-        before, split = split, op.Reshape(turned, sizes)
-        dims = self._facts.dims(before, 4)
-        if dims is not None and known:
-            self._facts.note(split, (*dims[:2], (known, ()), dims[3]))
+        tables, dims = self._tables[key], facts.dims(x, 4)
+        heads = count_heads(x, facts) if is_transposed_heads(x) else None
+        if heads is None or dims is None:
+            return op.RotaryEmbedding(x, *tables, _name=node.name)
+        size = dims[3][0]
+        flat = rows(op, x, facts, heads * size)
+        turned = op.RotaryEmbedding(flat, *tables, num_heads=heads, _name=node.name)
+        split = op.Reshape(turned, ints(op, 0, 0, heads, size))
+        facts.note(split, (dims[0], dims[2], (heads, ()), dims[3]))
         return op.Transpose(split, perm=SPLIT_HEADS)
 
 
@@ -194,24 +186,17 @@ def _tables(
     x: ir.Value,
     doubled: tuple[ir.Value, ir.Value],
 ) -> tuple[ir.Value, ...]:
-    """Positions ``[B, S]`` into tables of a row for each token, and the tables.
+    """Emit ``[B, S, D / 2]`` of tables ``[B, 1, S, D]`` that hold each number twice.
 
-    Of tables ``[B, 1, S, D]`` that hold each number twice.
+    They may have one row for all texts, or for all tokens.
     """
-    cos, dims, tokens = doubled[0], facts.dims(doubled[0], 4), _token_dims(x, facts)
-    assert dims is not None and tokens is not None
-    half, (source, length) = dims[3][0] // 2, tokens_of(x, facts)
+    dims, tokens = facts.dims(doubled[0], 4), _token_dims(x, facts)
+    assert dims is not None
+    bounds = [ints(op, number) for number in (0, dims[3][0] // 2, 3)]
+    once = [op.Squeeze(op.Slice(value, *bounds), ints(op, 1)) for value in doubled]
+    if (dims[0], dims[2]) == tokens:
+        return (*once,)
+    source, length = tokens_of(x, facts)
     sizes = [op.Shape(source, start=axis, end=axis + 1) for axis in (0, length)]
-    bounds = [ints(op, number) for number in (0, half, 3)]
-    once = [op.Slice(value, *bounds) for value in doubled]
-    flat = ints(op, -1, half)
-    tables = [op.Reshape(value, flat) for value in once]
-    if (dims[0], dims[2]) != ((1, ()), tokens[1]):
-        # The kernel wants S rows of a table that serves all tokens, or an empty batch, too.
-        pads = ints(op, 0, 0, sizes[1], 0)
-        tables = [op.Pad(table, pads) for table in tables]
-    own = op.Gather(op.Shape(cos), ints(op, 0, 2))
-    count = op.ReduceProd(own, keepdims=0)
-    numbers = op.Range(op.Constant(value_int=0), count, op.Constant(value_int=1))
-    # One row of positions may serve the whole batch.
-    return op.Expand(op.Reshape(numbers, own, allowzero=1), ints(op, *sizes)), *tables
+    wanted = ints(op, *sizes, 1)
+    return tuple(op.Expand(value, wanted) for value in once)
