@@ -39,7 +39,6 @@ from rewrite_rules.facts.input_roles import (
     made_up_values,
     role_of,
 )
-from rewrite_rules.shapes.dimensions import DeclaredNames
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
 Feed = dict[str, npt.NDArray[Any]]
@@ -234,7 +233,7 @@ def _shapes_of(inputs: Sequence[ir.Value]) -> ProvedShapes | None:
     graph = next((value.graph for value in inputs if value.uses()), None)
     if not isinstance(graph, ir.Graph):
         return None
-    return ProvedShapes(ir.Model(graph, ir_version=10), DeclaredNames(), on_demand=True)
+    return ProvedShapes(ir.Model(graph, ir_version=10), on_demand=True)
 
 
 def _is_past(role: Role) -> bool:

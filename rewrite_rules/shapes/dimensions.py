@@ -180,29 +180,24 @@ class Unknowns:
 
 
 class DeclaredNames:
-    """What the names of a model's dimensions stand for, taken at their word.
+    """Sizes by the names of a model's dimensions, taken at their word: for estimates.
 
-    Two dimensions of one name have one size. Where no operator says more, annotations count:
-
-        Reshape(x[batch, 9, sequence, 64], [0, 3, -1, 64]) -> [batch, 3, unk__4, 64]
-            the number of elements stays: unk__4 is called 3 sequence
+    One name is one size: a given number, else what an operator makes of a value that is
+    annotated by that name. Where no operator says more, annotations count.
 
     Args:
-        numbers: Sizes of names.
-        default: Size of other names of inputs, which ``defaulted`` has then; None: unknown.
+        sizes: Sizes of names.
+        default: Size of other names of inputs, which ``defaulted`` has then.
     """
 
-    def __init__(
-        self, numbers: Mapping[str, int] | None = None, default: int | None = None
-    ) -> None:
-        self._dims = {name: known(size) for name, size in (numbers or {}).items()}
-        self._named: set[Dim] = set()
+    def __init__(self, sizes: Mapping[str, int], default: int) -> None:
+        self._sizes = dict(sizes)
         self._default = default
         self.defaulted: set[str] = set()
 
-    def declared(self, shape: ir.Shape | None, unknowns: Unknowns) -> Shape | None:
+    def declared(self, shape: ir.Shape | None) -> Dims | None:
         """Return the shape of an input of the main graph."""
-        return None if shape is None else tuple(self._of_input(d, unknowns) for d in shape)
+        return None if shape is None else tuple(known(self._of_input(dim)) for dim in shape)
 
     def believe(
         self, annotation: ir.Shape | None, shape: Shape | None, unknowns: Unknowns
@@ -216,31 +211,21 @@ class DeclaredNames:
             return shape
         return tuple(map(self._settle, shape, annotation))
 
-    def _of_input(self, dim: int | ir.SymbolicDim, unknowns: Unknowns) -> Dim:
+    def _of_input(self, dim: int | ir.SymbolicDim) -> int:
         if isinstance(dim, int) and dim >= 0:
-            return known(dim)
+            return dim
         name = None if isinstance(dim, int) else dim.value
-        if name is not None and name in self._dims:
-            return self._dims[name]
-        if self._default is None:
-            found = unknowns.fresh_dim()
-        else:
+        if name is None or name not in self._sizes:
             self.defaulted.add(name or "?")
-            found = known(self._default)
-        return found if name is None else self._call(found, name)
+        return self._default if name is None else self._sizes.setdefault(name, self._default)
 
     def _settle(self, dim: Dim, named: int | ir.SymbolicDim) -> Dim:
         """Return the one dimension that an operator and an annotation speak of."""
-        if isinstance(named, int):
-            return known(named) if dim[1] and named >= 0 else dim
-        if named.value is None:
+        name = None if isinstance(named, int) else named.value
+        size = number(dim)
+        if size is not None:
+            if name is not None:
+                self._sizes.setdefault(name, size)
             return dim
-        found = self._call(dim, named.value)
-        return dim if not dim[1] or dim in self._named else found
-
-    def _call(self, dim: Dim, name: str) -> Dim:
-        """Return the dimension of a name, this one where it is new."""
-        if name not in self._dims:
-            self._dims[name] = dim
-            self._named.add(dim)
-        return self._dims[name]
+        found = named if isinstance(named, int) else self._sizes.get(name or "")
+        return dim if found is None or found < 0 else known(found)

@@ -7,8 +7,8 @@ What the walk starts from is a parameter:
 
 - unknowns, the default: the result is proved. It starts from what onnxruntime checks at each
   run: ranks and numbers in the declared shapes of the graph's inputs, and the initializers;
-- :class:`.DeclaredNames`: dimensions of one name have one size, or the number given for the
-  name, and annotations are believed where an operator says nothing.
+- :class:`.DeclaredNames`: dimensions have the number that is given for their name, and
+  annotations are believed where an operator says nothing.
 
 A proof does not start from annotations of other values, which nothing checks; names of
 dimensions (``x[batch]`` and ``y[batch]`` may be fed with different sizes); a declared rank of
@@ -245,7 +245,7 @@ class ProvedShapes(Facts):
     def _declared(self, value: ir.Value, main: bool) -> Shape | None:
         """Return the shape of a graph's input, as far as it is sure to have it."""
         if self._names is not None:
-            return self._names.declared(value.shape, self.unknowns) if main else None
+            return self._names.declared(value.shape) if main else None
         # Of the main graph's inputs, onnxruntime checks ranks and numbers at each run.
         if not main or not isinstance(value.type, ir.TensorType) or not value.shape:
             return None
@@ -300,7 +300,7 @@ class ConcreteShapes:
 def concrete_shapes(model: ir.Model, dims: Mapping[str, int] | None = None) -> ConcreteShapes:
     """Work out the shapes of all that nodes make, subgraphs included; the nodes are sorted."""
     nodes = ir.traversal.RecursiveGraphIterator(model.graph)
-    numbers = DeclaredNames(dims, DEFAULT_DIM)
+    numbers = DeclaredNames(dims or {}, DEFAULT_DIM)
     facts = ProvedShapes(model, numbers)
     made = ((value, facts.sizes(value)) for node in nodes for value in node.outputs)
     return ConcreteShapes(
