@@ -12,6 +12,7 @@ block_size]`` blocked on axis 2 with Reshape and Transpose are one layout to the
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,6 @@ import onnx_ir as ir
 from rewrite_rules.graph.lazy_tensors import packed_bytes
 from rewrite_rules.graph.nodes import is_dequantize_linear
 from rewrite_rules.graph.parameters import (
-    axes_of,
     axis_of,
     constant_ints,
     int_attribute,
@@ -34,6 +34,9 @@ from rewrite_rules.graph.parameters import (
     type_attribute,
 )
 from rewrite_rules.remarks import Refusal
+from rewrite_rules.shapes.dimensions import Shape, Unknowns, known, number
+from rewrite_rules.shapes.node_facts import Facts, Integers, Site
+from rewrite_rules.shapes.operator_shapes import output_shapes
 from rewrite_rules.weights.bit_packing import unpack
 
 # What weights are stored as, and biases besides.
@@ -454,52 +457,41 @@ def _renamed(operand: DequantizedOperand, node: ir.Node) -> DequantizedOperand:
     if node.op_type == "Cast":
         dtype = type_attribute(node, "to") or ir.DataType.UNDEFINED
         return dataclasses.replace(operand, casts=(*operand.casts, dtype))
-    turned = operand.is_turned
-    if node.op_type == "Transpose":
-        order = list(range(len(shape)))
-        given = ints_attribute(node, "perm")
-        perm = order[::-1] if given is None else given
-        if sorted(perm) != order:
-            raise Refusal(
-                "ORP202", f"{label} has perm {perm}: the weight has rank {len(order)}"
-            )
-        if perm != order:
-            turned = None if turned is None or len(order) != 2 else not turned
-        renamed = tuple(shape[i] for i in perm)
-        return dataclasses.replace(operand, shape=renamed, is_turned=turned)
-    try:
-        new = _new_shape(shape, node)
-    except Refusal as reason:
-        raise Refusal(reason.code, f"{label}: {reason}") from None
-    if new is None or math.prod(new) != math.prod(shape):
+    perm, order = ints_attribute(node, "perm"), list(range(len(shape)))
+    if node.op_type == "Transpose" and perm is not None and sorted(perm) != order:
+        raise Refusal("ORP202", f"{label} has perm {perm}: the weight has rank {len(order)}")
+    renamed = _Renamed(shape).shape_after(node)
+    if renamed is None or math.prod(renamed) != math.prod(shape):
         raise Refusal("ORP102", f"{label} does not give {list(shape)} a constant shape")
-    if turned and list(shape) != new:
-        turned = None
-    return dataclasses.replace(operand, shape=tuple(new), is_turned=turned)
+    turned = operand.is_turned
+    if node.op_type != "Transpose":
+        turned = None if turned and renamed != shape else turned
+    elif perm != order:
+        turned = None if turned is None or len(order) != 2 else not turned
+    return dataclasses.replace(operand, shape=renamed, is_turned=turned)
 
 
-def _new_shape(old: tuple[int, ...], node: ir.Node) -> list[int] | None:
-    """Shape after Reshape, Squeeze or Unsqueeze; None where it isn't constant."""
-    given = node.inputs[1] if len(node.inputs) > 1 else None
-    # An attribute before opset 13.
-    wanted = ints_attribute(node, "axes") if given is None else constant_ints(given)
-    if node.op_type == "Reshape" and wanted is not None:
-        if not int_attribute(node, "allowzero", 0):
-            kept = dict(enumerate(old))
-            wanted = [kept.get(i, 0) if size == 0 else size for i, size in enumerate(wanted)]
-        if wanted.count(-1) == 1:
-            known = math.prod(size for size in wanted if size != -1)
-            wanted[wanted.index(-1)] = math.prod(old) // known if known else 0
-        return wanted if all(size > 0 for size in wanted) else None
-    if not wanted:
-        squeezed = node.op_type == "Squeeze" and (given is None or wanted is not None)
-        return [size for size in old if size != 1] if squeezed else None
-    if node.op_type == "Squeeze":
-        dropped = axes_of(wanted, len(old))
-        return [size for i, size in enumerate(old) if i not in dropped]
-    rank = len(old) + len(wanted)
-    added, sizes = axes_of(wanted, rank), iter(old)
-    return [1 if i in added else next(sizes) for i in range(rank)]
+class _Renamed(Facts):
+    """What is known of a node that renames a constant of some shape, its first input."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.unknowns = Unknowns()
+        self._shape = tuple(map(known, shape))
+
+    def shape(self, value: ir.Value) -> Shape:
+        return self._shape
+
+    def integers(self, value: ir.Value) -> Integers | None:
+        numbers = constant_ints(value)
+        return None if numbers is None else Integers.list([known(n) for n in numbers])
+
+    def shape_after(self, node: ir.Node) -> tuple[int, ...] | None:
+        """Return what the node makes of the shape; None where a run decides."""
+        shape: Shape | None = None
+        with contextlib.suppress(Refusal):
+            shape = next(iter(output_shapes(Site(node, self, None))), None)
+        sizes = [number(dim) for dim in shape] if isinstance(shape, tuple) else [None]
+        return tuple(size for size in sizes if size) if all(sizes) else None
 
 
 def _check_scales(operand: DequantizedOperand) -> None:

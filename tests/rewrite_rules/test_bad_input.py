@@ -354,7 +354,7 @@ def odd_renaming() -> Cases:
         "Reshape": [[-1, -1], [7, -1], [0, 0, 0], [-2, 8], [K, N + 1], [K], [], [1 << 40, -1],
                     [0, -1, 3], [1 << 62, 1 << 62], [-(1 << 63), 1]],
         "Squeeze": [[0], [9], [-3], [1 << 62], [0, 1]],
-        "Unsqueeze": [[0, 0], [0, -4], [9], [-4], [1 << 62], []],
+        "Unsqueeze": [[0, 0], [0, -4], [9], [-4], [1 << 62]],
     }  # fmt: skip
     unknown = "does not give [64, 8] a constant shape"
     for op_type, lists in numbers.items():
