@@ -24,8 +24,8 @@ import onnx
 import onnx.printer
 import onnx_ir as ir
 import pytest
+from builders.random_graphs import RandomModel, operators, random_model
 from builders.same_numbers import session
-from random_shapes import RandomModel, operators, random_model
 
 from ortplugins.optimization.shape_inference import infer_shapes
 from rewrite_rules.remarks import PassContext, Remarks

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Random graphs over the operators whose shapes are proved, built node by node.
+"""Random graphs, built node by node, and those over the operators whose shapes are proved.
 
 Each node is run by onnxruntime as it is drawn, on arrays of the first run: one that fails is
 drawn again, so rows may be sloppy. The other runs feed other sizes, 0 and 1 among them, and
@@ -11,18 +11,18 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx
-from builders.same_numbers import session
 from onnx import helper, numpy_helper
+
+from .same_numbers import session
 
 Array = npt.NDArray
 F, I8, B, U8 = np.dtype("f4"), np.dtype("i8"), np.dtype("?"), np.dtype("u1")
-_MAX_ELEMENTS = 4096
 _MAX_TRIES = 40
 
 # Calls of operators, ms_ for onnxruntime's own, with one of {these|words}. Read are floats f,
@@ -167,6 +167,8 @@ class RandomModel:
 class Drawer(dict[str, Any]):
     """Draws the nodes of a graph: the names that rows are made of."""
 
+    most_elements = 4096
+
     def __init__(self, rng: random.Random, opset: int, feeds: Mapping[str, Array]) -> None:
         kinds = {"f": F, "i": I8, "b": B, "u": U8}
         super().__init__({name: self._reader(kind) for name, kind in kinds.items()})
@@ -229,20 +231,25 @@ class Drawer(dict[str, Any]):
     def _node(
         self, op_type: str, inputs: tuple[object, ...], out: int = 1, **given: object
     ) -> str:
-        """Add a node that onnxruntime runs; return its first output."""
         read = list(map(self._name, inputs))
         names = [f"v{len(self.nodes)}_{place}" for place in range(out)]
         domain = "com.microsoft" if op_type.startswith("ms_") else ""
-        node = helper.make_node(
-            op_type.removeprefix("ms_"), read, names, domain=domain, **given
+        op_type = op_type.removeprefix("ms_")
+        return self.add(
+            helper.make_node(op_type, read, names, names[0], domain=domain, **given)
         )
+
+    def add(self, node: onnx.NodeProto) -> str:
+        """Add a node that onnxruntime runs; return its first output."""
+        read, names = node.input, node.output
         known = {name: self.constants[name] for name in read if name in self.constants}
         fed = {name: self.arrays[name] for name in read if name in self.arrays}
         try:
-            arrays = session(_model([node], fed, known, names, self.opset)).run(None, fed)
+            model = model_of_arrays([node], fed, known, names, self.opset)
+            arrays = session(model).run(None, fed)
         except Exception as error:  # onnxruntime's own classes
             raise Discarded(str(error)) from error
-        if any(array.size > _MAX_ELEMENTS or array.ndim > 5 for array in arrays):
+        if any(array.size > self.most_elements or array.ndim > 5 for array in arrays):
             raise Discarded("too large")
         self.nodes.append(node)
         self.arrays.update(zip(names, arrays, strict=True))
@@ -254,8 +261,8 @@ class Drawer(dict[str, Any]):
         is_float = isinstance(value, float)
         return self._constant(np.float32(value) if is_float else np.asarray(value))
 
-    def draw(self, rows: list[str]) -> None:
-        """Add the node of one of some rows, and what it reads."""
+    def draw(self, rows: Sequence[str]) -> str | None:
+        """Add the node of one of some rows, and what it reads; return its first output."""
         for _ in range(_MAX_TRIES):
             before = len(self.nodes), dict(self.arrays)
             text = self.rng.choice(rows)
@@ -263,11 +270,12 @@ class Drawer(dict[str, Any]):
                 word = self.rng.choice(choice[1].split("|"))
                 text = text[: choice.start()] + word + text[choice.end() :]
             try:
-                eval(text, {}, self)
-                return
+                made: str = eval(text, {}, self)
+                return made
             except (Discarded, IndexError, ValueError):
                 del self.nodes[before[0] :]
                 self.arrays = before[1]
+        return None
 
 
 def random_model(seed: int) -> RandomModel:
@@ -301,17 +309,19 @@ def random_model(seed: int) -> RandomModel:
             elif array.dtype == I8:
                 run[name] = np.vectorize(other.get, otypes=[I8])(array)
         runs.append(run | {"c": np.array(rng.random() < 0.5)})
-    return RandomModel(_model(g.nodes, feeds, g.constants, made, opset, open_axes), made, runs)
+    model = model_of_arrays(g.nodes, feeds, g.constants, made, opset, open_axes)
+    return RandomModel(model, made, runs)
 
 
-def _model(
-    nodes: list[onnx.NodeProto],
+def model_of_arrays(
+    nodes: Sequence[onnx.NodeProto],
     fed: Mapping[str, Array],
     constants: Mapping[str, Array],
-    ends: list[str],
+    ends: Iterable[str],
     opset: int,
     open_axes: Mapping[str, list[bool]] | None = None,
 ) -> onnx.ModelProto:
+    """Return a model with inputs as arrays are; axes that are open have no size."""
     inputs = []
     for name, array in fed.items():
         is_open = [True] * array.ndim if open_axes is None else open_axes[name]
@@ -322,7 +332,9 @@ def _model(
     outputs = [onnx.ValueInfoProto(name=name) for name in ends]
     graph = helper.make_graph(nodes, "random", inputs, outputs, tensors)
     imports = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
-    return helper.make_model(graph, opset_imports=imports, ir_version=11)
+    return helper.make_model(
+        graph, opset_imports=imports, ir_version=13 if opset == 25 else 11
+    )
 
 
 def _broadcast(a: Array, b: Array) -> bool:
