@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from rewrite_rules.graph.nodes import label, made_by
-from rewrite_rules.graph.parameters import constant, int_attribute, ints_attribute
+from rewrite_rules.graph.parameters import constant, ints_attribute
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import known, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
@@ -77,8 +77,6 @@ def read_repeated_heads(
         if node is None or node.domain:
             break
         found = _merged(node, facts) if node.op_type == "Reshape" else None
-        if once and node.op_type == "Concat":
-            found = _cache(node, facts)
         if found is not None:
             found = _laid_out(found, value, chain, facts)
             if found.split:
@@ -162,17 +160,6 @@ def _own_heads(
             if groups is not None:
                 return dataclasses.replace(found, groups=groups)
     return None
-
-
-def _cache(node: ir.Node, facts: ProvedShapes) -> RepeatedHeads | None:
-    """Read Concat(past, new) of ``[B, G, T, D]`` on T."""
-    if len(node.inputs) != 2:
-        return None
-    # What is fed has as many heads as declared.
-    groups = number((facts.match(node.inputs[0], "_ G _ _") or {}).get("G"))
-    if groups is None or int_attribute(node, "axis", 0) % _RANK != 2:
-        return None
-    return RepeatedHeads(node.outputs[0], groups, 1)
 
 
 def _merged(node: ir.Node, facts: ProvedShapes) -> RepeatedHeads | None:
