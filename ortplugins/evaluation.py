@@ -28,7 +28,7 @@ from ortplugins.model_io.loading import load_model
 from ortplugins.model_io.model_folder import model_in, tokenizer_beside
 from ortplugins.model_io.saving import Progress
 from ortplugins.runtime.stock_session import open_model, type_of
-from ortplugins.samples.text import TextTokenizer, TokenFeeds, read_text
+from ortplugins.samples.text import TextTokenizer, TokenFeeds, split_text
 
 # Tokens of a text that an encoder gets.
 _MAX_TOKENS = 128
@@ -43,28 +43,14 @@ _Floats = npt.NDArray[np.float32]
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelFigures:
-    """What was found of one model; NaN where it does not apply.
-
-    Attributes:
-        name: The model's.
-        bytes: Of the .onnx file and its data.
-        perplexity: Of the text, for a causal language model.
-    """
-
-    name: str
-    bytes: int
-    perplexity: float = math.nan
-
-
-@dataclasses.dataclass(frozen=True)
 class Evaluation:
     """What :func:`evaluate` found; NaN where it does not apply.
 
     Attributes:
-        model: Of the model itself.
-        against: Of the float model; None where none was given.
+        names: The model's, and the float model's where one was given.
+        bytes: Of the .onnx file of each, and its data.
         count: How many tokens were predicted, or texts compared.
+        perplexity: For language models: of the text, for each; empty for encoders.
         kl_divergence: Mean over the tokens of the Kullback-Leibler divergence from the float
             model's distribution to the model's, in nats.
         top1_agreement: How often both models rank the same token first, 0 to 1.
@@ -73,9 +59,10 @@ class Evaluation:
             pairs of texts, -1 to 1: what a search puts first, it puts first with the other.
     """
 
-    model: ModelFigures
-    against: ModelFigures | None
+    names: tuple[str, ...]
+    bytes: tuple[int, ...]
     count: int
+    perplexity: tuple[float, ...] = ()
     kl_divergence: float = math.nan
     top1_agreement: float = math.nan
     cosine: float = math.nan
@@ -86,10 +73,6 @@ class Evaluation:
         text = json.dumps(dataclasses.asdict(self))
         figures: dict[str, Any] = json.loads(text, parse_constant=lambda constant: None)
         return figures
-
-    def to_json(self) -> str:
-        """Return :meth:`to_dict` as one JSON object."""
-        return json.dumps(self.to_dict(), ensure_ascii=False)
 
 
 def evaluate(
@@ -161,11 +144,13 @@ def evaluate(
                 "the other hidden states"
             )
         show = progress or (lambda done, total, what: None)
-        content, source = read_text(Path(text)), str(text)
-        content = content[len(content) - int(share * len(content)) :]
+        (_, content), source = split_text(Path(text), share), str(text)
         if models[0].gives_logits:
-            return _language_model(models, encoder, content, source, tokens, window, show)
-        return _encoder(models, encoder, content, source, texts, show)
+            found = _language_model(models, encoder, content, source, tokens, window, show)
+        else:
+            found = _encoder(models, encoder, content, source, texts, show)
+        names, sizes = zip(*((item.name, item.bytes) for item in models), strict=True)
+        return Evaluation(names, sizes, **found)
 
 
 class _TextModel:
@@ -193,10 +178,6 @@ class _TextModel:
         if np.isnan(rows).any():
             raise ModelFileError(f"{self.name}: output {self.output!r} has NaN for {what}")
         return rows
-
-    def figures(self, **found: float) -> ModelFigures:
-        """Return what was found of the model."""
-        return ModelFigures(self.name, self.bytes, **found)
 
     def check_causal(self, ids: Sequence[int]) -> None:
         """Refuse a masked language model, which sees the tokens that it should predict."""
@@ -236,7 +217,7 @@ def _language_model(
     tokens: int,
     window: int,
     progress: Progress,
-) -> Evaluation:
+) -> dict[str, Any]:
     length = next((item.feeds.length for item in models if item.feeds.length), window)
     windows = tokenizer.cut(text, length, source, closed=False)
     whole = [ids for ids in windows if len(ids) == length][: max(1, tokens // length)]
@@ -266,13 +247,13 @@ def _language_model(
                 divergence += float(terms.sum(dtype=np.float64))
                 agreed += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
     count = sum(len(ids) - 1 for ids in whole)
-    own = [
-        item.figures(perplexity=math.exp(min(total / count, 700)))
-        for item, total in zip(models, surprise, strict=True)
-    ]
-    if len(models) == 1:
-        return Evaluation(own[0], None, count)
-    return Evaluation(own[0], own[1], count, divergence / count, agreed / count)
+    found = {
+        "count": count,
+        "perplexity": tuple(math.exp(min(total / count, 700)) for total in surprise),
+    }
+    if len(models) > 1:
+        found |= {"kl_divergence": divergence / count, "top1_agreement": agreed / count}
+    return found
 
 
 def _logits(models: Sequence[_TextModel], ids: Sequence[int], what: str) -> list[_Floats]:
@@ -306,7 +287,7 @@ def _encoder(
     source: str,
     count: int,
     progress: Progress,
-) -> Evaluation:
+) -> dict[str, Any]:
     if len(models) == 1:
         raise ModelFileError(
             f"{models[0].name}: is an encoder, which is judged beside its float model: give it"
@@ -327,8 +308,7 @@ def _encoder(
     pairs = np.triu_indices(len(a), 1)
     agreement = _rank_correlation(*((rows @ rows.T)[pairs] for rows in (a, b)))
     cosine = float((a * b).sum(1).mean())
-    own, floats = (item.figures() for item in models)
-    return Evaluation(own, floats, len(texts), cosine=cosine, ranking_agreement=agreement)
+    return {"count": len(texts), "cosine": cosine, "ranking_agreement": agreement}
 
 
 def _rank_correlation(a: _Floats, b: _Floats) -> float:

@@ -7,7 +7,6 @@ together, in processes that take turns.
 
 from __future__ import annotations
 
-import itertools
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from ortplugins.optimization.offline_optimizers import SLOW_OPTIMIZERS
 from ortplugins.runtime.machine import host_cores, usable_cores
 from ortplugins.runtime.stock_session import open_model, quiet_runner
 from ortplugins.samples.made_up import MadeUpInputs
-from ortplugins.samples.sources import checked_feeds
+from ortplugins.samples.sources import read_samples
 from session_options.entries import DISABLED_OPTIMIZERS_KEY
 from session_options.plan import entries_of
 
@@ -171,7 +170,7 @@ def _feeds(
     """Yield samples, or a made-up prompt and, if there is a cache, the next token."""
     graph = load_model(model).model
     if samples is not None:
-        yield from itertools.islice(checked_feeds(samples, graph), _MAX_SAMPLES)
+        yield from read_samples(samples, graph)[:_MAX_SAMPLES]
         return
     run = quiet_runner(open_model(model, "all"))
     made = MadeUpInputs(graph.graph.inputs, dims, length=_TOKENS)

@@ -53,7 +53,7 @@ def main() -> None:
         for label, path in found.items():
             text = CACHE / "wiki_eval.txt"
             judged = evaluate(path, text=text, tokenizer=given.tokenizer, tokens=given.tokens)
-            print(f"{label}: perplexity {judged.model.perplexity:.3f}", flush=True)
+            print(f"{label}: perplexity {judged.perplexity[0]:.3f}", flush=True)
         for context in given.contexts:
             for label, path in found.items():
                 asked = {"context": context, "tokens": _TOKENS, "in_place": True}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
@@ -58,32 +59,25 @@ def evaluate(
             progress=bar,
         )
     if format == "json":
-        print(found.to_json())
+        print(json.dumps(found.to_dict(), ensure_ascii=False))
     else:
         print_evaluation(found)
 
 
 def print_evaluation(found: Evaluation) -> None:
     """Print the figures that apply, those of the float model beside them."""
-    both = [found.model, *([] if found.against is None else [found.against])]
 
     def row(name: str, show: str, *values: float) -> tuple[str, ...]:
-        return (name, *("" if math.isnan(value) else format(value, show) for value in values))
-
-    def of(name: str, show: str, attribute: str) -> tuple[str, ...]:
-        return row(name, show, *(getattr(item, attribute) for item in both))
+        shown = ["" if math.isnan(value) else format(value, show) for value in values]
+        return (name, *shown, *[""] * (len(found.names) - len(shown)))
 
     rows = [
-        of("perplexity", ".4f", "perplexity"),
+        row("perplexity", ".4f", *found.perplexity),
         row("KL divergence", ".4f", found.kl_divergence),
         row("top-1 agreement", ".2%", found.top1_agreement),
         row("cosine", ".4f", found.cosine),
         row("ranking agreement", ".4f", found.ranking_agreement),
-        ("size", *(decimal(item.bytes) for item in both)),
+        ("size", *map(decimal, found.bytes)),
     ]
-    shown = [r for r in rows if any(r[1:])]
-    print_table(
-        ("", *(item.name for item in both)),
-        [(*r, *[""] * (1 + len(both) - len(r))) for r in shown],
-    )
-    print(f"{found.count:,} {'texts' if math.isnan(found.model.perplexity) else 'tokens'}")
+    print_table(("", *found.names), [each for each in rows if any(each[1:])])
+    print(f"{found.count:,} {'tokens' if found.perplexity else 'texts'}")

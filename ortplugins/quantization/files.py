@@ -53,7 +53,7 @@ class QuantizedFile:
     Attributes:
         given: A path, or an object.
         loaded: What was given; large tensors of a path are mapped.
-        model: What is written: the same model, unless another takes its place.
+        model: What is written.
     """
 
     def __init__(
@@ -88,14 +88,9 @@ class QuantizedFile:
 
     def saved(self, report: QuantizeReport) -> QuantizeResult:
         """Write the model, or take into it what lies in files; return it with a report."""
-        path, model = self.written()
-        return QuantizeResult(path, report, model)
-
-    def written(self) -> tuple[Path | None, Any]:
-        """Return the path written, None for an object, and the model as it was given."""
         if self._target is None:
             _into_memory(self.model)
-            return None, same_kind(self.given, self.model)
+            return QuantizeResult(None, report, same_kind(self.given, self.model))
         save = functools.partial(
             save_with_data,
             self.model,
@@ -105,11 +100,11 @@ class QuantizedFile:
         )
         if self._folder is None:
             save(self._target)
-            return self._target, same_kind(self.given, self.model)
+            return QuantizeResult(self._target, report, same_kind(self.given, self.model))
         data = self.loaded.data_files.values()
         with self._folder.staged(Path(self.loaded.name), without=data) as staged:
             save(staged)
-        return self._target, same_kind(self.given, load_model(self._target).model)
+        return QuantizeResult(self._target, report, load_model(self._target).model)
 
 
 def _into_memory(model: ir.Model) -> None:

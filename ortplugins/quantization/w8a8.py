@@ -43,6 +43,7 @@ from ortplugins.model_io.loading import ModelLike
 from ortplugins.model_io.saving import Progress
 from ortplugins.quantization.codes import checked
 from ortplugins.quantization.files import QuantizedFile, QuantizeResult
+from ortplugins.quantization.methods.awq import channel_scales
 from ortplugins.quantization.methods.nearest import BlockFormat, Floats
 from ortplugins.quantization.walk import Walk
 from ortplugins.quantization.weights.folds import divide
@@ -211,7 +212,8 @@ def choose(tokens: Floats, weights: Sequence[Floats]) -> QuantizedProducts:
 
     none = order[:0]
     best = measured(None, none)
-    scaled = (measured(_scales(reach, rows, alpha), none) for alpha in _ALPHAS)
+    # As in SmoothQuant (Xiao et al., arXiv 2211.10438).
+    scaled = (measured(channel_scales(reach, rows, alpha), none) for alpha in _ALPHAS)
     counts = [count for count in _OUTLIERS if count <= len(order) // 8]
     picked = [measured(None, np.sort(order[:count])) for count in counts]
     tried = [min(scaled, key=lambda found: found.error), *picked]
@@ -222,15 +224,6 @@ def choose(tokens: Floats, weights: Sequence[Floats]) -> QuantizedProducts:
         if found.error <= _WORTH * best.error:
             best = found
     return best
-
-
-def _scales(reach: Floats, rows: Floats, alpha: float) -> Floats:
-    """Return scales of channels as in SmoothQuant (Xiao et al., arXiv 2211.10438)."""
-    least = np.finfo(np.float32).tiny
-    scales = np.maximum(reach, least) ** alpha / np.maximum(rows, least) ** (1 - alpha)
-    scales = np.clip(scales, 1e-4, 1e4)
-    scales /= np.sqrt(scales.max() * scales.min())
-    return scales.astype(np.float32)
 
 
 def _largest_pair(weight: Floats) -> Floats:

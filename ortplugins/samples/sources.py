@@ -49,12 +49,14 @@ CalibrationSource = (
 )
 
 
-def checked_feeds(source: CalibrationSource, model: ir.Model) -> Iterator[Feed]:
-    """Yield the samples of a source, each checked against the model's inputs as it is read.
+def read_samples(source: CalibrationSource, model: ir.Model) -> list[Feed]:
+    """Return the samples of a source, copied: readers may use their arrays again.
 
-    The iterator raises CalibrationError, which names sample and input, if the source has no
-    samples, or one that does not fit; and what the source itself raises. Inputs that are
-    initializers may be left out.
+    Inputs that are initializers may be left out.
+
+    Raises:
+        CalibrationError: If the source has no samples, or one that does not fit the model's
+            inputs; names sample and input.
     """
     inputs = _tensor_inputs(model)
     if source is None:
@@ -64,10 +66,11 @@ def checked_feeds(source: CalibrationSource, model: ir.Model) -> Iterator[Feed]:
             OrtpluginsWarning,
             stacklevel=2,
         )
-        return MadeUpInputs(model.graph.inputs).feeds(8)
+        return list(MadeUpInputs(model.graph.inputs).feeds(8))
     if isinstance(source, TextSamples):
         source = source.feeds(list(inputs.values()))
-    return _each_checked(_samples(source), inputs, frozenset(model.graph.initializers))
+    feeds = _each_checked(_samples(source), inputs, frozenset(model.graph.initializers))
+    return [{name: np.array(array) for name, array in feed.items()} for feed in feeds]
 
 
 def _tensor_inputs(model: ir.Model) -> dict[str, ir.Value]:
@@ -205,11 +208,3 @@ def _checked_array(item: Any, value: ir.Value, what: str) -> npt.NDArray[Any]:
     if floating and not np.isfinite(array).all():
         raise CalibrationError(f"{what} holds NaN or infinite values")
     return array
-
-
-def read_samples(source: CalibrationSource, model: ir.Model) -> list[Feed]:
-    """Return :func:`checked_feeds`, copied, as readers may use their arrays again."""
-    return [
-        {name: np.array(array) for name, array in feed.items()}
-        for feed in checked_feeds(source, model)
-    ]

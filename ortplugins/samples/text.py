@@ -44,8 +44,7 @@ class TextSamples:
         """Return a feed for each window; the text is read at once."""
         feeds = TokenFeeds(inputs)
         tokenizer = TextTokenizer(Path(self.tokenizer))
-        text = read_text(Path(self.text))
-        text = text[: len(text) - int(self.held_back * len(text))]
+        text, _ = split_text(Path(self.text), self.held_back)
         windows = tokenizer.cut(text, feeds.length or self.window, str(self.text))
         if len(windows) > 1 and len(windows[-1]) < len(windows[0]):
             del windows[-1]  # a short rest would weigh as much as a full window
@@ -142,9 +141,11 @@ class TextTokenizer:
         return [[*before, *part, *after] for part in parts]
 
 
-def read_text(path: Path) -> str:
-    """Read a file as UTF-8."""
+def split_text(path: Path, share: float) -> tuple[str, str]:
+    """Read a file as UTF-8; return all but a share of it, and that share, its end."""
     try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CalibrationError(f"{path}: cannot be read as text: {error}") from None
+    end = len(text) - int(share * len(text))
+    return text[:end], text[end:]

@@ -84,7 +84,7 @@ def search_scales(
 
     def loss(alpha: float) -> float:
         try:
-            return _loss(sample, _scales(mean_abs, w_mean, alpha), gram)
+            return _loss(sample, channel_scales(mean_abs, w_mean, alpha), gram)
         except QuantizationError:  # s W is too large for the type of its scales
             return math.inf
 
@@ -99,7 +99,7 @@ def search_scales(
             best = min(losses, key=losses.__getitem__)
     if not losses[best] < without:
         return one, None, losses
-    return _scales(mean_abs, w_mean, best), best, losses
+    return channel_scales(mean_abs, w_mean, best), best, losses
 
 
 def _sampled_columns(
@@ -138,14 +138,17 @@ def _relative_magnitude(weights: Sequence[npt.NDArray[Any]], sizes: Sequence[int
     return total / count
 
 
-def _scales(mean_abs: Floats, w_mean: Doubles, alpha: float) -> Floats:
-    """Return s, float32 ``[K]``, for one exponent."""
-    live = (mean_abs > 0) & (w_mean > 0)
-    scales = np.ones(len(mean_abs))
+def channel_scales(x: Floats, w: Doubles | Floats, alpha: float) -> Floats:
+    """Return ``x**alpha / w**(1 - alpha)``, float32 ``[K]``, with 1 in the middle.
+
+    ``x`` and ``w`` say how large inputs and weights of each channel are.
+    """
+    live = (x > 0) & (w > 0)
+    scales = np.ones(len(x))
     if live.any():
         # In logarithms: no product of the extremes overflows.
-        logs = alpha * np.log(mean_abs[live], dtype=np.float64)
-        logs -= (1 - alpha) * np.log(w_mean[live])
+        logs = alpha * np.log(x[live], dtype=np.float64)
+        logs -= (1 - alpha) * np.log(w[live], dtype=np.float64)
         logs -= (logs.max() + logs.min()) / 2
         limit = math.log(_GREATEST_SCALE)
         scales[live] = np.exp(logs.clip(-limit, limit))
