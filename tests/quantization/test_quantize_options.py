@@ -19,7 +19,6 @@ from ortplugins.errors import ModelFileError
 from ortplugins.quantization import quantize
 
 D = 32
-NBITS = {"quant_format": "MatMulNBits"}
 
 
 def chain(*names: str) -> ir.Model:
@@ -36,9 +35,6 @@ def shared() -> ir.Model:
     return model_of(
         f"g (float[T, {D}] x) => (float[T, {D}] y) {{ {products} }}", {"W": normal(D, D)}
     )
-
-
-LAYERS = ("/l.0/up", "/l.0/down", "/l.1/up", "/l.1/down", "/lm_head")
 
 
 def only(*patterns):
@@ -82,76 +78,6 @@ def test_patterns_mean_weights_and_modules_too(pattern, named, opset):
 
 MATRIX, STACK = normal(D, D), normal(4, D, D)
 # A line or several, what they read, and what the report says of each operator.
-ELSEWHERE = {
-    "attention": (
-        "a = com.microsoft.Attention <num_heads = 4> (x, Q, q)",
-        {"Q": normal(D, 3 * D), "q": normal(3 * D)},
-        {"Attention": 3 * D * D},
-    ),
-    "convolution": (
-        "t = Transpose <perm = [0, 2, 1]> (x) a = Conv(t, C)",
-        {"C": normal(D, D, 3)},
-        {"Conv": 3 * D * D},
-    ),
-    "recurrence": (
-        f"a = LSTM <hidden_size = {D}> (x, L, R)",
-        {"L": normal(1, 4 * D, D), "R": normal(1, 4 * D, D)},
-        {"LSTM": 8 * D * D},
-    ),
-    "table": (
-        "i = Cast <to = 7> (x) a = Gather(T, i)",
-        {"T": normal(7, D)},
-        {"Gather": 7 * D},
-    ),
-    "stack": ("a = MatMul(x, S)", {"S": STACK}, {"MatMul": 4 * D * D}),
-    "branch": (
-        """c = Cast <to = 9> (z) a = If <then_branch = t () => (float[] b) { b = Neg(B) },
-        else_branch = e () => (float[] b) { b = Neg(B) }> (c)""",
-        {"B": normal(D, 3), "z": np.array(1)},
-        {"Neg": 3 * D},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ELSEWHERE)
-def test_weights_that_stay_in_float_are_counted_and_named(name):
-    line, weights, expected = ELSEWHERE[name]
-    text = f"""g (float[b, 4, {D}] x) => (float[b, 4, {D}] y, float[] a) {{
-        f = Reshape(x, shape)
-        h = MatMul(x, W)
-        y = Add(h, v)
-        {line}
-    }}"""
-    given = weights | {"W": MATRIX, "v": normal(D), "shape": np.array([-1, D])}
-    model = model_of(text, given)
-    report = quantize(model).report
-    # Refused is what was asked for: the operators of op_types. And nobody reads "0 refused".
-    assert {row.op_type for row in report.refused} == expected.keys() & {"MatMul"}
-    assert all(row.reason for row in report.refused)
-    assert (", 1 refused;" in str(report)) == ("refused" in str(report)) == (name == "stack")
-    rest = {item.op_type: item for item in report.floats}
-    assert all(rest[item].reason for item in expected)
-    vectors = rest.pop("vectors").elements
-    assert {item.op_type: item.elements for item in rest.values()} == expected
-    assert report.share == pytest.approx(D * D / (D * D + sum(expected.values()) + vectors))
-    assert f"{int(1000 * report.share) / 10:.1f} % of all weights quantised" in str(report)
-    assert json.loads(report.to_json())["share"] == pytest.approx(report.share)
-    planned = quantize(model, dry_run=True).report
-    assert (planned.floats, planned.share) == (report.floats, report.share)
-
-
-def test_a_weight_that_stays_for_other_readers_counts_as_both():
-    text = f"""g (float[T, {D}] x, int64[T] i) => (float[T, {D}] y, float[T, {D}] z) {{
-        y = MatMul(x, W)
-        z = Gather(W, i)
-    }}"""
-    report = quantize(model_of(text, {"W": MATRIX})).report
-    assert (report.share, report.floats[0].elements) == (0.5, D * D)
-    both = quantize(model_of(text, {"W": MATRIX}), op_types=["MatMul", "Gather"]).report
-    assert (both.share, both.floats) == (1, ())
-    returned = text.replace("z = Gather(W, i)", "").replace(f"T, {D}] z", f"{D}, {D}] W")
-    given = quantize(model_of(returned, {"W": MATRIX}))
-    assert (given.report.share, given.report.floats[0].op_type) == (0.5, "graph output")
 
 
 def test_numbers_of_numpy_are_settings():
@@ -159,59 +85,6 @@ def test_numbers_of_numpy_are_settings():
     result = quantize(model_of(text, {"W": MATRIX}), block_size=np.int64(16), bits=np.int8(4))
     assert result.report.nodes[0].block_size == 16
     ir.to_proto(result.model)
-
-
-@pytest.mark.parametrize(
-    ("patterns", "left"),
-    [
-        (["/lm_head"], LAYERS[:4]),
-        (["/l.1/up", "/l.0/up"], ("/l.0/down", "/l.1/down", "/lm_head")),
-        (["*/up"], ("/l.0/down", "/l.1/down", "/lm_head")),
-        (["/l.[0]/*"], LAYERS[2:]),
-        (["/l.?/up", "/lm_*"], ("/l.0/down", "/l.1/down")),
-        (["re:head$"], LAYERS[:4]),
-        (["re:^/l"], ()),
-        (["re:(?i)UP", "/lm_head"], ("/l.0/down", "/l.1/down")),
-        ([], LAYERS),
-    ],
-    ids=str,
-)
-def test_nodes_are_meant_by_name_glob_and_regular_expression(patterns, left):
-    taken = [name for name in LAYERS if name not in left]
-    if left:
-        assert chosen(chain(*LAYERS), rules=dict.fromkeys(patterns, "float")) == list(left)
-    else:
-        with pytest.raises(ModelFileError, match="nothing to quantise"):
-            quantize(chain(*LAYERS), rules=dict.fromkeys(patterns, "float"))
-    if taken:
-        assert chosen(chain(*LAYERS), rules=only(*patterns)) == taken
-
-
-def test_brackets_and_outputs_are_names():
-    report = quantize(chain(*LAYERS), rules={"/l*": {"bits": 8}, "/lm_head": "float"}).report
-    (row,) = report.refused
-    assert (row.node, row.bits, row.bytes_before) == ("/lm_head", 0, row.bytes_after)
-    assert row.reason == "kept in float by '/lm_head'"
-    # And a glob, for the second one.
-    assert chosen(chain("up[0]", "up0", "up*"), rules=only("up[0]")) == ["up[0]", "up0"]
-    assert chosen(chain("up[0]", "down"), rules={"up[0]": "float"}) == ["down"]
-    assert chosen(chain("", "", "z"), rules=only("h1", "z")) == ["h1", "z"]
-
-
-def test_rules_give_bits_and_block_and_the_last_one_wins():
-    model = chain("a", "b", "c", "d")
-    config = {
-        "*": {"bits": 8},
-        "re:[bc]": {"block_size": 16},
-        "re:c": {"bits": 4, "block_size": -1},
-        "d": {"bits": 4, "block_size": 8},
-    }
-    report = quantize(model, rules=config).report
-    found = {row.node: (row.bits, row.block_size) for row in report.nodes}
-    assert found == {"a": (8, 32), "b": (8, 16), "c": (4, -1), "d": (4, 8)}
-    reordered = dict(reversed(config.items()))
-    report = quantize(model, rules=reordered).report
-    assert {row.bits for row in report.nodes} == {8}
 
 
 @pytest.mark.parametrize("layout", FORMATS)
@@ -228,42 +101,6 @@ def test_one_weight_in_two_forms(layout, scale_type, other):
     assert relative_error(run(proto, {"x": x})[0], expected) < 1e-5
     rows = {row.node: (row.bits, row.method) for row in result.report.nodes}
     assert rows == {"a": (4, "rtn"), "b": (other.get("bits", 4), other.get("method", "rtn"))}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"method": "awq"}, "method is 'awq'.*awq_lite"),
-        ({"bits": 3}, "bits is 3"),
-        ({"op_types": ["Conv"]}, r"op_types is \['Conv'\]"),
-        ({"op_types": "MatMul"}, "op_types"),
-        ({"scale_type": "half"}, "scale_type is 'half'"),
-        (
-            {"rules": {"up": "float", "/lm_haed": "float"}},
-            "'up' matches.*'/lm_haed' matches no node.*did you mean '/?lm_head'",
-        ),
-        ({"rules": {"*lm_haed*": {"bits": 8}}}, "matches no node.*mean '/?lm_head'"),
-        (
-            {"rules": {"re:lm_heads?_x": "float"}},
-            "matches no node.*mean '/?lm_head'",
-        ),
-        ({"rules": {"re:(": "float"}}, r"'re:\(' is not a regular expression"),
-        ({"rules": {"*": {"bits": 5}}}, r"rule '\*': bits is 5"),
-        ({"rules": {"*": {"group": 5}}}, r"rule '\*': no setting is 'group'"),
-        ({"quant_format": "QOperators"}, "quant_format is 'QOperators'"),
-        ({"accuracy_level": 4}, "accuracy_level.*MatMulNBits"),
-        ({"accuracy_level": 5, **NBITS}, "accuracy_level is 5"),
-        ({"block_size": 24, **NBITS}, "block_size 24"),
-        ({"rules": {"*": {"block_size": 8}}, **NBITS}, "block_size 8"),
-    ],
-    ids=str,
-)
-def test_a_wrong_option_is_reported_by_name(tmp_path, options, message):
-    output = tmp_path / "out.onnx"
-    options = {"calibration_data_reader": [{"x": normal(3, D)}]} | options
-    with pytest.raises(ValueError, match=message):
-        quantize(chain("m", "/lm_head"), output, **options)
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("level", [0, 1, 4])

@@ -107,24 +107,6 @@ def test_nodes_of_one_activation_get_methods_of_their_own(model: ir.Model):
     assert relative_error(ours, expected) < 0.02
 
 
-def test_heads_and_tables_need_no_name():
-    text = f"""g (int64[T] i) => (float[T, {D}] y, float[T, {D}] cache) {{
-        x = Gather(E, i) [up] h = MatMul(x, W) [last] p = MatMul(h, H)
-        f = Cast <to = 1> (p) y = Add(f, b) cache = Identity(x) }}"""
-    weights = {name: normal(D, D, seed=number) for number, name in enumerate("EWH")}
-    model = model_of(text, weights | {"b": normal(D)})
-    rules = {":head": {"bits": 8}, ":table": {"bits": 4, "block_size": 16}}
-    recipe = Recipe(op_types=("MatMul", "Gather"), rules=rules)
-    report = quantize(model, recipe=recipe).report
-    assert [(row.op_type, row.bits) for row in report.nodes] == [
-        ("Gather", 4),
-        ("MatMul", 4),
-        ("MatMul", 8),
-    ]
-    notes = quantize(model, recipe=Recipe(rules=rules)).report.notes
-    assert notes == ("the rule for ':table' has no effect: no node is one",)
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -144,22 +126,6 @@ def test_a_file_that_is_not_a_recipe_is_named(model: ir.Model, content, message)
     Path("recipe.yaml").write_text(content)
     with pytest.raises(QuantizationError, match=rf"recipe\.yaml: .*{message}"):
         quantize(model, recipe="recipe.yaml")
-
-
-@pytest.mark.parametrize(
-    ("recipe", "message"),
-    [
-        ("balansed", "balansed: neither a file nor .*did you mean 'balanced'"),
-        (".", "cannot be read"),
-        (Recipe(rules={"*z*": {"bits": 8}}), r"rules: '\*z\*' matches no node"),
-        (Recipe(rules={"z*": "float"}), r"rules: 'z\*' matches no node"),
-    ],
-)
-def test_what_means_nothing_is_refused(model: ir.Model, recipe, message):
-    with pytest.raises(QuantizationError, match=message):
-        quantize(model, recipe=recipe)
-    with pytest.raises(TypeError, match="'blok_size'; did you mean 'block_size'"):
-        quantize(model, blok_size=16)
 
 
 HEADS = {
@@ -215,26 +181,3 @@ def test_presets_store_a_table_that_is_the_head_once(name: str, head: str, k: in
     assert not reported["notes"]
     found, expected = (run(read(path), feed)[0] for path in ("out.onnx", "tied.onnx"))
     assert relative_error(found, expected) < (0.2 if name == "small" else 0.12)
-
-
-@pytest.mark.parametrize(
-    ("settings", "note"),
-    [
-        ({"scale_type": "float16", "quant_format": "MatMulNBits"}, "scale_type has no effect"),
-        ({"fuse_tables": True}, "fuse_tables has no effect: no Gather"),
-        ({"fuse_tables": True, "accuracy_level": 4}, "accuracy_level has no effect"),
-        ({"method": "gptq", "share_of_8_bits": 0.001}, "share_of_8_bits has no effect"),
-        ({"recipe": "best", "share_of_8_bits": 0.001}, "share_of_8_bits has no effect"),
-        ({"recipe": "best", "rules": {":router": "float"}}, "the rule for ':router' has no e"),
-        ({"grid": "positive", "is_symmetric": False}, "grid has no effect"),
-    ],
-)
-def test_settings_without_effect_are_noted(settings, note):
-    model = model_of(
-        "g (float[T, 64] x) => (float[T, 64] y) { h = MatMul(x, V) y = MatMul(h, W) }",
-        {"V": normal(64, 64), "W": normal(64, 64, seed=1)},
-    )
-    samples = [{"x": normal(8, 64)}]
-    notes = quantize(model, calibration_data_reader=samples, **settings).report.notes
-    assert len(notes) == 1 + ("accuracy_level" in settings)
-    assert any(x.startswith(note) for x in notes)
