@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: MIT
 """Round-to-nearest on whole models: what the file says is what runs, in every form.
 
-A form is a way to multiply by a constant matrix, as ONNX text. ONNX's reference evaluator says
-what the file computes in float64, and that it is near the float model.
+forms.txt has the forms. ONNX's reference evaluator says what the file computes in float64, and
+that it is near the float model.
 """
 
-import dataclasses
 import itertools
-from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +15,8 @@ import pytest
 from builders.dequantized_models import relative_error, run
 from builders.quantized_files import FORMATS, dequantised, read, rounded_to_nearest
 from builders.same_numbers import session
-from builders.text_models import Array, float64_outputs, matmul_of, normal, proto_of
+from builders.text_cases import TextCase, text_cases
+from builders.text_models import Array, T, float64_outputs, matmul_of, normal, text_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,148 +25,86 @@ from ortplugins.quantization import quantize
 
 ALL = ("MatMul", "Gemm", "Gather")
 BLOCKS = (16, 32, 64, 128, -1)
-K, N = 37, 13
+FORMS = text_cases(Path(__file__).with_name("forms.txt"))
 
 
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """A model that multiplies.
-
-    ``W`` of the text is the weight, ``x`` the activation, ``[m]`` the node.
-    """
-
-    text: str
-    shape: tuple[int, ...] = (K, N)
-    x: tuple[int, ...] = (5, K)
-    others: Mapping[str, npt.ArrayLike] = dataclasses.field(default_factory=dict)
-
-    def model(self, dtype: npt.DTypeLike = np.float32) -> onnx.ModelProto:
-        text = self.text
-        if not text.startswith("g ("):  # lines that end in y
-            sizes = ", ".join("ABCD"[: len(self.x)])
-            text = f"g (float[{sizes}] x) => (float[{sizes.lower()}] y) {{ {text} }}"
-        weights = {"W": normal(*self.shape, dtype=dtype)}
-        for name, number in self.others.items():
-            array = np.asarray(number)
-            weights[name] = array if array.dtype.kind == "i" else array.astype(dtype)
-        kind = "float" if dtype == np.float32 else "float16"
-        return proto_of(text.replace("float", kind), weights)
-
-    def feed(self, dtype: npt.DTypeLike = np.float32) -> Array:
-        if "int64" in self.text:  # rows of a table
-            return np.random.default_rng(0).integers(-K, K, self.x)
-        return normal(*self.x, dtype=dtype, seed=1)
+def sizes(form: TextCase, name: str, default: str) -> list[int]:
+    return list(map(int, form.settings.get(name, default).split()))
 
 
-def gemm(attributes: str = "", bias: npt.ArrayLike | None = None) -> Form:
-    reads, others = ("x, W", {}) if bias is None else ("x, W, bias", {"bias": bias})
-    return Form(
-        f"[m] y = Gemm {attributes} ({reads})",
-        (N, K) if "transB" in attributes else (K, N),
-        (5, K),
-        others,
-    )
+def made(
+    form: TextCase, dtype: npt.DTypeLike = np.float32, k: int = 37, n: int = 13
+) -> tuple[onnx.ModelProto, dict[str, Array]]:
+    """The model of a form, of other K and N than it says, and what it is fed."""
+    other = {37: k, 13: n}
+    shape = [other.get(size, size) for size in sizes(form, "W", "37 13")]
+    x = [other.get(size, size) for size in sizes(form, "x", "5 37")]
+    weights = {"W": normal(*shape, dtype=dtype)}
+    if "bias" in form.nodes:
+        weights["bias"] = normal(n, dtype=dtype)
+    if "axes" in form.nodes:
+        weights["axes"] = np.array([0])
+    kind, text = (T.FLOAT, form.nodes) if dtype == np.float32 else (T.FLOAT16, "")
+    feed = {"x": normal(*x, dtype=dtype, seed=1)}
+    inputs = {"x": (kind, list("ABCD"[: len(x)]))}
+    if "i)" in form.nodes:
+        feed = {"i": np.random.default_rng(0).integers(-37, 37, (2, 5))}
+        inputs = {"i": (T.INT64, ["A", "B"])}
+    text = text or form.nodes.replace("float[", "float16[")
+    return text_model(text, weights, inputs, output_type=kind), feed
 
 
-FUSED = "[m] y = com.microsoft.FusedMatMul"
-TABLE = "g (int64[A, B] x) => (float[A, B, C] y)"
-FORMS = {
-    "right": Form("[m] y = MatMul(x, W)"),
-    "batched": Form("[m] y = MatMul(x, W)", x=(2, 3, 4, K)),
-    "a vector": Form("[m] y = MatMul(x, W)", x=(K,)),
-    "fused transB": Form(f"{FUSED} <transB = 1, alpha = 0.25> (x, W)", (N, K), (2, 5, K)),
-    "gemm": gemm(),
-    "gemm transB": gemm("<transB = 1>", normal(N)),
-    "gemm all": gemm("<alpha = 0.5, beta = 2.0, transB = 1>", normal(N)),
-    "gather": Form(f"{TABLE} {{ [m] y = Gather(W, x) }}", (K, 20), (2, 5)),
-    "transposed": Form("t = Transpose <perm = [1, 0]> (W) [m] y = MatMul(x, t)", (N, K)),
-    "transposed twice": Form(
-        """t = Transpose(W) i = Identity(t) u = Transpose <perm = [1, 0]> (i)
-           [m] y = MatMul(x, u)"""
-    ),
-    "both orientations": Form("[m] h = MatMul(x, W) t = Transpose(W) [n] y = MatMul(h, t)"),
-    "shared": Form("[m] h = MatMul(x, W) r = Relu(h) [n] y = Gemm(r, W)", (K, K)),
-    "a table and a head": Form(
-        f"{TABLE} {{ [m] h = Gather(W, x) t = Transpose(W) [n] y = MatMul(h, t) }}",
-        (K, 20),
-        (2, 5),
-    ),
-    "in both branches": Form(
-        """s = ReduceMax <keepdims = 0> (x)
-        c = Less(s, s)
-        y = If (c) <
-            then_branch = a () => (float[P, N] u) { [l] u = MatMul(x, W) },
-            else_branch = b () => (float[P, N] v) { [m] v = MatMul(x, W) }
-        >"""
-    ),
-    "in a Scan": Form(
-        """g (float[5, K] x) => (float[K] last, float[5, K] y) {
-            z = ReduceSum <keepdims = 0> (x, axes)
-            last, y = Scan <num_scan_inputs = 1, body = b (float[K] h, float[K] e)
-                => (float[K] next, float[K] out) {
-                    [m] p = MatMul(e, W)
-                    next = Tanh(p)
-                    out = Identity(next)
-                }
-            > (z, x)
-        }""",
-        (K, K),
-        others={"axes": [0]},
-    ),
-}
-
-
-def quantised(form: Form, layout: str, dtype: npt.DTypeLike = np.float32, **options):
+def quantised(given, layout: str, **options):
     """The quantised model, its input, and the output of the portable one by the definition."""
-    model, x = form.model(dtype), form.feed(dtype)
+    model, feed = given
     result = quantize(model, quant_format=layout, op_types=ALL, **options)
     proto = read(result.model)
-    onnx.checker.check_model(proto, full_check=layout != "MatMulNBits")
+    if layout != "MatMulNBits":
+        onnx.shape_inference.infer_shapes(proto, strict_mode=True)
     portable = proto
     if layout == "MatMulNBits":
         portable = quantize(model, op_types=ALL, **options).model
     assert set(dequantised(proto)) == {row.node for row in result.report.quantized}
-    expected, exact = (float64_outputs(each, {"x": x})[0] for each in (portable, model))
+    expected, exact = (float64_outputs(each, feed)[0] for each in (portable, model))
     # Codes of 8 bits show that nothing was turned round or left out.
     assert relative_error(expected, exact) < 0.05 or options.get("bits") != 8
-    return proto, x, expected
+    return proto, feed, expected
 
 
-def run_plain(proto: onnx.ModelProto, x: Array) -> list[Array]:
+def run_plain(proto: onnx.ModelProto, feed: dict[str, Array]) -> list[Array]:
     """onnxruntime with all its optimisers, activations in float."""
-    return session(proto, optimised=True, accuracy_level=0).run(None, {"x": x})
+    return session(proto, optimised=True, accuracy_level=0).run(None, feed)
 
 
-def run_fused(proto: onnx.ModelProto, x: Array) -> list[Array]:
+def run_fused(proto: onnx.ModelProto, feed: dict[str, Array]) -> list[Array]:
     """After our own fusion, unoptimised otherwise."""
     fused = ortplugins.optimize(
         proto, passes=[ortplugins.DqMatMulNBitsFusion(accuracy_level=0)]
     ).model
-    return run(fused, {"x": x})
+    return run(fused, feed)
 
 
 @pytest.mark.parametrize("layout", FORMATS)
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form_computes_what_its_file_says(name, layout):
-    form = FORMS[name]
+    given = made(FORMS[name])
     options = zip((4, 8, 8), (16, -1, 32), (False, False, True), strict=True)
     for bits, block_size, is_symmetric in options:
-        proto, x, expected = quantised(
-            form, layout, bits=bits, block_size=block_size, is_symmetric=is_symmetric
+        proto, feed, expected = quantised(
+            given, layout, bits=bits, block_size=block_size, is_symmetric=is_symmetric
         )
-        actual = run(proto, {"x": x})[0]
-        assert relative_error(actual, expected) < 1e-5, (bits, block_size)
+        assert relative_error(run(proto, feed)[0], expected) < 1e-5, (bits, block_size)
     # Optimisers keep the numbers.
-    proto, x, expected = quantised(form, layout, block_size=16)
-    assert relative_error(run_plain(proto, x)[0], expected) < 1e-5
-    assert relative_error(run_fused(proto, x)[0], expected) < 1e-5
+    proto, feed, expected = quantised(given, layout, block_size=16)
+    assert relative_error(run_plain(proto, feed)[0], expected) < 1e-5
+    assert relative_error(run_fused(proto, feed)[0], expected) < 1e-5
 
 
 @pytest.mark.parametrize("layout", FORMATS)
 @pytest.mark.parametrize("name", FORMS)
 def test_float16_forms(name, layout):
-    proto, x, expected = quantised(FORMS[name], layout, np.float16)
-    actual = run(proto, {"x": x})[0]
+    proto, feed, expected = quantised(made(FORMS[name], np.float16), layout)
+    actual = run(proto, feed)[0]
     assert actual.dtype == np.float16
     assert relative_error(actual, expected) < 4e-3
 
@@ -198,17 +136,12 @@ def test_codes_are_the_nearest_in_every_format(size, dtype):
 )
 @settings(max_examples=100)
 def test_any_size_runs(k, n, bits, block_size, is_symmetric, layout, name):
-    form = FORMS[name]
-    sizes = {K: k, N: n, 5: 3}
-    small = dataclasses.replace(
-        form,
-        shape=tuple(sizes[size] for size in form.shape),
-        x=tuple(sizes[size] for size in form.x),
-        others={"bias": normal(n)} if form.others else {},
+    proto, feed, expected = quantised(
+        made(FORMS[name], k=k, n=n),
+        layout,
+        bits=bits,
+        block_size=block_size,
+        is_symmetric=is_symmetric,
     )
-    proto, x, expected = quantised(
-        small, layout, bits=bits, block_size=block_size, is_symmetric=is_symmetric
-    )
-    assert relative_error(run(proto, {"x": x})[0], expected) < 1e-5
-    assert relative_error(run_fused(proto, x)[0], expected) < 1e-5
-    assert relative_error(run_plain(proto, x)[0], expected) < 1e-5
+    for found in (run(proto, feed), run_fused(proto, feed), run_plain(proto, feed)):
+        assert relative_error(found[0], expected) < 1e-5
