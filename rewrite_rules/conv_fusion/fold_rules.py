@@ -27,8 +27,11 @@ from rewrite_rules.conv_fusion.linear import Affine, Float64, Linear, Linears, l
 from rewrite_rules.facts.sensitivity import Sensitivity
 from rewrite_rules.graph.nodes import label, made_by, producer
 from rewrite_rules.graph.parameters import ints_attribute, source_of
+from rewrite_rules.graph.rule_set import one_of
 from rewrite_rules.remarks import Refusal, Remarks
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
+
+_CONVOLUTIONS = ("Conv", "ConvTranspose")
 
 
 class Folding:
@@ -121,12 +124,12 @@ class FoldBehind(FoldingRule):
 
     candidate = "out"
 
-    def __init__(self, folding: Folding, kind: Kind, op_type: str, is_turned: bool) -> None:
+    def __init__(self, folding: Folding, kind: Kind, is_turned: bool) -> None:
         super().__init__(folding)
-        self._kind, self._op_type, self._is_turned = kind, op_type, is_turned
+        self._kind, self._is_turned = kind, is_turned
 
     def pattern(self, op, x, w, c):  # type: ignore[no-untyped-def]
-        value = getattr(op, self._op_type)(x, w, **ANY, _outputs=["linear"])
+        value = one_of(op, _CONVOLUTIONS)(x, w, **ANY, _outputs=["linear"])
         if self._is_turned:
             value = op.Transpose(value, **ANY, _outputs=["turned"])
         return self._kind.pattern(op, value, c, "out")
@@ -165,13 +168,13 @@ class FoldInFront(FoldingRule):
 
     candidate = "scaled"
 
-    def __init__(self, folding: Folding, kind: Kind, op_type: str) -> None:
+    def __init__(self, folding: Folding, kind: Kind) -> None:
         super().__init__(folding, remove_nodes=False)
-        self._kind, self._op_type = kind, op_type
+        self._kind = kind
 
     def pattern(self, op, x, w, c):  # type: ignore[no-untyped-def]
         scaled = self._kind.pattern(op, x, c, "scaled")
-        return getattr(op, self._op_type)(scaled, w, **ANY, _outputs=["out"])
+        return one_of(op, _CONVOLUTIONS)(scaled, w, **ANY, _outputs=["out"])
 
     def find(self, out: ir.Value, **values: ir.Value) -> Linear:
         """Return the convolution that reads x itself."""
@@ -180,7 +183,7 @@ class FoldInFront(FoldingRule):
         if scaled.is_graph_output():
             raise Refusal("ORP655", f"{scaled.name!r} is an output")
         for reader, index in scaled.uses():
-            is_same = reader.op_type == self._op_type and not reader.domain
+            is_same = reader.op_type == node.op_type and not reader.domain
             if not is_same or index or reader.graph is not node.graph:
                 raise Refusal("ORP655", f"{label(reader)!r} reads {scaled.name!r} as well")
             linear = self._folding.linears.read(reader)
@@ -304,11 +307,10 @@ class Normalize(FoldingRule):
 
 def folding_rules(folding: Folding) -> Iterator[RewriteRule]:
     """Make the rules, in order of precedence."""
-    convolutions = ("Conv", "ConvTranspose")
-    for form in itertools.product(KINDS, convolutions, (False, True)):
+    for form in itertools.product(KINDS, (False, True)):
         yield from FoldBehind.rule(folding, *form).commute()
-    for kind, op_type in itertools.product(KINDS, convolutions):
-        yield from FoldInFront.rule(folding, kind, op_type).commute()
+    for kind in KINDS:
+        yield from FoldInFront.rule(folding, kind).commute()
     yield from Gate.rule(folding).commute()
 
 

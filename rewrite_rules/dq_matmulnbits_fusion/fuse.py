@@ -59,10 +59,8 @@ def fuse(
     run = FusionRun(model, options, context, only)
     # One sweep is enough: an Add comes after its MatMul, which is a MatMulNBits by then.
     # Rules are built per call: they hold the match between check and rewrite.
-    rules = [*AddBias.rule(run).commute(), GatherToGatherBlockQuantized.rule(run, "Gather")]
-    rules += [MatMulByWeight.rule(run, op_type) for op_type in ("MatMul", "FusedMatMul")]
-    rules.append(GemmByWeight.rule(run, "Gemm"))
-    rules += [Convolution.rule(run, op_type) for op_type in ("Conv", "ConvTranspose")]
+    laws = (GatherToGatherBlockQuantized, MatMulByWeight, GemmByWeight, Convolution)
+    rules = [*AddBias.rule(run).commute(), *(law.rule(run) for law in laws)]
     left = {node for function in model.functions.values() for node in walk(function.graph)}
 
     def may_fuse(node: ir.Node) -> bool:

@@ -18,6 +18,7 @@ from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
 
 from rewrite_rules.graph.initializers import DerivedInitializers
 from rewrite_rules.graph.nodes import label, producer
+from rewrite_rules.graph.rule_set import one_of, own
 from rewrite_rules.remarks import PassContext, Refusal
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.weights.dequantized_operand import (
@@ -129,30 +130,27 @@ class FusionRun:
 Emit = Callable[[Any], tuple[ir.Value, str]]
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 _GREATEST_HALF = 65504
-_DOMAINS = {"FusedMatMul": "com.microsoft"}
 
 
 class OperandRule(RewriteRuleClassBase):
-    """Makes g(x, codes) of f(x, W), for one operator f; subclasses declare g.
+    """Makes g(x, codes) of f(x, W), for operators f; subclasses declare g.
 
     f(x, float constant), where no fast kernel takes the codes.
     """
 
+    operators: Collection[str]
     # Input of f that is W.
     index = 1
 
-    def __init__(self, run: FusionRun, op_type: str) -> None:
+    def __init__(self, run: FusionRun) -> None:
         # The DequantizeLinear may have other consumers, which keep it.
         super().__init__(remove_nodes=False)
-        self._run, self._op_type = run, op_type
+        self._run = run
 
     def pattern(self, op, x, w):  # type: ignore[no-untyped-def]
         operands = (x, w) if self.index == 1 else (w, x)
-        return getattr(op, self._op_type)(
-            *operands,
-            _allow_other_inputs=True,
-            _outputs=["out"],
-            _domain=_DOMAINS.get(self._op_type, ""),
+        return one_of(own, self.operators)(
+            *operands, _allow_other_inputs=True, _outputs=["out"]
         )
 
     def check(  # type: ignore[override]

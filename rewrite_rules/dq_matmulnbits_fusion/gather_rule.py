@@ -54,6 +54,7 @@ class GatherToGatherBlockQuantized(OperandRule):
     Refused where QuantizeLinear alone reads the rows of 8-bit codes.
     """
 
+    operators = ("Gather",)
     index = 0
 
     def _plan(self, node: ir.Node, chain: list[ir.Node], operand: DequantizedOperand) -> Emit:

@@ -14,6 +14,7 @@ activation is dequantised too, which onnxruntime has kernels of its own for.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,8 @@ _EIGHT_BITS = (ir.DataType.INT8, ir.DataType.UINT8)
 
 class MatMulByWeight(OperandRule):
     """``MatMul(x, W)`` -> ``MatMulNBits(x)``; ``alpha * MatMulNBits(x)`` of FusedMatMul."""
+
+    operators: Collection[str] = ("FusedMatMul", "MatMul")
 
     def _plan(self, node: ir.Node, chain: list[ir.Node], operand: DequantizedOperand) -> Emit:
         product, run = read_product(node), self._run
@@ -137,6 +140,8 @@ class MatMulByWeight(OperandRule):
 class GemmByWeight(MatMulByWeight):
     """``Gemm(x, W, C)`` -> ``MatMulNBits(x, beta * C)``; other C than [N] are added."""
 
+    operators = ("Gemm",)
+
 
 class Convolution(OperandRule):
     """``Conv(x, W)``, ConvTranspose -> with a float constant: none takes codes and floats.
@@ -144,6 +149,8 @@ class Convolution(OperandRule):
     Of int8 weights and float activations, 3 x 3 of 64 channels, onnxruntime 1.32 takes 1.85
     times as long: it unpacks the weight in each run, and packs nothing.
     """
+
+    operators = ("Conv", "ConvTranspose")
 
     def _plan(self, node: ir.Node, chain: list[ir.Node], operand: DequantizedOperand) -> Emit:
         if computes_in_integers(node):

@@ -6,14 +6,14 @@ A rule's ``rewrite`` may also return a value that is there already, which is rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter import RewriteRule, RewriteRuleSet
 from onnxscript.rewriter._matcher import SimplePatternMatcher
-from onnxscript.rewriter._pattern_ir import StringPattern
+from onnxscript.rewriter._pattern_ir import OpPatternBuilder, StringPattern
 from onnxscript.rewriter._rewrite_rule import ReplacementSubgraph
 from onnxscript.rewriter.pattern import OpsetPatternBuilder
 
@@ -32,6 +32,22 @@ class _OwnDomains(StringPattern):
 
 # Builds patterns of onnxruntime's operators that have one meaning in both of its domains.
 own = OpsetPatternBuilder(_OwnDomains())
+
+
+class _OneOf(StringPattern):
+    def __init__(self, names: Collection[str]) -> None:
+        self.names = names
+
+    def matches(self, item: str) -> bool:
+        return item in self.names
+
+    def __str__(self) -> str:
+        return " | ".join(sorted(self.names))
+
+
+def one_of(op: OpsetPatternBuilder, operators: Collection[str]) -> Any:
+    """Return what builds the pattern of any of some operators, by its builder of one."""
+    return OpPatternBuilder(op, _OneOf(operators))
 
 
 class DispatchingRuleSet(RewriteRuleSet):
@@ -110,9 +126,10 @@ class _Dispatch(RewriteRule):
         self._table: dict[str, list[RewriteRule]] = {}
         for rule in rules:
             # Not op_identifier(), which is None in what .commute() returns (onnxscript 0.7.2).
-            root = rule._target_pattern.output_node
+            root = rule._target_pattern.output_node.op
             rule._matcher = _ExactMatcher(rule._target_pattern)
-            self._table.setdefault(root.op_type, []).append(rule)
+            for name in root.names if isinstance(root, _OneOf) else [str(root)]:
+                self._table.setdefault(name, []).append(rule)
         self._is_candidate = is_candidate
         self.gave_way = 0
         # The engine reads these, too; none of our rules sets them.

@@ -24,9 +24,9 @@ from rewrite_rules.shapes.shape_data import INTEGER_OPERATORS
 # Operators that only pick what is in their first input.
 _PICKS = frozenset({"Cast", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Unsqueeze"})
 # Operators whose numbers are read from a value directly, where they can be.
-REREAD = frozenset({"Concat", "Gather", "Shape", "Slice", "Squeeze", "Unsqueeze"})
+_REREAD = frozenset({"Concat", "Gather", "Shape", "Slice", "Squeeze", "Unsqueeze"})
 # Operators whose numbers may be constant.
-FOLDED = _PICKS | REREAD | {"Add", "Div", "Mul", "ReduceProd", "Size", "Sub"}
+FOLDED = _PICKS | _REREAD | {"Add", "Div", "Mul", "ReduceProd", "Size", "Sub"}
 _LONG_CHAIN = 4
 _SPAN_OPSET = 15
 
@@ -198,7 +198,7 @@ class SizeReadings:
         if integers is None or integers.known is None or node.op_type == "Size":
             return self._find_whole(node, now)
         dims, is_scalar = integers.known, not integers.shape
-        if node.op_type not in REREAD or len(integers.shape) > 1:
+        if node.op_type not in _REREAD or len(integers.shape) > 1:
             return None
         sources = [] if is_scalar else [self._earliest.first("shape", dims, node)]
         sources += [self._earliest.first("dim", dim, node) for dim in dims]

@@ -19,7 +19,7 @@ runs (:mod:`.size_readings`); the order of the other nodes, too (:mod:`.memory_o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -28,9 +28,10 @@ from numpy.typing import NDArray
 from onnxscript.rewriter import MatchContext, RewriteRuleClassBase
 
 from rewrite_rules.graph.nodes import label, producer
-from rewrite_rules.graph.rule_set import DispatchingRuleSet
+from rewrite_rules.graph.rule_set import DispatchingRuleSet, one_of
 from rewrite_rules.remarks import Remarks
-from rewrite_rules.shape_size_reorder.size_readings import FOLDED, REREAD, Law, Reading
+from rewrite_rules.shape_size_reorder.size_readings import FOLDED, Law, Reading
+from rewrite_rules.shapes.shape_data import INTEGER_OPERATORS
 
 ROOTS = ("Shape", "Size")
 _INT64 = ir.TensorType(ir.DataType.INT64)
@@ -40,36 +41,21 @@ def read_better(
     model: ir.Model, readings: Mapping[ir.Node, Reading], remarks: Remarks
 ) -> None:
     """Have nodes read what the analysis found for them."""
-    laws: list[tuple[type[SizeRule], Collection[str]]] = [
-        (ConstantNumbers, FOLDED),
-        (Span, REREAD),
-        (Pick, REREAD),
-        (Whole, ROOTS),
-    ]
+    laws: list[type[SizeRule]] = [ConstantNumbers, Span, Pick, Whole]
     replaced: dict[ir.Value, ir.Value] = {}
-    present = {node.op_type for node in readings}
-    rules = [
-        law.rule(op_type, readings, replaced, remarks)
-        for law, operators in laws
-        for op_type in sorted(present.intersection(operators))
-    ]
+    rules = [law.rule(readings, replaced, remarks) for law in laws]
     DispatchingRuleSet(rules, readings.__contains__).apply_to_model(model)
 
 
 def merge_equal(model: ir.Model, first: Mapping[ir.Node, ir.Value], remarks: Remarks) -> None:
     """Have the first of nodes with the same numbers read for all."""
-    present = sorted({node.op_type for node in first})
-    rules = [EqualNumbers.rule(op_type, first, remarks) for op_type in present]
-    if rules:
-        DispatchingRuleSet(rules, first.__contains__).apply_to_model(model)
+    rules = [EqualNumbers.rule(first, remarks)]
+    DispatchingRuleSet(rules, first.__contains__).apply_to_model(model)
 
 
 def move_behind_makers(model: ir.Model, nodes: set[ir.Node]) -> None:
     """Move nodes, each a Shape or Size, to right behind what they read; empties the set."""
-    last: dict[ir.Node, ir.Node] = {}
-    rules = DispatchingRuleSet(
-        [BehindMaker.rule(op_type, nodes, last) for op_type in ROOTS], nodes.__contains__
-    )
+    rules = DispatchingRuleSet([BehindMaker.rule(nodes)], nodes.__contains__)
     rules.cleans_up = False  # nodes without a reader are part of the plan
     rules.apply_to_model(model)
 
@@ -81,17 +67,15 @@ class SizeRule(RewriteRuleClassBase):
 
     def __init__(
         self,
-        op_type: str,
         readings: Mapping[ir.Node, Reading],
         replaced: dict[ir.Value, ir.Value],
         remarks: Remarks,
     ) -> None:
         super().__init__()
-        self._op_type, self._remarks = op_type, remarks
-        self._readings, self._replaced = readings, replaced
+        self._readings, self._replaced, self._remarks = readings, replaced, remarks
 
     def pattern(self, op):  # type: ignore[no-untyped-def]
-        return getattr(op, self._op_type)(_allow_other_inputs=True, _outputs=["out"])
+        return one_of(op, FOLDED)(_allow_other_inputs=True, _outputs=["out"])
 
     def check(self, context: MatchContext, out: ir.Value) -> bool:  # type: ignore[override]
         """Whether what was found for the node is the rule's."""
@@ -176,14 +160,12 @@ class Whole(SizeRule):
 class EqualNumbers(RewriteRuleClassBase):
     """Two nodes of the same numbers -> the first."""
 
-    def __init__(
-        self, op_type: str, first: Mapping[ir.Node, ir.Value], remarks: Remarks
-    ) -> None:
+    def __init__(self, first: Mapping[ir.Node, ir.Value], remarks: Remarks) -> None:
         super().__init__()
-        self._op_type, self._first, self._remarks = op_type, first, remarks
+        self._first, self._remarks = first, remarks
 
     def pattern(self, op):  # type: ignore[no-untyped-def]
-        return getattr(op, self._op_type)(_allow_other_inputs=True, _outputs=["out"])
+        return one_of(op, INTEGER_OPERATORS)(_allow_other_inputs=True, _outputs=["out"])
 
     def rewrite(self, op: Any, out: ir.Value) -> ir.Value:
         node = producer(out)
@@ -196,15 +178,14 @@ class EqualNumbers(RewriteRuleClassBase):
 class BehindMaker(RewriteRuleClassBase):
     """``h, ..., Shape(h)`` -> ``h, Shape(h), ...``: h is not kept for its sizes."""
 
-    def __init__(
-        self, op_type: str, waiting: set[ir.Node], last: dict[ir.Node, ir.Node]
-    ) -> None:
+    def __init__(self, waiting: set[ir.Node]) -> None:
         super().__init__()
-        # ``last``: what was moved behind a node last.
-        self._op_type, self._waiting, self._last = op_type, waiting, last
+        self._waiting = waiting
+        # What was moved behind a node last.
+        self._last: dict[ir.Node, ir.Node] = {}
 
     def pattern(self, op, x):  # type: ignore[no-untyped-def]
-        return getattr(op, self._op_type)(x, _outputs=["out"])
+        return one_of(op, ROOTS)(x, _outputs=["out"])
 
     def check(self, context: MatchContext, x: ir.Value, out: ir.Value) -> bool:  # type: ignore[override]
         """Whether x is computed in the same graph; else it stays in front."""
