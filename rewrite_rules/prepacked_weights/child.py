@@ -21,8 +21,6 @@ from rewrite_rules.prepacked_weights.records import (
     places,
     read_records,
     restore_order,
-    same_bytes,
-    stored,
 )
 
 if TYPE_CHECKING:
@@ -38,9 +36,7 @@ def main() -> None:
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     job = json.loads(sys.argv[1])
     source, folder = Path(job["model"]), Path(job["folder"])
-    result = _pack(source, folder, job["data_name"])
-    if not result["damaged"]:
-        result |= _in_use(folder)
+    result = _pack(source, folder, job["data_name"]) | _in_use(folder)
     print(json.dumps(result), flush=True)
 
 
@@ -62,19 +58,14 @@ def _pack(source: Path, folder: Path, data_name: str) -> dict[str, Any]:
     rows = {found.key for found in readings(model.graph) if found.has_row}
     drop_records(model, rows)
     records = read_records(model)
-    # Its own bytes are those of the source, whatever onnxruntime saved.
-    was = stored(model, folder) | stored(before, source.parent)
     size = lay_out(model, folder, data_name, places(before))
     onnx.save(model, folder / FINAL)
-    now = stored(model, folder).items()
-    damaged = [name for name, piece in now if name in was and not same_bytes(was[name], piece)]
     _remove_saved(folder / PACKED)
     blobs = [blob for found in records.values() for one in found for blob in one.blobs]
     return {
         "weights": len(records),
         "blob_bytes": sum(length for _, length, _ in blobs),
         "data_bytes": size,
-        "damaged": damaged,
         "without_row": ["/".join(key) for key in packed if key not in rows],
     }
 

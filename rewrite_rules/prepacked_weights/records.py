@@ -102,35 +102,6 @@ def _entries(tensor: onnx.TensorProto) -> dict[str, str]:
     return {entry.key: entry.value for entry in tensor.external_data}
 
 
-Piece = tuple[Path, int, int]
-
-
-def stored(model: onnx.ModelProto, folder: Path) -> dict[str, Piece]:
-    """File, offset and length of each initializer in a file and of each of its buffers."""
-    found: dict[str, Piece] = {}
-    for way, graph in graphs(model.graph):
-        for tensor in graph.initializer:
-            place, name = _entries(tensor), "/".join((*way, tensor.name))
-            if "length" not in place:
-                continue
-            file = folder / place["location"]
-            found[name] = file, int(place.get("offset", 0)), int(place["length"])
-            for record in records_of(tensor):
-                for index, (at, size, _) in enumerate(record.blobs):
-                    found[f"{name}|{record.kernel}|{index}"] = file, at, size
-    return found
-
-
-def same_bytes(one: Piece, other: Piece) -> bool:
-    """Whether two pieces of files hold the same; little of them is in memory at a time."""
-    (file, at, size), (other_file, other_at, other_size) = one, other
-    with open(file, "rb") as a, open(other_file, "rb") as b:
-        a.seek(at)
-        b.seek(other_at)
-        lengths = [min(_LARGE, size - start) for start in range(0, size, _LARGE)]
-        return size == other_size and all(a.read(n) == b.read(n) for n in lengths)
-
-
 def restore_order(model: onnx.ModelProto, source: onnx.ModelProto) -> None:
     """Put nodes back into the order that onnxruntime was given, where it added none."""
     given = dict(graphs(source.graph))

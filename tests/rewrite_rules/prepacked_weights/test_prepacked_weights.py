@@ -446,44 +446,6 @@ def test_a_tensor_that_is_the_beginning_of_another_stays_one(with_length, tmp_pa
     np.testing.assert_equal(run(str(path), feeds), expected)
 
 
-# What the child gets instead, and what the remark says.
-SABOTAGE = {
-    "two tensors of equal size are one": (
-        (
-            "real = r.lay_out\n"
-            "r.lay_out = lambda m, f, n, same: real(m, f, n, dict.fromkeys(same, 'one'))"
-        ),
-        "the bytes of v differ in the new file",
-    ),
-    "a packed form lies elsewhere": (  # what is copied is a weight, its form, the next weight
-        (
-            "import itertools\n"
-            "real, shifts = r._copy, itertools.cycle((0, 64))\n"
-            "r._copy = lambda s, t, at, n: real(s, t, at - next(shifts), n)"
-        ),
-        "differ in the new file",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SABOTAGE)
-def test_a_packing_that_computes_something_else_is_refused(name, tmp_path, monkeypatch):
-    code, words = SABOTAGE[name]
-    (tmp_path / "site").mkdir()
-    code = f"import rewrite_rules.prepacked_weights.records as r\n{code}\n"
-    (tmp_path / "site" / "sitecustomize.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    text = """g (float[r, 64] x) => (float[r, 64] y) {
-        h = MatMul(x, w)  y = MatMul(h, v) }"""
-    model = proto_of(text, {"w": normal(64, 64), "v": normal(64, 64, seed=1)})
-    path = save(model, tmp_path / "m" / "model.onnx")
-    before = contents(path.parent)
-    outcome, reason = pack(path)
-    assert outcome is Outcome.REFUSED
-    assert words in reason
-    assert contents(path.parent) == before
-
-
 # The pass in sessions.
 
 
