@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,9 @@ import onnx_ir as ir
 
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.graph.nodes import owner
-from rewrite_rules.mixed_precision_boundaries.grids import Grids
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedTensor
-from rewrite_rules.mixed_precision_boundaries.region_constants import ConstantChange
-from rewrite_rules.mixed_precision_boundaries.regions import Region, TensorPlan
+from rewrite_rules.mixed_precision_boundaries.regions import ConstantChange, TensorPlan
 
 FLOAT = ir.DataType.FLOAT
 _MICROSOFT = "com.microsoft"
@@ -38,24 +36,17 @@ class Boundaries:
         self._parameters: dict[
             tuple[QuantizedTensor, QuantizationGrid], Sequence[ir.Value]
         ] = {}
-        # Of each tensor the graph of its codes; of each Q and DQ, the tensor and its plan.
+        # Of each tensor the graph of its codes; of each Q and DQ, the plan of the tensor.
         self.graphs: dict[QuantizedTensor, ir.Graph] = {}
-        self.plans: dict[ir.Node, tuple[QuantizedTensor, TensorPlan]] = {}
-        self.grids: Grids = {}
+        self.plans: dict[ir.Node, TensorPlan] = {}
         self.constants: dict[ir.Node, list[ConstantChange]] = {}
         # The codes of a tensor in a type, and its value in float; where a graph has them.
         self.made: dict[tuple[QuantizedTensor, ir.DataType, object], ir.Value] = {}
 
-    def add(
-        self,
-        region: Region,
-        grids: Grids,
-        constants: Sequence[ConstantChange],
-        changed: Sequence[QuantizedTensor],
-    ) -> None:
+    def add(self, plans: Iterable[TensorPlan], constants: Iterable[ConstantChange]) -> None:
         """Have a region written: the tensors of it that change, and constants."""
-        self.grids.update(grids)
-        for tensor in changed:
+        for plan in plans:
+            tensor = plan.tensor
             graph = owner(tensor.codes)
             assert isinstance(graph, ir.Graph)
             self.graphs[tensor] = graph
@@ -69,7 +60,7 @@ class Boundaries:
                 self._parameters[tensor, tensor.grid] = given
             for node in (tensor.quantize, *tensor.dequantizes):
                 if node is not None:
-                    self.plans[node] = tensor, region.plans[tensor]
+                    self.plans[node] = plan
         for change in constants:
             self.constants.setdefault(change.dequantize, []).append(change)
 
@@ -110,22 +101,21 @@ class Boundaries:
     def codes(
         self,
         op: Any,
-        tensor: QuantizedTensor,
         plan: TensorPlan,
         dtype: ir.DataType,
         at: ir.Node,
     ) -> ir.Value:
         """Return the codes of a tensor in a type; emit ``DQ -> Q``, once for each graph."""
+        tensor = plan.tensor
         for graph in (self.graphs[tensor], at.graph):
             if (there := self.made.get((tensor, dtype, graph))) is not None:
                 return there
         if dtype == plan.produced:
             assert at.inputs[0] is not None
             return at.inputs[0]
-        grids = self.grids[tensor, plan.produced], self.grids[tensor, dtype]
-        produced = self.codes(op, tensor, plan, plan.produced, at)
-        values = self.emit(op, DQ, produced, tensor, grids[0])
-        made = self.emit(op, Q, values, tensor, grids[1])
+        produced = self.codes(op, plan, plan.produced, at)
+        values = self.emit(op, DQ, produced, tensor, plan.grid(plan.produced))
+        made = self.emit(op, Q, values, tensor, plan.grid(dtype))
         self.made[tensor, dtype, at.graph] = made
         return made
 

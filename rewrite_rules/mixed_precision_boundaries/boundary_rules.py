@@ -34,8 +34,6 @@ from rewrite_rules.mixed_precision_boundaries.boundary_nodes import (
     Boundaries,
     Q,
 )
-from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
-from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedTensor
 from rewrite_rules.mixed_precision_boundaries.regions import TensorPlan
 
 
@@ -73,15 +71,11 @@ class BoundaryRule(RewriteRuleClassBase):
 
     def check(self, context: MatchContext, out: ir.Value, **_: Any) -> bool:  # type: ignore[override]
         """Whether the plan of the tensor is what the rule is for."""
-        planned = self._boundaries.plans.get(producer(out))
-        return planned is not None and self.fits(producer(out), *planned)
+        plan = self._boundaries.plans.get(producer(out))
+        return plan is not None and self.fits(producer(out), plan)
 
-    def fits(self, node: ir.Node, tensor: QuantizedTensor, plan: TensorPlan) -> bool:
+    def fits(self, node: ir.Node, plan: TensorPlan) -> bool:
         raise NotImplementedError
-
-    def grid(self, tensor: QuantizedTensor, dtype: ir.DataType) -> QuantizationGrid:
-        """Return the grid that a tensor gets in a type."""
-        return self._boundaries.grids.get((tensor, dtype), tensor.grid)
 
 
 class QuantizeRule(BoundaryRule):
@@ -96,73 +90,71 @@ class QuantizeRule(BoundaryRule):
 class Inside(QuantizeRule):
     """``Q(x, a)`` -> ``Q(x, b)``: a tensor that is only read as b, or on another grid."""
 
-    def fits(self, node: ir.Node, tensor: QuantizedTensor, plan: TensorPlan) -> bool:
+    def fits(self, node: ir.Node, plan: TensorPlan) -> bool:
         """Whether all codes change."""
-        changes = self.grid(tensor, plan.produced) != tensor.grid
-        return plan.produced != FLOAT and changes and not _keeps_codes(tensor, plan)
+        changes = plan.grid(plan.produced) != plan.tensor.grid
+        return plan.produced != FLOAT and changes and not _keeps_codes(plan)
 
     def rewrite(self, op: Any, x: ir.Value, out: ir.Value) -> ir.Value:
-        node = producer(out)
-        tensor, plan = self._boundaries.plans[node]
-        return self._boundaries.emit(
-            op, Q, x, tensor, self.grid(tensor, plan.produced), like=node
-        )
+        node, made = producer(out), self._boundaries
+        plan = made.plans[node]
+        return made.emit(op, Q, x, plan.tensor, plan.grid(plan.produced), like=node)
 
 
 class Exit(QuantizeRule):
     """``Q(x, a)`` -> ``Q(DQ(Q(x, b), b), a)``: a tensor made as b that others read as a."""
 
-    def fits(self, node: ir.Node, tensor: QuantizedTensor, plan: TensorPlan) -> bool:
+    def fits(self, node: ir.Node, plan: TensorPlan) -> bool:
         """Whether codes of both types are read."""
-        return plan.produced != FLOAT and _keeps_codes(tensor, plan)
+        return plan.produced != FLOAT and _keeps_codes(plan)
 
     def rewrite(self, op: Any, x: ir.Value, out: ir.Value) -> ir.Value:
         node, made = producer(out), self._boundaries
-        tensor, plan = made.plans[node]
-        grids = self.grid(tensor, plan.produced), self.grid(tensor, tensor.grid.dtype)
-        first = made.emit(op, Q, x, tensor, grids[0])
-        start = made.emit(op, DQ, first, tensor, grids[0])
-        codes = made.emit(op, Q, start, tensor, grids[1], like=node)
+        plan = made.plans[node]
+        tensor, own_type = plan.tensor, plan.tensor.grid.dtype
+        first = made.emit(op, Q, x, tensor, plan.grid(plan.produced))
+        start = made.emit(op, DQ, first, tensor, plan.grid(plan.produced))
+        codes = made.emit(op, Q, start, tensor, plan.grid(own_type), like=node)
         made.made[tensor, plan.produced, node.graph] = first
-        made.made[tensor, tensor.grid.dtype, node.graph] = codes
+        made.made[tensor, own_type, node.graph] = codes
         return codes
 
 
 class Entry(BoundaryRule):
     """``DQ(codes, a)`` -> ``DQ(Q(DQ(codes, a), b), b)`` for each type b that it is read as."""
 
-    def fits(self, node: ir.Node, tensor: QuantizedTensor, plan: TensorPlan) -> bool:
+    def fits(self, node: ir.Node, plan: TensorPlan) -> bool:
         """Whether anything reads another type or grid."""
         types = _readers(node, plan).keys() or {plan.produced}
         return plan.produced != FLOAT and any(
-            self.grid(tensor, dtype) != tensor.grid for dtype in types
+            plan.grid(dtype) != plan.tensor.grid for dtype in types
         )
 
     def rewrite(self, op: Any, codes: ir.Value, out: ir.Value) -> ir.Value:
         node, made = producer(out), self._boundaries
-        tensor, plan = made.plans[node]
-        readers = _readers(node, plan)
+        plan = made.plans[node]
+        tensor, readers = plan.tensor, _readers(node, plan)
         kept, *others = readers or [plan.produced]
         for dtype in others:
-            twin = made.codes(op, tensor, plan, dtype, node)
-            twin = made.emit(op, DQ, twin, tensor, self.grid(tensor, dtype))
+            twin = made.codes(op, plan, dtype, node)
+            twin = made.emit(op, DQ, twin, tensor, plan.grid(dtype))
             for reader, index in readers[dtype]:
                 reader.replace_input_with(index, twin)
-        read = made.codes(op, tensor, plan, kept, node)
-        return made.emit(op, DQ, read, tensor, self.grid(tensor, kept), like=node)
+        read = made.codes(op, plan, kept, node)
+        return made.emit(op, DQ, read, tensor, plan.grid(kept), like=node)
 
 
 class Float(BoundaryRule):
     """``DQ(Q(x))`` -> ``x``, or ``Clip(x)`` where a quantiser may have removed a Clip."""
 
-    def fits(self, node: ir.Node, tensor: QuantizedTensor, plan: TensorPlan) -> bool:
+    def fits(self, node: ir.Node, plan: TensorPlan) -> bool:
         """Whether the tensor is not quantised any more."""
         return plan.produced == FLOAT
 
     def rewrite(self, op: Any, codes: ir.Value, out: ir.Value) -> ir.Value:
         node, made = producer(out), self._boundaries
-        tensor, plan = made.plans[node]
-        value = self._value(op, node, tensor, plan)
+        plan = made.plans[node]
+        value = self._value(op, node, plan)
         uses = list(out.uses())
         floats = [(n, i) for n, i in uses if plan.reads.get(n, FLOAT) == FLOAT]
         for reader, index in floats:
@@ -170,15 +162,14 @@ class Float(BoundaryRule):
         if not out.is_graph_output() or plan.output != FLOAT:
             return out
         if len(floats) < len(uses):
-            twin = made.emit(op, DQ, codes, tensor, tensor.grid)
+            twin = made.emit(op, DQ, codes, plan.tensor, plan.tensor.grid)
             for reader, index in list(out.uses()):
                 reader.replace_input_with(index, twin)
         return value
 
-    def _value(
-        self, op: Any, node: ir.Node, tensor: QuantizedTensor, plan: TensorPlan
-    ) -> ir.Value:
-        made, source = self._boundaries, tensor.source
+    def _value(self, op: Any, node: ir.Node, plan: TensorPlan) -> ir.Value:
+        made, tensor = self._boundaries, plan.tensor
+        source = tensor.source
         assert source is not None
         if not plan.clipped:
             return source
@@ -208,9 +199,9 @@ class Constant(BoundaryRule):
         return out
 
 
-def _keeps_codes(tensor: QuantizedTensor, plan: TensorPlan) -> bool:
+def _keeps_codes(plan: TensorPlan) -> bool:
     """Whether the codes of a tensor of another type are read as they were."""
-    own_type = tensor.grid.dtype
+    tensor, own_type = plan.tensor, plan.tensor.grid.dtype
     read = {dtype for node in tensor.dequantizes for dtype in _readers(node, plan)}
     return plan.produced != own_type and (own_type in read or tensor.codes_are_read)
 

@@ -21,16 +21,13 @@ from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
 )
 from rewrite_rules.remarks import Refusal
 
-Grids = dict[tuple[QuantizedTensor, ir.DataType], QuantizationGrid]
 
-
-def choose_grids(region: Region, groups: Groups, overridden: Overridden) -> Grids:
+def choose_grids(region: Region, groups: Groups, overridden: Overridden) -> None:
     """Choose the grids of all that a region touches; one for each group and type.
 
     Refused: 8 bits of a 16-bit activation without parameters, and a scale that its float type
     can't hold. Different parameters for one group are an :class:`OverrideError`.
     """
-    grids: Grids = {}
     members: dict[int, list[QuantizedTensor]] = {}
     for tensor in region.plans:
         members.setdefault(id(groups.find(tensor)), []).append(tensor)
@@ -46,8 +43,7 @@ def choose_grids(region: Region, groups: Groups, overridden: Overridden) -> Grid
             except Refusal as refusal:
                 raise Refusal(refusal.code, f"tensor {group[0].name!r}: {refusal}") from None
             for tensor in group:
-                grids[tensor, dtype] = grid
-    return grids
+                region.plans[tensor].grids[dtype] = grid
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import onnx_ir as ir
 
@@ -34,16 +33,12 @@ from rewrite_rules.graph.nodes import (
 )
 from rewrite_rules.mixed_precision_boundaries.boundary_nodes import Boundaries
 from rewrite_rules.mixed_precision_boundaries.boundary_rules import write_boundaries
-from rewrite_rules.mixed_precision_boundaries.grids import Grids, choose_grids
+from rewrite_rules.mixed_precision_boundaries.grids import choose_grids
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
     QuantizedGraph,
     QuantizedTensor,
 )
-from rewrite_rules.mixed_precision_boundaries.region_constants import (
-    ConstantChange,
-    bias_changes,
-    constant_changes,
-)
+from rewrite_rules.mixed_precision_boundaries.region_constants import change_constants
 from rewrite_rules.mixed_precision_boundaries.regions import (
     SHARING_OPERATORS,
     Groups,
@@ -110,65 +105,49 @@ def place_boundaries(model: ir.Model, options: BoundaryOptions, context: PassCon
     ready = []
     for region in regions:
         try:
-            ready.append(_planned(graph, region, groups, overridden, options))
+            _complete(graph, region, groups, overridden, options)
         except Refusal as refusal:
             for seed in region.seeds:
                 context.remarks.refused(seed, refusal)
+        else:
+            ready.append(region)
     boundaries = Boundaries(model)
-    for planned in ready:
-        _add(boundaries, planned, context.remarks)
+    for region in ready:
+        _add(boundaries, region, context.remarks)
     write_boundaries(boundaries)
     if options.mode == "float" and ready and graph.opset >= INT8_OPSET:
         move_int8_codes(model)
 
 
-class _Planned(NamedTuple):
-    """A region that can be rewritten, with all that is to be written."""
-
-    region: Region
-    grids: Grids
-    constants: list[ConstantChange]
-    biases: list[ConstantChange | tuple[ir.Node, Refusal]]
-
-
-def _planned(
+def _complete(
     graph: QuantizedGraph,
     region: Region,
     groups: Groups,
     overridden: Overridden,
     options: BoundaryOptions,
-) -> _Planned:
+) -> None:
     """Choose the grids and constants of a region; refused where the graph forbids it."""
     if region.refusal is not None:
         raise region.refusal
-    grids = choose_grids(region, groups, overridden)
-    for tensor, plan in region.plans.items():
-        plan.clipped = _may_clip(graph, tensor)
-        _check_plan(graph, region, tensor, grids)
-        _check_sharing(graph, groups, region, tensor)
-    constants = list(constant_changes(region, graph))
+    choose_grids(region, groups, overridden)
+    for plan in region.plans.values():
+        plan.clipped = _may_clip(graph, plan.tensor)
+        _check_plan(graph, plan)
+        _check_sharing(graph, groups, region, plan)
     # With 16 bits a CPU computes in float, or on the 8 bits that a folded entry leaves.
-    most_bits = 16 if options.target == "qnn" else 8
-    biases = list(bias_changes(region, graph, grids, most_bits))
-    return _Planned(region, grids, constants, biases)
+    change_constants(region, graph, most_bits=16 if options.target == "qnn" else 8)
 
 
-def _add(boundaries: Boundaries, planned: _Planned, remarks: Remarks) -> None:
+def _add(boundaries: Boundaries, region: Region, remarks: Remarks) -> None:
     """Have a region written, and say what changes."""
-    region, grids, constants, biases = planned
-    for change_or_reason in biases:
-        if isinstance(change_or_reason, ConstantChange):
-            constants.append(change_or_reason)
-        else:
-            remarks.refused(label(change_or_reason[0]), change_or_reason[1])
-    changes = {
-        tensor: list(_changes(tensor, plan, grids)) for tensor, plan in region.plans.items()
-    }
-    for tensor, reasons in changes.items():
-        for reason in reasons:
-            remarks.fired(tensor.name, reason)
-    changed = [tensor for tensor, reasons in changes.items() if reasons]
-    boundaries.add(region, grids, constants, changed)
+    for node, refusal in region.biases_that_stay.items():
+        remarks.refused(label(node), refusal)
+    changed = []
+    for plan in region.plans.values():
+        for reason in (reasons := [*_changes(plan)]):
+            remarks.fired(plan.tensor.name, reason)
+        changed += [plan] if reasons else []
+    boundaries.add(changed, region.constants)
     for seed in () if changed else region.seeds:
         remarks.note(
             seed,
@@ -177,12 +156,10 @@ def _add(boundaries: Boundaries, planned: _Planned, remarks: Remarks) -> None:
         )
 
 
-def _check_plan(
-    graph: QuantizedGraph, region: Region, tensor: QuantizedTensor, grids: Grids
-) -> None:
-    own, plan = tensor.grid.dtype, region.plans[tensor]
+def _check_plan(graph: QuantizedGraph, plan: TensorPlan) -> None:
+    tensor, own = plan.tensor, plan.tensor.grid.dtype
     fixed = tensor.quantize is None or tensor.codes_are_read
-    if fixed and grids.get((tensor, own), tensor.grid) != tensor.grid:
+    if fixed and plan.grid(own) != tensor.grid:
         raise Refusal(
             "ORP303",
             f"codes {tensor.codes.name!r} are read or fed as they are, by {tensor.grid}: "
@@ -201,15 +178,16 @@ def _check_plan(
 
 
 def _check_sharing(
-    graph: QuantizedGraph, groups: Groups, region: Region, tensor: QuantizedTensor
+    graph: QuantizedGraph, groups: Groups, region: Region, plan: TensorPlan
 ) -> None:
     """Refuse to cut data movement that goes by one grid: it could not run on codes."""
-    for node, read in region.plans[tensor].reads.items():
+    tensor = plan.tensor
+    for node, read in plan.reads.items():
         if node.op_type not in SHARING_OPERATORS or read == ir.DataType.FLOAT:
             continue
         for other in graph.written_by(node):
-            plan = region.plans.get(other)
-            written = other.grid.dtype if plan is None else plan.produced
+            known = region.plans.get(other)
+            written = other.grid.dtype if known is None else known.produced
             same = groups.find(other) is groups.find(tensor)
             if same and written not in (read, ir.DataType.FLOAT):
                 raise Refusal(
@@ -302,9 +280,9 @@ def _as_float(entry: TensorOverride) -> TensorOverride:
     return dataclasses.replace(entry, quant_type=quant_type, convert=convert)
 
 
-def _changes(tensor: QuantizedTensor, plan: TensorPlan, grids: Grids) -> Iterator[str]:
+def _changes(plan: TensorPlan) -> Iterator[str]:
     """What happens to a tensor, in words; nothing where it stays as it is."""
-    own = tensor.grid.dtype
+    tensor, own = plan.tensor, plan.tensor.grid.dtype
     produced = type_name(plan.produced)
     if plan.produced == ir.DataType.FLOAT:
         read = set(plan.reads.values()) | ({plan.output} if tensor.is_output else set())
@@ -312,8 +290,8 @@ def _changes(tensor: QuantizedTensor, plan: TensorPlan, grids: Grids) -> Iterato
             return  # all that read it read what is there
     if plan.produced != own:
         yield f"{type_name(own)} -> {produced}"
-    elif grids.get((tensor, own), tensor.grid) != tensor.grid:
-        yield f"{tensor.grid} -> {grids[tensor, own]}"
+    elif plan.grid(own) != tensor.grid:
+        yield f"{tensor.grid} -> {plan.grid(own)}"
     others: dict[ir.DataType, list[str]] = {}
     for node, dtype in plan.reads.items():
         # What is dequantised is float already.

@@ -10,16 +10,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from rewrite_rules.graph.nodes import dequantizer, input_of, label
 from rewrite_rules.graph.parameters import constant, require_constant
-from rewrite_rules.mixed_precision_boundaries.grids import Grids
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
     ELEMENTWISE_OPERATORS,
@@ -27,7 +24,7 @@ from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
     QuantizedTensor,
     read_grid,
 )
-from rewrite_rules.mixed_precision_boundaries.regions import Region
+from rewrite_rules.mixed_precision_boundaries.regions import ConstantChange, Region
 from rewrite_rules.remarks import Refusal
 
 _BIASED_OPERATORS = frozenset({"Conv", "ConvTranspose", "Gemm"})
@@ -35,18 +32,18 @@ _BIASED_OPERATORS = frozenset({"Conv", "ConvTranspose", "Gemm"})
 _SCALE_TOLERANCE = 1e-3
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class ConstantChange:
-    """New codes for what some nodes read of a dequantised constant; others keep the old ones.
+def change_constants(region: Region, graph: QuantizedGraph, most_bits: int) -> None:
+    """Note what becomes of a region's constants, and which biases stay.
 
-    The scale has its old shape; without a zero point, that stays as it is.
+    Grids of more than ``most_bits`` have kernels that read a bias at its own scale, or none.
     """
-
-    dequantize: ir.Node
-    readers: tuple[ir.Node, ...]
-    codes: npt.NDArray[np.generic]
-    scale: npt.NDArray[np.generic]
-    zero_point: npt.NDArray[np.generic] | None
+    region.constants += _elementwise_changes(region, graph)
+    for dequantize, ratio, nodes in _rescaled_biases(region, most_bits):
+        try:
+            region.constants.append(_rescaled(dequantize, ratio, nodes))
+        except Refusal as refusal:
+            stays = refusal.behind(f"bias {label(dequantize)!r} stays: ")
+            region.biases_that_stay[nodes[0]] = stays
 
 
 def _new_type(node: ir.Node, region: Region, graph: QuantizedGraph) -> ir.DataType | None:
@@ -63,7 +60,7 @@ def _new_type(node: ir.Node, region: Region, graph: QuantizedGraph) -> ir.DataTy
     return types.pop() if changed and len(types) == 1 else None
 
 
-def constant_changes(region: Region, graph: QuantizedGraph) -> Iterator[ConstantChange]:
+def _elementwise_changes(region: Region, graph: QuantizedGraph) -> Iterator[ConstantChange]:
     """What becomes of the constants of a region's elementwise operators."""
     found: dict[tuple[ir.Node, ir.DataType], list[ir.Node]] = {}
     touched = dict.fromkeys(
@@ -96,13 +93,10 @@ def constant_changes(region: Region, graph: QuantizedGraph) -> Iterator[Constant
         yield ConstantChange(dequantize, tuple(nodes), codes, scale, zero_point)
 
 
-def bias_changes(
-    region: Region, graph: QuantizedGraph, grids: Grids, most_bits: int
-) -> Iterator[ConstantChange | tuple[ir.Node, Refusal]]:
-    """The changes of int32 biases of nodes that read another grid now, or why one stays.
-
-    Grids of more than ``most_bits`` have kernels that read a bias at its own scale, or none.
-    """
+def _rescaled_biases(
+    region: Region, most_bits: int
+) -> Iterator[tuple[ir.Node, float, list[ir.Node]]]:
+    """Yield int32 biases of nodes that read another grid now, the ratio, and the nodes."""
     asked: dict[tuple[ir.Node, float], list[ir.Node]] = {}
     for tensor, plan in region.plans.items():
         for node, dtype in plan.reads.items():
@@ -110,18 +104,15 @@ def bias_changes(
                 continue
             # Where an entry folds, a node reads what is produced.
             last = dtype if dtype.bitwidth <= most_bits else plan.produced
-            _check_float_bias(node, tensor, grids.get((tensor, last), tensor.grid))
+            _check_float_bias(node, tensor, plan.grid(last))
             if dtype.bitwidth > most_bits:
                 continue
-            ratio = float(tensor.grid.scale) / float(grids[tensor, dtype].scale)
+            ratio = float(tensor.grid.scale) / float(plan.grid(dtype).scale)
             dequantize = _bias_of(node, tensor)
             if dequantize is not None and ratio != 1:
                 asked.setdefault((dequantize, ratio), []).append(node)
     for (dequantize, ratio), nodes in asked.items():
-        try:
-            yield _rescaled(dequantize, ratio, nodes)
-        except Refusal as refusal:
-            yield nodes[0], refusal.behind(f"bias {label(dequantize)!r} stays: ")
+        yield dequantize, ratio, nodes
 
 
 def _check_float_bias(node: ir.Node, tensor: QuantizedTensor, grid: QuantizationGrid) -> None:

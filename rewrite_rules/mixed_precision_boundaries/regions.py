@@ -20,9 +20,12 @@ import dataclasses
 from collections.abc import Collection, Hashable, Mapping
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 from rewrite_rules.graph.nodes import is_quantize_linear, label
+from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
     QuantizedGraph,
     QuantizedTensor,
@@ -51,24 +54,51 @@ class TensorPlan:
     """What becomes of one activation.
 
     ``produced`` is the type of its codes; FLOAT: it is not quantised, and keeps its range if
-    ``clipped``. ``output`` is that of a graph output of its values.
+    ``clipped``. ``output`` is that of a graph output of its values. ``grids`` are chosen later
+    (:mod:`.grids`).
     """
 
+    tensor: QuantizedTensor
     produced: ir.DataType
     reads: dict[ir.Node, ir.DataType]
     output: ir.DataType
     clipped: bool = False
+    grids: dict[ir.DataType, QuantizationGrid] = dataclasses.field(default_factory=dict)
 
     def types(self) -> set[ir.DataType]:
         return {self.produced, self.output, *self.reads.values()}
 
+    def grid(self, dtype: ir.DataType) -> QuantizationGrid:
+        """Return the grid that the activation gets in a type."""
+        return self.grids.get(dtype, self.tensor.grid)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ConstantChange:
+    """New codes for what some nodes read of a dequantised constant; others keep the old ones.
+
+    The scale has its old shape; without a zero point, that stays as it is.
+    """
+
+    dequantize: ir.Node
+    readers: tuple[ir.Node, ...]
+    codes: npt.NDArray[np.generic]
+    scale: npt.NDArray[np.generic]
+    zero_point: npt.NDArray[np.generic] | None
+
 
 @dataclasses.dataclass(eq=False)
 class Region:
-    """What is rewritten together, or not at all; ``seeds`` are what the user named."""
+    """What is rewritten together, or not at all.
+
+    ``seeds`` are what the user named. The constants are found later
+    (:mod:`.region_constants`), with the biases that stay, by a node that reads each.
+    """
 
     seeds: list[str] = dataclasses.field(default_factory=list)
     plans: dict[QuantizedTensor, TensorPlan] = dataclasses.field(default_factory=dict)
+    constants: list[ConstantChange] = dataclasses.field(default_factory=list)
+    biases_that_stay: dict[ir.Node, Refusal] = dataclasses.field(default_factory=dict)
     refusal: Refusal | None = None
 
 
@@ -268,7 +298,7 @@ class _Requests:
             output = own.dtype  # it is dequantised from the codes that stay
         elif output == ir.DataType.FLOAT:
             output = produced  # what is dequantised is float
-        return TensorPlan(produced, reads, output)
+        return TensorPlan(tensor, produced, reads, output)
 
     def _produce(self, tensor: QuantizedTensor, request: _Request) -> None:
         other = self._produced.setdefault(tensor, request)
