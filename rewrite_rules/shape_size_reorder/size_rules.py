@@ -35,6 +35,8 @@ from rewrite_rules.shapes.shape_data import INTEGER_OPERATORS
 
 ROOTS = ("Shape", "Size")
 _INT64 = ir.TensorType(ir.DataType.INT64)
+# The numbers, and what became of the node.
+_Read = tuple[ir.Value, str]
 
 
 def read_better(
@@ -93,10 +95,8 @@ class SizeRule(RewriteRuleClassBase):
         self._replaced[out] = made
         return made
 
-    def read(
-        self, op: Any, reading: Reading, x: ir.Value | None, node: ir.Node
-    ) -> tuple[ir.Value, str]:
-        """Emit the nodes; return the numbers, and what became of the node."""
+    def read(self, op: Any, reading: Reading, x: ir.Value | None, node: ir.Node) -> _Read:
+        """Emit the nodes; return what they read."""
         raise NotImplementedError
 
 
@@ -105,9 +105,7 @@ class ConstantNumbers(SizeRule):
 
     law = Law.CONSTANT
 
-    def read(
-        self, op: Any, reading: Reading, x: ir.Value | None, node: ir.Node
-    ) -> tuple[ir.Value, str]:
+    def read(self, op: Any, reading: Reading, x: ir.Value | None, node: ir.Node) -> _Read:
         assert reading.constants is not None
         array = np.array(reading.constants.constants, np.int64)
         made = _constant(op, array.reshape(reading.constants.shape), _name=node.name)
@@ -119,9 +117,7 @@ class Span(SizeRule):
 
     law = Law.SPAN
 
-    def read(
-        self, op: Any, reading: Reading, x: ir.Value | None, node: ir.Node
-    ) -> tuple[ir.Value, str]:
+    def read(self, op: Any, reading: Reading, x: ir.Value | None, node: ir.Node) -> _Read:
         start, end = (reading.axes[0], reading.axes[-1] + 1) if reading.axes else (0, 0)
         ends = {"start": start} if start else {}
         ends |= {"end": end} if end < reading.rank else {}
@@ -134,9 +130,7 @@ class Pick(SizeRule):
 
     law = Law.PICK
 
-    def read(
-        self, op: Any, reading: Reading, x: ir.Value | None, node: ir.Node
-    ) -> tuple[ir.Value, str]:
+    def read(self, op: Any, reading: Reading, x: ir.Value | None, node: ir.Node) -> _Read:
         axes = np.array(reading.axes, np.int64).reshape(() if reading.is_scalar else -1)
         shape, indices = op.Shape(x), _constant(op, axes)
         shape.type = _INT64
@@ -150,9 +144,7 @@ class Whole(SizeRule):
 
     law = Law.WHOLE
 
-    def read(
-        self, op: Any, reading: Reading, x: ir.Value | None, node: ir.Node
-    ) -> tuple[ir.Value, str]:
+    def read(self, op: Any, reading: Reading, x: ir.Value | None, node: ir.Node) -> _Read:
         made = getattr(op, node.op_type)(x, **node.attributes, _name=node.name)
         return made, f"reads the {node.op_type.lower()}"
 
