@@ -22,6 +22,7 @@ _CONSTANTS = {
     "of_pairs": np.array([2, 2, 1, -1]),
     "columns_of_texts": np.array([-1, 1, 0]),
     "minus_one": np.array([-1]),
+    "rest": np.array([-1, 8]),
     "two_axis": np.array([2]),
     "three": np.array([3]),
     "four": np.array([4]),
@@ -56,7 +57,7 @@ def form_feeds(
 ) -> dict[str, NDArray]:
     """Draw inputs; what a mask has for itself is 1 or of the scores, and it may hide some."""
     rng = np.random.default_rng(seed)
-    known = dict.fromkeys(("batch", "texts_of_m", "n"), texts)
+    known = dict.fromkeys(("batch", "texts", "texts_of_m", "n"), texts)
     known |= {"rows": rows, "rows_of_m": rows, "heads_of_m": 4 if seed in (1, 2) else 1}
     known |= dict.fromkeys(("columns", "columns_of_m", "any"), columns)
     if seed % 2:
@@ -71,5 +72,6 @@ def form_feeds(
             array[:1] &= seed % 3 != 1  # a text that sees nothing
         elif value.name == "m" and seed % 3:
             array[array < -0.5] = -np.inf if seed % 3 == 1 else np.finfo(np.float32).min
-        found[value.name] = array
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)
+        found[value.name] = array.astype(dtype)
     return found

@@ -2,7 +2,6 @@
 """Attention, rotary embeddings and projections are fused whoever exported the decoder."""
 
 import collections
-import itertools
 from collections.abc import Iterable, Iterator
 
 import ml_dtypes
@@ -16,7 +15,6 @@ import pytest
 from builders.decoders import (
     TURNED,
     UNCACHED,
-    UNTURNED,
     changed,
     decoder,
     small_decoder,
@@ -35,8 +33,6 @@ from builders.same_numbers import session as opened
 from builders.sessions import CPU, options, start
 from builders.text_models import normal, proto_of
 from builders.token_batches import Run
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import ortplugins
@@ -183,67 +179,6 @@ def test_parts_can_be_switched_off():
     agrees(model, result, Run(2, 3, 4))
 
 
-# A score is hidden by the lowest number in its place, or added to it.
-MASKS = (
-    "",
-    "masked = Where(seen, scaled, lowest)",
-    "unseen = Not(seen)\nmasked = Where(unseen, lowest, scaled)",
-)
-# Which keys a token sees, and whether a cache in buffers takes it: by a mask that says how
-# much of them is in use, and hides later tokens.
-SEEN = {
-    "earlier ones": (True, ""),
-    "some earlier ones": (
-        True,
-        """past_limit = Sub(rows, three)
-        near = Greater(columns, past_limit)
-        near_before = And(near, before)
-        seen = And(real_columns, near_before)""",
-    ),
-    "padding as well": (False, "seen = Identity(before)"),
-    "all": (False, "before = GreaterOrEqual(columns, zero)"),
-}
-# What the projection reads: sizes of the result, or of another value.
-MERGED = (
-    "y_rows = Reshape(merged, any_rows)",
-    "y_rows = Reshape(merged, any_width)",
-    """texts = Shape<start = 0, end = 2>(input_ids)
-    width = Shape<start = 0, end = 1>(o_weight)
-    sizes = Concat<axis = 0>(texts, width)
-    y_rows = Reshape(merged, sizes)""",
-)
-
-
-@settings(max_examples=20, derandomize=True)
-@given(
-    mask=st.sampled_from(MASKS),
-    lowest=st.sampled_from([float(np.finfo(np.float32).min), -1e38, -np.inf]),
-    rotary=st.sampled_from([UNTURNED, TURNED]),
-    seen=st.sampled_from(sorted(SEEN)),
-    merged=st.sampled_from(MERGED),
-    fixed=st.sampled_from([None, Run(1, 3, 4), Run(2, 1, 0)]),
-    kv_cache=st.sampled_from(["exported", "shared"]),
-)
-def test_any_decoder(mask, lowest, rotary, seen, merged, fixed, kv_cache):
-    """Hiding a score by the lowest number is the same as adding that, for instance."""
-    shares, change = SEEN[seen]
-    sizes = () if fixed is None else declared(fixed)
-    model = small_decoder(merged, change, mask, *sizes, rotary=rotary, lowest=lowest)
-    if not shares or fixed == Run(2, 1, 0):  # where ids and mask are of one size
-        kv_cache = "exported"
-    result, remarks, _ = fused(model, kv_cache=kv_cache)
-    assert not remarks["refused"]
-    found = counts(result)
-    assert found["RotaryEmbedding"] == (0 if rotary == UNTURNED else 2)
-    # Whether a prompt hides later tokens is asked at each run.
-    assert found["GroupQueryAttention"]
-    runs = ALL_RUNS if fixed is None else (fixed,)
-    if kv_cache == "shared":
-        # The kernel wants rows, tokens, and chunks after a cache one by one.
-        runs = [r for r in runs if r.batch * r.length and 1 in (r.batch, r.length, 1 + r.past)]
-    agrees(model, result, *runs)
-
-
 def declared(sizes: Run) -> tuple[tuple[str, str], ...]:
     """Changes to a small decoder that declare the sizes of a run."""
     batch, length, past = sizes.batch, sizes.length, sizes.past
@@ -254,79 +189,19 @@ def declared(sizes: Run) -> tuple[tuple[str, str], ...]:
     )
 
 
-def test_a_mask_of_two_axes_and_no_cache():
-    """A decoder's first step: no input pads, and none is a cache."""
-    fed = """, int64[B, T] attention_mask,
-         float[B, 2, P, 8] past_key, float[B, 2, P, 8] past_value"""
-    model = small_decoder(
-        (fed, ""),
-        UNCACHED,
-        "seen = Identity(before)",
-    )
+@pytest.mark.parametrize("sizes", [Run(1, 3, 4), Run(2, 1, 0)])
+def test_sizes_may_be_declared(sizes: Run):
+    model = small_decoder(*declared(sizes))
     result, remarks, _ = fused(model)
-    assert remarks["fired"] == ["attention: Attention, MultiHeadAttention for long texts"]
-    agrees(model, result, Run(1, 1, 0), Run(2, 9, 0))
+    assert not remarks["refused"]
+    assert counts(result)["GroupQueryAttention"]
+    agrees(model, result, sizes)
 
 
 def test_a_mask_of_each_head_takes_the_kernel_for_long_prompts():
     model = changed("ALiBi")
     result, *_ = fused(model)
     agrees(model, result, Run(1, 1023, 0), Run(1, 1024, 0))
-
-
-@pytest.mark.parametrize("kind", ["float", "bool", "int64"])
-@pytest.mark.parametrize(
-    ("axes", "laid_out"),
-    [
-        ("B, 1, S, T", "Identity(callers)"),
-        ("B, 1, 1, T", "Identity(callers)"),
-        ("1, 1, S, T", "Identity(callers)"),
-        ("rows, columns", "Identity(callers)"),
-        ("rows, columns", "Unsqueeze(callers, first_axes)"),
-        ("columns", "Identity(callers)"),
-        ("1, S, T", "Identity(callers)"),
-        ("texts, rows, columns", "Unsqueeze(callers, one_axis)"),
-        ("B, 1, 1, S, T", "Squeeze(callers, one_axis)"),
-    ],
-)
-def test_a_mask_of_the_caller_may_hide_anything(kind: str, axes: str, laid_out: str):
-    """Names of dimensions say nothing; where its axes meet those of the scores does."""
-    bias = "Identity(given)" if kind == "float" else "Where(flags, nothing, lowest)"
-    model = small_decoder(
-        ("int64[B, T] attention_mask", f"{kind}[{axes}] callers"),
-        f"given = {laid_out}\nflags = Cast<to = 9>(given)\nbias = {bias}",
-    )
-    result, remarks, _ = fused(model)
-    assert not remarks["refused"]
-    agrees(model, result)
-
-
-def test_a_mask_of_more_rows_than_tokens_repeats_the_token():
-    mask = ("int64[B, T] attention_mask", "float[R, T] mask")
-    model = small_decoder(mask, "masked = Add(scaled, mask)")
-    result, *_ = fused(model)
-    feeds = decoder_feeds(model, Run(1, 1, 7), 1)
-    feeds["mask"] = np.random.default_rng(1).standard_normal((2, 8)).astype(np.float32)
-    for a, b in zip(run(result, feeds), run(model, feeds), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-
-
-def test_two_attentions_read_one_cache():
-    model = small_decoder("""q_rows_2 = MatMul(hidden, o_weight)
-    q_split_2 = Reshape(q_rows_2, q_sizes)
-    q_2 = Transpose<perm = [0, 2, 1, 3]>(q_split_2)
-    scores_2 = MatMul(q_2, k_right)
-    masked_2 = Add(scores_2, bias)
-    weights_2 = Softmax<axis = -1>(masked_2)
-    mixed_2 = MatMul(weights_2, v_all)
-    merged_2 = Transpose<perm = [0, 2, 1, 3]>(mixed_2)
-    rows_2 = Reshape(merged_2, flat)
-    both = Add(y_rows, rows_2)
-    y = MatMul(both, o_weight)""")
-    for kv_cache in ("exported", "shared"):
-        result, *_ = fused(model, kv_cache=kv_cache)
-        assert counts(result)["GroupQueryAttention"] == (2 if kv_cache == "shared" else 4)
-        agrees(model, result, Run(2, 1, 14), Run(1, 6, 7), Run(2, 5, 0))
 
 
 def nested(text: str, step: onnx.ModelProto) -> onnx.ModelProto:
@@ -463,6 +338,8 @@ def test_sizes_of_minus_1_are_open(past: int):
     assert sum(reason.startswith("attention: ") for reason in reasons) == LAYERS
 
 
+# The kernel wants chunks after a cache one by one.
+SINGLE = [one for one in RUNS if one.batch == 1 or one.length == 1 or not one.past]
 SHARED = [name for name in UNCAPPED if name.endswith(("dynamo-sdpa", "torchscript-eager"))]
 
 
@@ -473,9 +350,8 @@ def test_a_cache_in_buffers_of_the_caller(name: str):
     assert not remarks["refused"]
     assert counts(result)["GroupQueryAttention"] == LAYERS
     assert not counts(result)["If"]
-    # A cache as long as what it holds is taken as before; the kernel wants chunks one by one.
-    single = [one for one in RUNS if one.batch == 1 or one.length == 1 or not one.past]
-    agrees(model, result, *single)
+    # A cache as long as what it holds is taken as before.
+    agrees(model, result, *SINGLE)
     for sizes in (Run(0, 1, 3), Run(2, 0, 3)):
         with pytest.raises(Exception, match=r"Gather|GroupQueryAttention|Reshape"):
             run(result, decoder_feeds(model, sizes, 1))
@@ -505,6 +381,22 @@ def test_a_cache_in_buffers_of_the_caller(name: str):
         # The cache is compared as a whole, the logits of the new tokens.
         assert greatest_difference(sizes, [logits, *cache], expected) < 1e-5
         held = dict(zip(held, expected[1:], strict=True))
+
+
+SHARING = (
+    "hidden by Where, in place of an Add", "hidden by Where, turned round",
+    "some earlier tokens", "the result merged by any_rows", "the result merged by any_width",
+    "the result merged by sizes of others", "two attentions read one cache",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_forms_with_a_cache_in_buffers(name: str):
+    model = changed(name)
+    result, remarks, _ = fused(model, kv_cache="shared")
+    assert not remarks["refused"] and not counts(result)["If"]
+    assert counts(result)["GroupQueryAttention"] == 1 + (name == SHARING[-1])
+    agrees(model, result, *SINGLE)
 
 
 _DECOY = """of_others = Cast<to = 1>(%s)
@@ -578,59 +470,6 @@ def started(model: onnx.ModelProto) -> tuple[ortplugins.InferenceSession, list[s
     session = start(model.SerializeToString(), so)
     (report,) = session.ortplugins_report.passes
     return session, [remark.reason for remark in report.remarks]
-
-
-# What a decoder reads of an encoder, behind its own attention.
-CROSS = """crossed = MatMul(y_rows, o_weight)
-    e_q_rows = MatMul(crossed, q_weight)
-    e_q_split = Reshape(e_q_rows, q_sizes)
-    e_q = Transpose<perm = [0, 2, 1, 3]>(e_q_split)
-    e_k_rows = MatMul(encoder_hidden_states, q_weight)
-    e_k_split = Reshape(e_k_rows, q_sizes)
-    e_k = Transpose<perm = [0, 2, 3, 1]>(e_k_split)
-    e_v_rows = MatMul(encoder_hidden_states, o_weight)
-    e_v_split = Reshape(e_v_rows, q_sizes)
-    e_v = Transpose<perm = [0, 2, 1, 3]>(e_v_split)
-    e_product = MatMul(e_q, e_k)
-    e_scaled = Mul(e_product, scale)
-    e_real = Cast<to = 9>(encoder_attention_mask)
-    e_columns = Unsqueeze(e_real, two_axes)
-    e_bias = Where(e_columns, nothing, lowest)
-    e_masked = Add(e_scaled, e_bias)
-    e_weights = Softmax<axis = -1>(e_masked)
-    e_mixed = MatMul(e_weights, e_v)
-    e_merged = Transpose<perm = [0, 2, 1, 3]>(e_mixed)
-    e_flat = Reshape(e_merged, flat)
-    y = MatMul(e_flat, o_weight)"""
-ENCODED = "float[B, E, 32] encoder_hidden_states, int64[B, E] encoder_attention_mask"
-
-
-def test_a_session_runs_a_decoder_with_cross_attention():
-    """Fused, or withdrawn because it is slower in these sizes; right in any case."""
-    model = small_decoder(CROSS, inputs=ENCODED)
-    result, remarks, _ = fused(model)
-    assert remarks["fired"] == [
-        "attention: Attention, GroupQueryAttention",
-        "attention: Attention, MultiHeadAttention for long texts",
-    ]
-    session, reasons = started(model)
-    assert any("attention: Attention" in text or "times as long" in text for text in reasons)
-    for sizes, session_run in itertools.product(ALL_RUNS, (session.run, opened(result).run)):
-        feeds = decoder_feeds(model, sizes, 3)
-        feeds["encoder_attention_mask"][1:, 3:] = 0
-        feeds["encoder_attention_mask"][2:, :2] = 0
-        try:
-            expected = run(model, feeds)
-        except Exception:  # onnxruntime's own classes
-            assert sizes in EMPTY, sizes
-            continue
-        assert greatest_difference(sizes, session_run(None, feeds), expected) < 1e-5, sizes
-    # An encoder that found nothing.
-    feeds = decoder_feeds(model, Run(1, 2, 3), 3)
-    feeds["encoder_hidden_states"] = feeds["encoder_hidden_states"][:, :0]
-    feeds["encoder_attention_mask"] = feeds["encoder_attention_mask"][:, :0]
-    for actual, expected in zip(run(result, feeds), run(model, feeds), strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_bfloat16_is_left_and_its_weights_are_read():
