@@ -60,31 +60,29 @@ def report_missed(figures: Iterable[Figure]) -> int:
 
 
 def table(figures: Sequence[Figure]) -> str:
-    """Return the figures as Markdown, ratios in front."""
-    lines = [
-        "| figure | ratio | bound | ours | compared with | result |",
-        "|---|---|---|---|---|---|",
-    ]
-    for figure in figures:
-        cells = (figure.what, *_comparison(figure), _verdict(figure))
-        lines.append(f"| {' | '.join(cells)} |")
+    """Return the figures as Markdown; a ratio beyond its bound, in parentheses, is bold."""
+    lines = ["| figure | ratio (bound) | ours | theirs |", "|---|---|---|---|"]
+    lines += [f"| {' | '.join((figure.what, *_cells(figure)))} |" for figure in figures]
     return "\n".join(lines)
 
 
-def _comparison(figure: Figure) -> tuple[str, str, str, str]:
-    """Ratio, bound, ours and theirs, with their units."""
+def _cells(figure: Figure) -> tuple[str, str, str]:
+    """Ratio and bound, ours and theirs, with their units."""
     alone = math.isnan(figure.theirs)
-    unit = f" {figure.unit}" if figure.unit else ""
-    of_ratio = " x" if not (alone or figure.difference) else unit
+    of_ratio = "" if alone or figure.difference else " x"
+    compared = "" if alone else f"{figure.compared:.3g}{of_ratio or f' {figure.unit}'}"
+    if not math.isnan(figure.bound):
+        compared = f"{compared} (<= {figure.bound:g})".strip()
     return (
-        "" if alone else f"{figure.compared:.3g}{of_ratio}",
-        "" if math.isnan(figure.bound) else f"<= {figure.bound:g}{of_ratio}",
-        f"{figure.ours:.3g}{unit}",
-        "" if alone else f"{figure.theirs:.3g}{unit}",
+        compared if figure.holds else f"**{compared}**",
+        _with_unit(figure.ours, figure.unit),
+        "" if alone else _with_unit(figure.theirs, figure.unit),
     )
 
 
-def _verdict(figure: Figure) -> str:
-    if math.isnan(figure.bound):
-        return ""
-    return "kept" if figure.holds else "**missed**"
+def _with_unit(number: float, unit: str) -> str:
+    """Return a number as people write it: ``1.57 GB`` for 1,570 MB."""
+    larger = {"ms": "s", "MB": "GB"}
+    if unit in larger and number >= 1000:
+        number, unit = number / 1000, larger[unit]
+    return f"{number:.3g} {unit}".rstrip()

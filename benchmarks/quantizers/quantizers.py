@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Wall time and peak private memory of quantizers: ours, NVIDIA ModelOpt's, onnxruntime's.
+"""Wall time and private peak of quantizers: ours, NVIDIA ModelOpt's, onnxruntime's.
 
 python -m benchmarks.quantizers.quantizers [--rounds N] [--only CASE]... [--slow] [--gptq]
 
@@ -35,8 +35,8 @@ from benchmarks.quantizers.quantizer_peers import Job
 BLOCK_SIZE = 32
 CASES = ("chain_inline", "chain_external", "smollm2", "wide")
 OURS = "ortplugins"
-MODELOPT = "ModelOpt, all activations at once"
-MODELOPT_SLOW = "ModelOpt, a run per node and sample"
+MODELOPT = "ModelOpt"
+MODELOPT_SLOW = "ModelOpt, node by node"
 ONNXRUNTIME = "onnxruntime"
 OLIVE = "Olive"
 _DEPTH = 13
@@ -180,7 +180,7 @@ def compare(case: Case, method: str, found: dict[str, Measured]) -> list[Figure]
     figures = [
         Figure(f"{what}: time, {fastest}", seconds[OURS], seconds[fastest], "s", bounds[0]),
         Figure(
-            f"{what}: peak private memory, {leanest}",
+            f"{what}: peak, {leanest}",
             megabytes[OURS],
             megabytes[leanest],
             "MB",
@@ -194,7 +194,7 @@ def compare(case: Case, method: str, found: dict[str, Measured]) -> list[Figure]
         if name != leanest:
             figures.append(
                 Figure(
-                    f"{what}: peak private memory, {name}",
+                    f"{what}: peak, {name}",
                     megabytes[OURS],
                     megabytes[name],
                     "MB",
@@ -212,7 +212,7 @@ def memory_of_gptq(case: Case) -> list[Figure]:
     """Run GPTQ; how much memory it takes."""
     with tempfile.TemporaryDirectory(dir=CACHE, prefix="quantizers-") as folder:
         cost = case.ours("gptq", Path(folder, "model.onnx"))
-    what = f"{case.title}, GPTQ: peak private memory"
+    what = f"{case.title}, GPTQ: peak"
     print(f"{what} {cost.peak_private_mb:.0f} MB, {cost.result['seconds']:.0f} s", flush=True)
     return [Figure(what, cost.peak_private_mb, unit="MB", bound=_WIDE_BOUND_MB)]
 
@@ -260,9 +260,7 @@ def make_cases(
             path = folder / f"{name}.onnx"
             write_float_chain(path, (width,) * (_DEPTH + 1), external)
             megabytes = _DEPTH * width**2 * 4 / 1e6
-            title = (
-                f"chain of {megabytes:.0f} MB, {'external data' if external else 'one file'}"
-            )
+            title = f"{megabytes:.0f} MB, {'external' if external else 'one file'}"
             yield Case(name, title, path, samples, external)
 
 

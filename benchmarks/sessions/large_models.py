@@ -47,7 +47,7 @@ def measure_large_models(folder: Path, rounds: int) -> list[Figure]:
         # On the right the bound: a second of 250 MB.
         figures.append(
             Figure(
-                f"{what}: seconds beside those at 250 MB/s",
+                f"{what}: to 250 MB/s",
                 seconds,
                 megabytes / 250,
                 unit="s",

@@ -90,7 +90,7 @@ def _measure_minilm(folder: Path, rounds: int) -> list[Figure]:
         net.loss(_run(_session(net.rewritten(names)), net.feeds))
         for names in (frozenset[str](), frozenset(plan.promoted))
     )
-    name = f"MiniLM-L6, {len(plan.promoted)} of {plan.activations} activations"
+    name = f"MiniLM-L6, {len(plan.promoted)} of {plan.activations}"
     figures.append(Figure(f"{name}: 1 - cosine of embeddings, 16 bits", after, bound=0.005))
     figures.append(Figure(f"{name}: the same beside all u8", after, before))
     figures += _beside_random(name, net, plan)
@@ -131,11 +131,11 @@ def _measure_classifier(folder: Path) -> list[Figure]:
     )
     classifier = _Net(path, quantized, [_noise(rng) for _ in range(24)])
     plan = plan_precision(quantized, samples, max_16bit=_SHARE)
-    name = f"PP-OCR cls, {len(plan.promoted)} of {plan.activations} activations"
+    name = f"PP-OCR cls, {len(plan.promoted)} of {plan.activations}"
     before = classifier.error(frozenset())
     after = classifier.error(frozenset(plan.promoted))
     return [
-        Figure(f"{name}: output error beside all i8", after, before, bound=0.5),
+        Figure(f"{name}: error beside all i8", after, before, bound=0.5),
         *_beside_random(name, classifier, plan),
     ]
 
@@ -203,7 +203,7 @@ def _beside_random(name: str, net: _Net, plan: PrecisionPlan) -> list[Figure]:
     ours = net.error(frozenset(plan.promoted))
     return [
         Figure(
-            f"{name}: output error beside as many at random, the mean of {_SEEDS}",
+            f"{name}: error beside {_SEEDS} random choices",
             ours,
             statistics.mean(errors),
             bound=1.0,

@@ -17,7 +17,7 @@ def explain(what: str = "", /) -> None:
         what: A code such as ORP101, a remark with its code, or words.
     """
     if not what:
-        print("\n".join(_tables()))
+        print("\n".join(_lists()))
         return
     named = re.findall(r"ORP\d+", what.upper())
     found = [
@@ -34,8 +34,8 @@ def explain(what: str = "", /) -> None:
         print(f"{code}  {section}\n  {advice}")
 
 
-def _tables() -> Iterator[str]:
-    """Yield all codes as the tables of docs/troubleshooting.md."""
+def _lists() -> Iterator[str]:
+    """Yield all codes as the lists of docs/troubleshooting.md."""
     for section, rows in REASONS.items():
-        yield from (f"\n### {section}", "", "| code | what to do |", "|---|---|")
-        yield from (f"| `{code}` | {advice} |" for code, advice in rows.items())
+        yield from (f"\n### {section}", "")
+        yield from (f"- `{code}`: {advice}" for code, advice in rows.items())

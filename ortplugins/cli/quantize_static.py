@@ -51,11 +51,11 @@ def quantize_static(
 
     Args:
         count: Windows to take from --text; 128 by default.
-        overrides: JSON, {"TENSOR": [{"quant_type": "QUInt16"}]}, or @FILE with that.
+        overrides: JSON, {"NAME": [{"quant_type": "QUInt16"}]}, or @FILE.
         promote: A tensor or node to give 16 bits; repeatable.
         budget: Promote until the outputs have this cosine to those with unquantised
             activations, for example 0.995.
-        max_16bit: Activations that may be promoted: a number, or a share such as 0.25.
+        max_16bit: Activations to promote at most: 24, or 0.25 of them.
         mode: Promote to int16, or leave in float, which is faster on CPUs.
         target: qnn keeps every DQ -> Q pair, cpu only those that change values.
         per_channel: Give weights one scale per channel.

@@ -27,9 +27,7 @@ _SETTING = re.compile(r"(\w+): (.+)")
 _EACH = re.compile(r"^each (.+): (.+)\n", re.MULTILINE)
 _SHARED = re.compile(r"^@\w+$", re.MULTILINE)
 _BLOCK = re.compile(r"^# (.+)\n((?:(?!# ).*\n)*)", re.MULTILINE)
-_LAWS = re.compile(
-    r"(^\| rule \| before \| after \|\n\|.*\n)(?:\|.*\|(?:\n(?=\|))?)*", re.MULTILINE
-)
+_TEXTS = re.compile(r"(?<=^```text\n)(?:(?!```).*\n)*", re.MULTILINE)
 _ARROW = " -> "
 _TITLE_WIDTH = 100
 _REWRITE = "ORTPLUGINS_REWRITE_EXPECTED"
@@ -110,20 +108,20 @@ def assert_laws_on_page(
     cases: Mapping[str, TextCase],
     left: Callable[[str], str],
 ) -> None:
-    """Compare a page's table of rules with the cases that have a line ``law: NAME``.
+    """Compare a page's block of rules with the cases that have a line ``law: NAME``.
 
     There is a case for each rule class of the modules whose docstring is a law, ``a -> b``;
     ``left`` shortens what is expected. A line
     ``before: TEXT`` says shorter than nodes what a test finds at the start. With
-    ``ORTPLUGINS_REWRITE_EXPECTED`` the table is written.
+    ``ORTPLUGINS_REWRITE_EXPECTED`` the block is written.
     """
     rows = []
     for case in cases.values():
         if (law := case.settings.get("law")) is not None:
             given = f"x[{case.settings['x']}]: " if "x" in case.settings else ""
-            nodes = given + " ".join(case.nodes.split())
-            rows.append((law, case.settings.get("before", nodes), left(case.expected)))
-    table = markdown([[f"`{cell}`" for cell in row] for row in rows])
+            nodes = case.settings.get("before", case.nodes)
+            rows.append((law, given + nodes, left(case.expected)))
+    block = "".join(map(_as_text, rows))
     laws = {
         name
         for module in rules
@@ -136,12 +134,24 @@ def assert_laws_on_page(
     assert laws == {law for law, *_ in rows}
     text = page.read_text(encoding="utf-8")
     if os.environ.get(_REWRITE):
-        # Of several tables of a page, the one with a rule of these modules.
-        known = re.compile("|".join(f"`{law}`" for law in laws))
-        text = _LAWS.sub(lambda m: m[1] + table if known.search(m[0]) else m[0], text)
+        # Of several blocks of a page, the one with a rule of these modules.
+        known = re.compile(f"^({'|'.join(laws)})$", re.MULTILINE)
+        text = _TEXTS.sub(lambda m: block if known.search(m[0]) else m[0], text)
         page.write_text(text, encoding="utf-8")
     else:
-        assert table in text
+        assert f"```text\n{block}```" in text
+
+
+def _as_text(row: tuple[str, str, str]) -> str:
+    """Return a law, what is before and what after, in lines of at most 100 characters."""
+    law, before, after = row
+    lines = [law]
+    for part in (*re.split(r"\n|  +", before.strip()), f"-> {after}"):
+        if len(lines) > 1 and len(lines[-1]) + len(part) < 97:
+            lines[-1] += f"   {part}"
+        else:
+            lines.append(f"    {part}")
+    return "\n".join([*lines, ""])
 
 
 def assert_page_has(page: Path, table: str) -> None:

@@ -12,7 +12,7 @@ import onnx
 from builders.attention_forms import FORMS
 from builders.decoders import CASES
 from builders.exports import DECODERS, ENCODERS, exported, fused
-from builders.text_cases import assert_page_has, markdown
+from builders.text_cases import assert_page_has
 
 PAGE = Path(__file__).parents[3] / "docs" / "transformer-fusion.md"
 FAMILIES = {
@@ -42,29 +42,26 @@ def outcome(model: onnx.ModelProto) -> str:
     return ", ".join(sorted({x.code for x in context.remarks if x.code})) or "-"
 
 
-def rows() -> Iterator[list[str]]:
-    """Yield the tables, a row for each outcome."""
+def lines() -> Iterator[str]:
+    """Yield the lists of the page, a line for each outcome."""
     models = collections.defaultdict[tuple[str, ...], list[str]](list)
     for family, text in FAMILIES.items():
         names = [f"{family}-{exporter}-eager" for exporter in ("dynamo", "torchscript")]
         assert {*names} <= {*ENCODERS, *DECODERS}
         models[tuple(outcome(exported(name)) for name in names)].append(text)
-    yield ["models", "by dynamo", "by torchscript"]
-    yield ["---"] * 3
-    yield from (["; ".join(names), *found] for found, names in models.items())
+    for (dynamo, torchscript), names in models.items():
+        found = dynamo if dynamo == torchscript else f"{dynamo} (torchscript: {torchscript})"
+        yield f"- {found}: {'; '.join(names)}"
     forms = collections.defaultdict[str, list[str]](list)
     for case in (*FORMS.values(), *CASES.values()):
         if page := case.settings.get("page"):
             forms[case.expected.removeprefix("attention: ")].append(page)
-    yield []
-    yield ["forms", "outcome"]
-    yield ["---"] * 2
-    yield from (["; ".join(names), found] for found, names in forms.items())
+    yield from (f"- {found}: {'; '.join(names)}" for found, names in forms.items())
 
 
-def test_the_page_has_the_tables():
-    assert_page_has(PAGE, markdown(rows()))
+def test_the_page_has_the_lists():
+    assert_page_has(PAGE, "\n".join(lines()))
 
 
 if __name__ == "__main__":
-    print(markdown(rows()))
+    print(*lines(), sep="\n")
