@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: MIT
 """What quantize() is asked, what it gives back, and what it leaves alone."""
 
-import itertools
 import json
 from pathlib import Path
 
@@ -197,79 +196,6 @@ def test_neither_what_exists_nor_the_model_itself_is_written_over(tmp_path):
 
 
 # What it says.
-
-
-def uneven_products() -> ir.Model:
-    shapes = [(1, 1), (1, 7), (33, 1), (33, 5), (64, 3), (31, 37)]
-    products = "\n".join(f"[m{i}] y{i} = MatMul(x{i}, W{i})" for i in range(len(shapes)))
-    inputs = ", ".join(f"float[T, {k}] x{i}" for i, (k, _) in enumerate(shapes))
-    outputs = ", ".join(f"float[T, {n}] y{i}" for i, (_, n) in enumerate(shapes))
-    weights = {f"W{i}": normal(*shape) for i, shape in enumerate(shapes)}
-    return model_of(f"g ({inputs}) => ({outputs}) {{ {products} }}", weights)
-
-
-HEADS = (
-    "t = Transpose(W) [n] y = MatMul(h, t)",
-    "[n] y = com.microsoft.FusedMatMul <transB = 1> (h, W)",
-)
-
-
-def tied(head: str) -> ir.Model:
-    """A table of 40 rows whose transpose is the head."""
-    text = f"g (int64[A] i) => (float[A, 40] y) {{ [t] h = Gather(W, i) {head} }}"
-    return model_of(text, {"W": normal(40, 2 * D)})
-
-
-@pytest.mark.parametrize("layout", FORMATS)
-@pytest.mark.parametrize(
-    ("model", "options"),
-    [
-        *(
-            (uneven_products(), {"bits": bits, "is_symmetric": symmetric, "block_size": 16})
-            for bits, symmetric in itertools.product((4, 8), (True, False))
-        ),
-        (shared(), {}),
-        (shared(), {"rules": {"b": "float"}}),
-        (shared(), {"rules": {"a": {"bits": 8}}}),
-        *((tied(head), {"op_types": ("MatMul",)}) for head in HEADS),
-        *((tied(head), {"op_types": ("MatMul", "Gather")}) for head in HEADS),
-    ],
-    ids=lambda given: str(given) if isinstance(given, dict) else "",
-)
-def test_a_dry_run_writes_nothing_and_has_the_bytes_of_the_file(
-    tmp_path, model, options, layout
-):
-    """A weight of several nodes counts once, and one that stays for some stays counted."""
-    options = options | {"quant_format": layout}
-    dry = quantize(model, tmp_path / "out.onnx", dry_run=True, **options)
-    assert (dry.path, dry.model, list(tmp_path.iterdir())) == (None, None, [])
-    wet = quantize(model, **options)
-    fields = ("node", "bits", "block_size", "K", "N", "bytes_before", "bytes_after")
-    rows = [[tuple(getattr(r, f) for f in fields) for r in x.report.nodes] for x in (dry, wet)]
-    assert rows[0] == rows[1]
-    sizes = [sum(map(len, (t.raw_data for t in p.graph.initializer)))
-             for p in (ir.to_proto(model), read(wet.model))]  # fmt: skip
-    assert dry.report.bytes_before == wet.report.bytes_before == sizes[0]
-    assert dry.report.bytes_after == wet.report.bytes_after
-    if layout != "MatMulNBits":  # which fills blocks up, and has a table and its head apart
-        assert wet.report.bytes_after == sizes[1]
-
-
-@pytest.mark.parametrize("layout", FORMATS)
-@pytest.mark.parametrize("op_types", [("MatMul",), ("MatMul", "Gather")])
-@pytest.mark.parametrize("head", HEADS)
-def test_a_tied_table_stays_where_it_is_not_quantised(head, op_types, layout):
-    result = quantize(tied(head), quant_format=layout, op_types=op_types)
-    proto, rows = read(result.model), {row.node: row for row in result.report.nodes}
-    kept = arrays_of(proto)
-    assert result.report.bits_per_weight == 5 + 32 * ("W" in kept)
-    assert rows["n"].bits == 4
-    assert ("W" in kept) == ("Gather" not in op_types) == (not rows["t"].quantized)
-    if "W" in kept:
-        assert "'W' in float" in rows["t"].reason
-        assert np.array_equal(kept["W"], normal(40, 2 * D))
-        if layout == "QDQ":  # what onnxruntime computes on codes
-            assert kinds(proto) == ["Gather", "DequantizeLinear", "MatMul"]
 
 
 @pytest.mark.parametrize("layout", FORMATS)
