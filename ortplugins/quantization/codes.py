@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ortplugins.errors import QuantizationError
-from ortplugins.quantization.methods.gptq import Gptq
 from ortplugins.quantization.methods.nearest import (
     BlockFormat,
     Codes,
@@ -75,20 +74,19 @@ def choose_codes(
     matrix: npt.NDArray[Any],
     form: BlockFormat,
     statistics: ActivationStatistics | None = None,
-    gptq: Gptq | None = None,
     threads: int = 1,
 ) -> WeightCodes:
     """Quantise a weight, float ``[K, N]``, by what is known of its inputs.
 
-    Without statistics, it is rounded to nearest as if every channel mattered as much; ``gptq``
-    feeds errors back.
+    Without statistics, it is rounded to nearest as if every channel mattered as much.
 
     Raises:
         QuantizationError: If it holds NaN or infinite values, or its codes leave its type.
     """
     k, n = matrix.shape
-    if gptq is not None:
-        gptq.factor(form)
+    feedback = None if statistics is None else statistics.feedback
+    if feedback is not None:
+        feedback.factor(form)
     scales = None if statistics is None else statistics.scales
     codes, blocks = np.empty((k, n), form.code_dtype), (form.blocks(k), n)
     grid = np.empty(blocks, np.float32)
@@ -97,7 +95,7 @@ def choose_codes(
     def strip(columns: slice) -> list[float]:
         floats = checked(matrix[:, columns])
         scaled = floats if scales is None else floats * scales[:, None]
-        found = _codes(floats, scaled, form, statistics, gptq)
+        found = _codes(floats, scaled, form, statistics)
         codes[:, columns], grid[:, columns] = found[:2]
         if zero_points is not None and found[2] is not None:
             zero_points[:, columns] = found[2]
@@ -107,7 +105,7 @@ def choose_codes(
         return _squares(floats, scaled, difference, statistics)
 
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        sums = np.sum(list(pool.map(strip, _strips(k, n, gptq is not None))), axis=0)
+        sums = np.sum(list(pool.map(strip, _strips(k, n, feedback is not None))), axis=0)
     weight, output = np.sqrt(sums[:4:2] / np.where(sums[1:4:2] > 0, sums[1:4:2], 1)).tolist()
     if weight > _LOST and matrix.dtype.name != form.scale_type == "float16":
         raise QuantizationError(
@@ -124,12 +122,11 @@ def _codes(
     scaled: Floats,
     form: BlockFormat,
     statistics: ActivationStatistics | None,
-    gptq: Gptq | None,
 ) -> tuple[Codes, Floats, ZeroPoints | None]:
     """Quantise columns; ``scaled`` are those times the scales."""
-    if gptq is not None and statistics is not None:
+    if statistics is not None and statistics.feedback is not None:
         residual = None if statistics.drift is None else statistics.drift @ floats
-        return gptq.quantize(scaled, form, residual)
+        return statistics.feedback.quantize(scaled, form, residual)
     counts = statistics is not None and statistics.gram is not None
     return search_blocks(scaled, form, statistics.energy if statistics and counts else None)
 

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ortplugins.errors import CalibrationError
+from ortplugins.quantization.methods.gptq import Gptq
 
 Floats = npt.NDArray[np.float32]
 
@@ -47,6 +48,8 @@ class ActivationStatistics:
     drift: Floats | None = None
     # [K], what the activation was divided by, and rows of its weights are multiplied by.
     scales: Floats | None = None
+    # What feeds errors of rounding back, for the gram.
+    feedback: Gptq | None = None
 
     @property
     def energy(self) -> Floats:

@@ -18,7 +18,7 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,9 +62,8 @@ _UNREACHED = "no token of the samples reaches it"
 # With fewer, error feedback fits them and nothing else. Four layers of SmolLM2, KL divergence
 # to float: .0576 by rounding to nearest; by GPTQ .0589 with 2 tokens, .0468 with 4.
 _LEAST_TOKENS = 4
-# What is known of a weight's inputs, and what feeds its errors back.
-Known = tuple[ActivationStatistics | None, Gptq | None]
-_NOTHING: Known = (None, None)
+# What is known of the inputs of weights.
+Known = dict[Weight, ActivationStatistics | None]
 NewWalk = Callable[[], Walk]
 # Weights whose codes are chosen ahead, at least.
 _AHEAD = 8
@@ -183,7 +182,7 @@ def _walked(
     met = [group for group in plan.groups if group not in alone]
     # The copy of the model is run for weights that make up for its errors, and no others.
     pairs = not ranks and any(group.method == "gptq" for group in met)
-    first: dict[Weight, Known] = {w: _NOTHING for group in alone for w in group.weights}
+    first: Known = dict.fromkeys(w for group in alone for w in group.weights)
     reached = [] if walk is None else _met(walk, met, ranks)
     for known in itertools.chain([first], reached):
         for weight, found in _chosen(known, executor):
@@ -194,7 +193,7 @@ def _walked(
             yield weight, found
 
 
-def _met(walk: Walk, groups: Sequence[Group], ranks: bool) -> Iterator[dict[Weight, Known]]:
+def _met(walk: Walk, groups: Sequence[Group], ranks: bool) -> Iterator[Known]:
     """Yield what the weights of a group are to know, where the walk meets its activation."""
     names = {group: str(group.activation and group.activation.name) for group in groups}
     feeding = not ranks and any(group.method == "gptq" for group in groups)
@@ -212,31 +211,28 @@ def _met(walk: Walk, groups: Sequence[Group], ranks: bool) -> Iterator[dict[Weig
         yield _known(group, found, ranks)
 
 
-def _known(
-    group: Group, statistics: ActivationStatistics | None, ranks: bool
-) -> dict[Weight, Known]:
+def _known(group: Group, statistics: ActivationStatistics | None, ranks: bool) -> Known:
     """Return what the weights of a group are to know, and search their channel scales."""
     if statistics is None:
         _round(group, _UNREACHED)
     elif group.method == "gptq" and statistics.count < _LEAST_TOKENS:
         _round(group, f"gptq wants {_LEAST_TOKENS} tokens, not {statistics.count}")
     if statistics is None or ranks:
-        return dict.fromkeys(group.weights, (statistics, None))
+        return dict.fromkeys(group.weights, statistics)
     if group.method == "awq_lite":
         _search_scales(group, statistics)
     if group.channel_scales is not None:
         statistics = statistics.over(group.channel_scales)
     nearest = dataclasses.replace(statistics, gram=None, drift=None)
-    feedback: dict[int, Gptq] = {}
-    known: dict[Weight, Known] = {}
+    factored: dict[int, ActivationStatistics] = {}  # by the size of blocks
+    known: Known = {}
     for weight in group.weights:
-        gptq = None
+        known[weight] = nearest if weight.method == "rtn" else statistics
         if weight.method == "gptq":
             assert statistics.gram is not None
             size = weight.form.size_along(weight.K)
-            gptq = feedback.setdefault(size, Gptq(statistics.gram))
-        used = nearest if weight.method == "rtn" else statistics
-        known[weight] = used, gptq
+            feeding = dataclasses.replace(statistics, feedback=Gptq(statistics.gram))
+            known[weight] = factored.setdefault(size, feeding)
     return known
 
 
@@ -274,7 +270,7 @@ def _search_scales(group: Group, statistics: ActivationStatistics) -> None:
 
 
 def _chosen(
-    known: Mapping[Weight, Known], executor: concurrent.futures.Executor | None
+    known: Known, executor: concurrent.futures.Executor | None
 ) -> Iterator[tuple[Weight, WeightCodes]]:
     """Have an executor choose codes, of a few weights ahead; yield them in order.
 
@@ -289,14 +285,11 @@ def _chosen(
             pool = concurrent.futures.ThreadPoolExecutor(workers, "quantize")
             executor = stack.enter_context(pool)
             for weight, inputs in items:
-                if (gptq := inputs[1]) is not None:  # before several threads ask for it
-                    gptq.factor(weight.form)
+                if inputs and inputs.feedback:  # before several threads ask for it
+                    inputs.feedback.factor(weight.form)
         submitted = (
-            (
-                weight,
-                executor.submit(choose, weight.uses[0].matrix, weight.form, *inputs, threads),
-            )
-            for weight, inputs in items
+            (w, executor.submit(choose, w.uses[0].matrix, w.form, inputs, threads))
+            for w, inputs in items
         )
         waiting = collections.deque(itertools.islice(submitted, max(workers, _AHEAD)))
         while waiting:
