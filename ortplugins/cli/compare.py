@@ -32,7 +32,6 @@ def compare(
     settings: opt.Settings = (),
     given: opt.GivenSamples = opt.GivenSamples(),
     dims: opt.Dims = "",
-    count: opt.Positive | None = None,
     seed: NotNegative | None = None,
     runs: NotNegative = 10,
     rounds: opt.Positive = 5,
@@ -44,12 +43,12 @@ def compare(
 ) -> None:
     """Run two models on the same inputs: errors, speed and memory.
 
-    Exit with 1 if B exceeds a bound: --rtol, --atol, --max-unfused.
+    Exit with 1 if B exceeds a bound: --rtol, --atol, --max-unfused. Without samples or text,
+    --count inputs are made up, 1 by default.
 
     Args:
         a: The reference, an .onnx file.
         b: The model to compare; without it, A after --pass.
-        count: Samples to take from --text (128 by default), or to make up (1).
         seed: Seed of made-up samples.
         runs: Timed runs of each process; 0 for none.
         rounds: Processes of each model; the models take turns.
@@ -65,8 +64,8 @@ def compare(
         raise UsageError("B is missing: give a second model, or --pass NAME")
     if given.text is not None or given.samples:
         source = "--text" if given.text else "--samples"
-        ignored = {"seed": seed, "count": None if given.text else count}
-        opt.refuse(f"with {source}", dims=dims, **ignored)
+        opt.refuse(f"with {source}", dims=dims, seed=seed)
+    made_up = given == opt.GivenSamples(count=given.count)
     found = compare(
         a,
         b,
@@ -78,9 +77,9 @@ def compare(
         rtol=rtol,
         atol=atol,
         max_unfused=max_unfused,
-        inputs=given.read(a, count),
+        inputs=None if made_up else given.read(a),
         dims=opt.parse_dims(dims),
-        samples=count or 1,
+        samples=given.count or 1,
         seed=seed or 0,
     )
     if format == "json":

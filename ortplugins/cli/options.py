@@ -111,10 +111,14 @@ class GivenSamples:
         Path | None, Parameter(help="tokenizer.json; by default the one beside the model.")
     ] = None
 
-    def read(self, model: Path, count: int | None) -> Sequence[Path] | TextSamples | None:
-        """Return the paths or ``count`` windows of the text; None where neither is given."""
+    count: Annotated[
+        Positive | None, Parameter(help="Windows to take from --text (128 by default).")
+    ] = None
+
+    def read(self, model: Path) -> Sequence[Path] | TextSamples | None:
+        """Return the paths or windows of the text; None where neither is given."""
         if self.text is None:
-            refuse("without --text", tokenizer=self.tokenizer)
+            refuse("without --text", tokenizer=self.tokenizer, count=self.count)
             return self.samples or None
         refuse("with --text", samples=self.samples)
         from ortplugins.model_io.model_folder import tokenizer_beside
@@ -123,7 +127,7 @@ class GivenSamples:
         tokenizer = self.tokenizer or tokenizer_beside(model)
         if tokenizer is None:
             raise UsageError("--tokenizer: none beside the model; give its path")
-        more = {} if count is None else {"count": count}
+        more = {} if self.count is None else {"count": self.count}
         return TextSamples(self.text, tokenizer, **more)
 
 

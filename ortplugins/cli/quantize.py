@@ -89,7 +89,6 @@ def quantize(
     output: Annotated[Path | None, Parameter(alias="-o")] = None,
     chosen: ChosenRecipe = ChosenRecipe(),
     given: opt.GivenSamples = opt.GivenSamples(),
-    count: opt.Positive | None = None,
     providers: Annotated[tuple[str, ...], Parameter("--provider")] = (),
     dry_run: bool = False,
     force: opt.Force = False,
@@ -101,17 +100,14 @@ def quantize(
 
     Args:
         output: File to write; for a folder, a folder.
-        count: Windows to take from --text; 128 by default.
         providers: Execution provider that runs samples; repeatable.
         dry_run: Print what would be quantised; write nothing.
     """
     from ortplugins import quantization
 
     printing.check()
-    source: Any = given.read(model, count)
-    if given.text is None:
-        opt.refuse("without --text", count=count)
-    else:
+    source: Any = given.read(model)
+    if given.text is not None:
         source = dataclasses.replace(source, held_back=_HELD_BACK)
     if output is None and not dry_run:
         raise UsageError("give --output, or --dry-run")

@@ -29,7 +29,6 @@ def quantize_static(
     *,
     output: opt.Output,
     given: opt.GivenSamples = opt.GivenSamples(),
-    count: opt.Positive | None = None,
     printing: opt.Printing = opt.Printing(),
     overrides: str = "",
     promote: tuple[str, ...] = (),
@@ -50,7 +49,6 @@ def quantize_static(
     With --budget or --max-16bit, the activations that cost most are found, and promoted.
 
     Args:
-        count: Windows to take from --text; 128 by default.
         overrides: JSON, {"NAME": [{"quant_type": "QUInt16"}]}, or @FILE.
         promote: A tensor or node to give 16 bits; repeatable.
         budget: Promote until the outputs have this cosine to those with unquantised
@@ -65,9 +63,7 @@ def quantize_static(
     from ortplugins.static_qdq.quantize_static import quantize_static_mixed
 
     printing.check()
-    if given.text is None:
-        opt.refuse("without --text", count=count)
-    source = given.read(model, count)
+    source = given.read(model)
     # Its calibrators' sessions warn of each weight that is an input, as in older files.
     onnxruntime.set_default_logger_severity(3)
     with progress_bar() as bar:
