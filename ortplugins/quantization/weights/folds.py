@@ -75,8 +75,6 @@ def _vectors(activation: ir.Value, channels: int) -> list[ir.Value]:
     else:
         indices = _VECTORS.get((node.domain, node.op_type), ())
         found = [node.inputs[i] for i in indices if i < len(node.inputs)]
-        if not _normalises_last_axis(node):
-            return []
     vectors = [value for value in found if value is not None]
     return vectors if all(_is_private(value, node, channels) for value in vectors) else []
 
@@ -91,12 +89,6 @@ def _is_private(value: ir.Value, node: ir.Node, channels: int) -> bool:
     along_k = bool(shape) and shape[-1] == channels == tensor.size
     seen = value.is_graph_input() or value.is_graph_output() or len(value.uses()) != 1
     return along_k and not seen and node.graph is value.graph
-
-
-def _normalises_last_axis(node: ir.Node) -> bool:
-    axis = node.attributes.get_int("axis", -1)
-    shape = node.inputs[0].shape if node.inputs and node.inputs[0] is not None else None
-    return axis == -1 or (shape is not None and axis == len(shape) - 1)
 
 
 def _quotient(vector: ir.Value, scales: Floats) -> ir.Tensor[Any]:
