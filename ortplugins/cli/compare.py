@@ -16,7 +16,6 @@ from ortplugins.errors import UsageError
 
 if TYPE_CHECKING:
     from ortplugins.measurement.compare import Comparison
-    from ortplugins.measurement.difference import Difference
     from ortplugins.measurement.measure import Cost, Spread
 
 NotNegative: TypeAlias = Annotated[int, Parameter(validator=Number(gte=0))]
@@ -92,24 +91,15 @@ def compare(
 
 def _print(found: Comparison) -> None:
     out = console()
-    out.print(f"a: {found.a}", soft_wrap=True)
-    out.print(f"b: {found.b}", soft_wrap=True)
     if found.report is not None:
         out.print(str(found.report), soft_wrap=True)
-    print_table(
-        ("Output", "Max abs", "Relative RMS", "Cosine", ""),
-        [(d.name, *_figures(d)) for d in found.outputs],
-    )
-    for name, why in found.not_compared.items():
-        out.print(f"output {name!r} not compared: {why}", soft_wrap=True)
+    out.print(str(found), soft_wrap=True)
     if found.costs:
         rows = [
             (cost.what, _spread(cost.a, cost.unit), _spread(cost.b, cost.unit), _verdict(cost))
             for cost in found.costs
         ]
         print_table(("median (range)", "a", "b", "a / b"), rows)
-    for failure in found.failures:
-        out.print(f"failed: {failure}", soft_wrap=True, style="red")
 
 
 def _spread(spread: Spread, unit: str) -> str:
@@ -125,7 +115,3 @@ def _verdict(cost: Cost) -> str:
     """Return the ratio, where the runs of the models differ by 1 % or more."""
     ratio = "" if cost.ratio is None else f"{cost.ratio:.2f}"
     return "no difference" if cost.differs is False or ratio == "1.00" else ratio
-
-
-def _figures(d: Difference) -> tuple[str, ...]:
-    return f"{d.max_abs:.3g}", f"{d.relative_rms:.3g}", f"{d.cosine:.7f}", d.mismatch

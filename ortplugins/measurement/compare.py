@@ -59,7 +59,7 @@ class Comparison:
 
     def __str__(self) -> str:
         """Return one line per output."""
-        lines = [f"a: {self.a}, b: {self.b}, {self.samples} samples"]
+        lines = [f"a: {self.a}, b: {self.b}, samples: {self.samples}"]
         lines += [f"output {d.name!r}: {d}" for d in self.outputs]
         lines += [f"output {k!r} not compared: {why}" for k, why in self.not_compared.items()]
         lines += [f"failed: {failure}" for failure in self.failures]
