@@ -21,25 +21,6 @@ _DRAWS = frozenset({
 })  # fmt: skip
 
 
-def share_constants(model: ir.Model) -> None:
-    """Let equal small constants be one.
-
-    Not those of quantized weights: onnxruntime fuses no two nodes that share a scale.
-    """
-    shared: dict[object, ir.Value] = {}
-    for value in model.graph.initializers.values():
-        tensor = constant(value)
-        if tensor is None or tensor.size > _MAX_SHARED:
-            continue
-        if value.is_graph_output():
-            continue
-        readers = value.consumers()
-        if any(node.domain or node.op_type.endswith("tizeLinear") for node in readers):
-            continue
-        if (other := shared.setdefault(contents(tensor), value)) is not value:
-            value.replace_all_uses_with(other)
-
-
 def share_nodes(graph: ir.Graph) -> None:
     """Let standard nodes that compute the same of the same inputs be one; they are sorted."""
     seen: dict[Hashable, ir.Node] = {}

@@ -33,7 +33,6 @@ from rewrite_rules.transformer_fusion.attention import (
 )
 from rewrite_rules.transformer_fusion.equal_values import (
     fold_scalars,
-    share_constants,
     share_nodes,
 )
 from rewrite_rules.transformer_fusion.grouped_queries import GroupQueries
@@ -92,7 +91,6 @@ def fuse_transformer(
     if is_shared and not (context.cpu_only and opset >= _KERNEL_OPSET):
         raise ValueError(f"kv_cache=shared needs a CPU session and opset {_KERNEL_OPSET}")
     if (options.rotary or options.attention) and context.cpu_only and opset >= _SHAPE_OPSET:
-        share_constants(model)
         graphs = [model.graph] if is_shared else [*_graphs(model.graph)]
         _normalise(model, graphs)
         if opset >= _KERNEL_OPSET:
