@@ -17,7 +17,7 @@ from rewrite_rules.conv_fusion.fold_rules import (
 from rewrite_rules.conv_fusion.hard_swish import hard_swish_rules
 from rewrite_rules.conv_fusion.integers import UnsignedWeight
 from rewrite_rules.conv_fusion.one_axis import DepthwiseLine, FourierFrames
-from rewrite_rules.facts.copies import drop_copies, drop_reshapes
+from rewrite_rules.facts.copies import drop_copies
 from rewrite_rules.graph.nodes import (
     label,
     remove_unused,
@@ -46,8 +46,6 @@ def fuse_convolutions(model: ir.Model, context: PassContext) -> None:
     sort_nodes(model.graph)
     drop_copies(model, nodes)
     folding, graphs = Folding(model, context.remarks), {*model.graphs()}
-    for graph in graphs:
-        drop_reshapes(graph, folding.shapes)
     rules = [*hard_swish_rules(folding), *folding_rules(folding)]
     rules.append(UnsignedWeight.rule(folding))
     for _ in range(_MAX_ROUNDS):

@@ -2,7 +2,7 @@
 """Nodes whose result is their input: exporters leave them between what rules match.
 
 Identity(x)   Dropout(x) at inference   Cast(x) to the type of x   Concat(x)
-Transpose(x, perm = [0, 1, ...])
+Transpose(x, perm = [0, 1, ...])   Reshape(x) where sizes are proved to stay
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rewrite_rules.graph.parameters import constant, int_attribute, ints_attribu
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
-_OPERATORS = frozenset({"Cast", "Concat", "Dropout", "Identity", "Transpose"})
+_OPERATORS = frozenset({"Cast", "Concat", "Dropout", "Identity", "Reshape", "Transpose"})
 # Before, an attribute of Dropout says whether it trains.
 _DROPOUT_OPSET = 7
 
@@ -24,11 +24,11 @@ _DROPOUT_OPSET = 7
 def drop_copies(model: ir.Model, nodes: Iterable[ir.Node] | None = None) -> None:
     """Have what copies are read for read their source; of outputs of graphs a copy stays.
 
-    Looks at the main graph and its subgraphs, or at some nodes of these.
+    Looks at the main graph and its subgraphs, or at some nodes of these; they are sorted.
     """
-    opset = model.opset_imports.get("", 0)
+    facts = ProvedShapes(model, on_demand=True)
     for node in [*walk(model.graph)] if nodes is None else nodes:
-        if node.op_type in _OPERATORS and not node.domain and _is_copy(node, opset):
+        if node.op_type in _OPERATORS and not node.domain and _is_copy(node, facts):
             source, result = node.inputs[0], node.outputs[0]
             assert node.graph is not None
             for reader, index in result.uses():
@@ -37,11 +37,15 @@ def drop_copies(model: ir.Model, nodes: Iterable[ir.Node] | None = None) -> None
                 node.graph.remove(node, safe=True)
 
 
-def _is_copy(node: ir.Node, opset: int) -> bool:
+def _is_copy(node: ir.Node, facts: ProvedShapes) -> bool:
     """Whether a node's first result is its first input, and nothing else is read of it."""
     source, others = input_of(node, 0), node.outputs[1:]
     if source is None or any(value.uses() or value.is_graph_output() for value in others):
         return False
+    if node.op_type == "Reshape":
+        # onnxruntime's optimiser infers one of the sizes, which fails where none changes.
+        dims = facts.dims(source)
+        return dims is not None and dims == facts.dims(node.outputs[0])
     try:
         if node.op_type == "Cast":
             return source.dtype is not None and int_attribute(node, "to", 0) == source.dtype
@@ -54,22 +58,5 @@ def _is_copy(node: ir.Node, opset: int) -> bool:
         trains = input_of(node, 2)
         tensor = constant(trains)
         off = trains is None or (tensor is not None and not tensor.numpy().any())
-        return opset >= _DROPOUT_OPSET and off
+        return facts.opset(node) >= _DROPOUT_OPSET and off
     return len(node.inputs) == 1
-
-
-def drop_reshapes(graph: ir.Graph, facts: ProvedShapes) -> None:
-    """Remove Reshapes that are proved to change no size.
-
-    onnxruntime's optimiser infers one of their sizes, which fails where nothing is reshaped.
-    """
-    dropped = list[ir.Node]()
-    for node in graph:
-        if node.op_type != "Reshape" or node.domain or node.inputs[0] is None:
-            continue
-        source, result = node.inputs[0], node.outputs[0]
-        dims = facts.dims(source)
-        if dims is not None and dims == facts.dims(result) and not result.is_graph_output():
-            result.replace_all_uses_with(source)
-            dropped.append(node)
-    graph.remove(dropped, safe=True)

@@ -49,7 +49,7 @@ def evaluate(node: ir.Node, opset: int, arrays: Sequence[Array | None]) -> tuple
         raise CannotEvaluate(f"an attribute of {node.op_type} is a reference")
     pairs = zip(node.inputs, arrays, strict=True)
     given = {value: a for value, a in pairs if value is not None and a is not None}
-    site = Site(node, _ArrayFacts(given), opset)
+    site = Site(node, ArrayFacts(given), opset)
     _check_size(site, arrays)
     try:
         if node.op_type == "Slice":
@@ -100,7 +100,7 @@ def _kernel(node: ir.Node, opset: int) -> Any:
     return kernel(proto, {"log": lambda *_: None, "opsets": {"": opset}, "new_ops": None})
 
 
-class _ArrayFacts(Facts):
+class ArrayFacts(Facts):
     """What is known of a node's inputs whose arrays are."""
 
     def __init__(self, arrays: Mapping[ir.Value, Array]) -> None:

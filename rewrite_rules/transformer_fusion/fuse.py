@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import onnx_ir as ir
 from onnxscript.rewriter import RewriteRule
 
-from rewrite_rules.facts.copies import drop_copies, drop_reshapes
+from rewrite_rules.facts.copies import drop_copies
 from rewrite_rules.graph.initializers import name_apart
 from rewrite_rules.graph.nodes import (
     remove_unused,
@@ -190,7 +190,6 @@ def _normalise(model: ir.Model, graphs: Sequence[ir.Graph]) -> None:
     shapes = ProvedShapes(model, on_demand=True)
     for graph in graphs:
         share_nodes(graph)
-        drop_reshapes(graph, shapes)
     remove_unused(model)  # what computed their sizes
     fold_scalars(model, graphs, shapes)
     remove_unused(model)

@@ -34,8 +34,9 @@ from rewrite_rules.graph.parameters import (
     type_attribute,
 )
 from rewrite_rules.remarks import Refusal
-from rewrite_rules.shapes.dimensions import Shape, Unknowns, known, number
-from rewrite_rules.shapes.node_facts import Facts, Integers, Site
+from rewrite_rules.shapes.dimensions import Shape, number
+from rewrite_rules.shapes.evaluator import ArrayFacts
+from rewrite_rules.shapes.node_facts import Site
 from rewrite_rules.shapes.operator_shapes import output_shapes
 from rewrite_rules.weights.bit_packing import unpack
 
@@ -460,7 +461,7 @@ def _renamed(operand: DequantizedOperand, node: ir.Node) -> DequantizedOperand:
     perm, order = ints_attribute(node, "perm"), list(range(len(shape)))
     if node.op_type == "Transpose" and perm is not None and sorted(perm) != order:
         raise Refusal("ORP202", f"{label} has perm {perm}: the weight has rank {len(order)}")
-    renamed = _Renamed(shape).shape_after(node)
+    renamed = _shape_after(node, shape)
     if renamed is None or math.prod(renamed) != math.prod(shape):
         raise Refusal("ORP102", f"{label} does not give {list(shape)} a constant shape")
     turned = operand.is_turned
@@ -471,27 +472,20 @@ def _renamed(operand: DequantizedOperand, node: ir.Node) -> DequantizedOperand:
     return dataclasses.replace(operand, shape=renamed, is_turned=turned)
 
 
-class _Renamed(Facts):
-    """What is known of a node that renames a constant of some shape, its first input."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.unknowns = Unknowns()
-        self._shape = tuple(map(known, shape))
-
-    def shape(self, value: ir.Value) -> Shape:
-        return self._shape
-
-    def integers(self, value: ir.Value) -> Integers | None:
-        numbers = constant_ints(value)
-        return None if numbers is None else Integers.list([known(n) for n in numbers])
-
-    def shape_after(self, node: ir.Node) -> tuple[int, ...] | None:
-        """Return what the node makes of the shape; None where a run decides."""
-        shape: Shape | None = None
-        with contextlib.suppress(Refusal):
-            shape = next(iter(output_shapes(Site(node, self, None))), None)
-        sizes = [number(dim) for dim in shape] if isinstance(shape, tuple) else [None]
-        return tuple(size for size in sizes if size) if all(sizes) else None
+def _shape_after(node: ir.Node, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return what a node makes of the shape of its first input; None where a run decides."""
+    source, *others = node.inputs
+    arrays = {source: np.broadcast_to(np.float32(0), shape)} if source else {}
+    for value in others:
+        ints = constant_ints(value)
+        if value is None or ints is None:
+            return None
+        arrays[value] = np.array(ints, np.int64)
+    made: Shape | None = None
+    with contextlib.suppress(Refusal):
+        made = next(iter(output_shapes(Site(node, ArrayFacts(arrays), None))), None)
+    sizes = [number(dim) or 0 for dim in made] if isinstance(made, tuple) else [0]
+    return tuple(sizes) if min(sizes, default=1) > 0 else None
 
 
 def _check_scales(operand: DequantizedOperand) -> None:
