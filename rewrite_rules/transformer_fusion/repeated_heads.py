@@ -163,40 +163,32 @@ def _own_heads(
 
 
 def _merged(node: ir.Node, facts: ProvedShapes) -> RepeatedHeads | None:
-    """Reshape([B, G, r, T, D] -> [B, G * r, T, D]) of repeated heads."""
+    """Reshape([B, G, r, T, D] -> [B, G * r, T, D]) of repeated heads.
+
+    By the sizes of what is repeated, or by those that an Expand asks for.
+    """
     maker = made_by(node.inputs[0], "Expand", "Tile")
-    if maker is None:
+    source = None if maker is None else before_unsqueeze(maker.inputs[0], facts)
+    once = facts.dims(source, _RANK)
+    if maker is None or source is None or once is None:
         return None
-    source = before_unsqueeze(maker.inputs[0], facts)
-    once = facts.match(source, "B G T D")
-    if source is None or once is None:
-        return None
-    found, groups = facts.match(maker.outputs[0], "B G r T D", **once), number(once["G"])
-    repeats = number(found["r"]) if found is not None else None
-    if groups and repeats and repeats > 1:
-        merged = once["B"], known(groups * repeats), once["T"], once["D"]
-        if merged in (facts.dims(node.outputs[0]), facts.numbers(node.inputs[1])):
-            return RepeatedHeads(source, groups, repeats)
-    return _merged_as_asked(node, maker, source, facts)
-
-
-def _merged_as_asked(
-    node: ir.Node, maker: ir.Node, source: ir.Value, facts: ProvedShapes
-) -> RepeatedHeads | None:
-    """Read the same where the sizes of an Expand are not proved to be those of ``source``."""
-    asked = facts.numbers(maker.inputs[1]) if maker.op_type == "Expand" else None
-    target = facts.numbers(node.inputs[1])
-    if asked is None or len(asked) != _RANK + 1 or target is None:
-        return None
-    batch, groups, repeats = asked[0], number(asked[1]), number(asked[2])
-    if groups is None or repeats is None or repeats < 2:
-        return None
-    if target != (batch, known(groups * repeats), *asked[3:]):
-        raise Refusal(
-            "ORP603", f"Reshape {label(node)!r} does not merge each head with its repeats"
-        )
-    same = facts.shape(source) == (batch, known(groups), *asked[3:])
-    return RepeatedHeads(source, groups, repeats, None if same else node)
+    target, asked = facts.numbers(node.inputs[1]), None
+    if maker.op_type == "Expand":
+        asked = facts.numbers(maker.inputs[1])
+    for many in (facts.dims(maker.outputs[0]), asked):
+        if many is None or len(many) != _RANK + 1:
+            continue
+        groups, repeats = number(many[1]), number(many[2])
+        same = (*many[:2], *many[3:]) == once
+        if not groups or not repeats or repeats < 2 or not (same or many is asked):
+            continue
+        merged = many[0], known(groups * repeats), *many[3:]
+        if merged == target or (same and merged == facts.dims(node.outputs[0])):
+            return RepeatedHeads(source, groups, repeats, None if same else node)
+        if many is asked and target is not None:
+            text = f"Reshape {label(node)!r} does not merge each head with its repeats"
+            raise Refusal("ORP603", text)
+    return None
 
 
 def before_unsqueeze(value: ir.Value | None, facts: ProvedShapes) -> ir.Value | None:
