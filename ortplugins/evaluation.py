@@ -138,11 +138,6 @@ def evaluate(
             if item is not None
             for given in [model_in(item) if isinstance(item, str | os.PathLike) else item]
         ]
-        if len({item.gives_logits for item in models}) > 1:
-            raise ModelFileError(
-                f"{models[0].name} and {models[1].name} cannot be compared: one gives logits, "
-                "the other hidden states"
-            )
         show = progress or (lambda done, total, what: None)
         (_, content), source = split_text(Path(text), share), str(text)
         if models[0].gives_logits:
@@ -259,19 +254,22 @@ def _language_model(
 def _logits(models: Sequence[_TextModel], ids: Sequence[int], what: str) -> list[_Floats]:
     """Return what each model predicts for tokens but the first, ``[tokens, vocabulary]``."""
     found = [item.run(ids, what)[:-1] for item in models]
-    sizes = [rows.shape[-1] for rows in found]
-    if max(ids[1:]) >= sizes[0]:
+    _check_comparable(models, found)
+    if max(ids[1:]) >= (size := found[0].shape[-1]):
         raise CalibrationError(
-            f"{models[0].name}: has {sizes[0]} logits for each token, and token "
-            f"{max(ids[1:])} is in the text: it is the tokenizer of another model, or the "
-            "model predicts no tokens"
-        )
-    if sizes[-1] != sizes[0]:
-        raise ModelFileError(
-            f"{models[0].name} has {sizes[0]} logits for each token, {models[1].name} "
-            f"{sizes[1]}: they have different vocabularies"
+            f"{models[0].name}: has {size} logits for each token, and the text has token "
+            f"{max(ids[1:])}: it is another model's tokenizer, or the model predicts no tokens"
         )
     return found
+
+
+def _check_comparable(models: Sequence[_TextModel], outputs: Sequence[_Floats]) -> None:
+    sizes = [rows.shape[-1] for rows in outputs]
+    if sizes[-1] != sizes[0]:
+        raise ModelFileError(
+            f"{models[0].name} and {models[-1].name} cannot be compared: {sizes[0]} numbers "
+            f"for each token or text, and {sizes[-1]}"
+        )
 
 
 def _log_softmax(logits: _Floats) -> _Floats:
@@ -300,11 +298,7 @@ def _encoder(
         )
     texts = found[:: max(1, len(found) // count)][:count]
     a, b = (_embed(item, tokenizer, texts, progress) for item in models)
-    if a.shape != b.shape:
-        raise ModelFileError(
-            f"{models[0].name} has {a.shape[1]} numbers for a text, {models[1].name} "
-            f"{b.shape[1]}: they are not the same encoder"
-        )
+    _check_comparable(models, (a, b))
     pairs = np.triu_indices(len(a), 1)
     agreement = _rank_correlation(*((rows @ rows.T)[pairs] for rows in (a, b)))
     cosine = float((a * b).sum(1).mean())

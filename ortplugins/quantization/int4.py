@@ -413,17 +413,12 @@ def run_awq_scale_search_per_node(
 ) -> tuple[list[Any], dict[str, Array]]:
     """Search the scales of each weight by itself; fill in ``awq_lite`` and ``clip_alphas``.
 
-    The fast path takes activations from ``output_data``, by sample, then by weight, and sets
-    them to None. Keywords are those of the helpers.
+    Keywords are those of the helpers. The fast path of ModelOpt, by ``output_data``, finds the
+    same: activations come from the session.
     """
     for index, (activation, weight, transposed, *_) in enumerate(wa_pack):
         w = _matrix(weight, transposed, augmented_onnx_path)
-        if enable_fast_path_using_high_sysram:
-            x = _tokens([sample[index] for sample in output_data], len(w))
-            for sample in output_data:
-                sample[index] = None  # memory is what this path has little of
-        else:
-            x = _tokens(_run(session, activation.name, inputs), len(w))
+        x = _tokens(session, activation.name, inputs, len(w))
         layer = (layer_info or {}).get(weight.name, {})
         bits, size = layer.get("precision", 4), layer.get("block_size", block_size)
         helper = awq_lite[index] = AWQLiteHelper(x, w, size, **kwargs)
@@ -460,7 +455,7 @@ def run_awq_scale_search_per_subgraph(
             _matrix(wa_pack[index][1], wa_pack[index][2], augmented_onnx_path)
             for index in indices
         ]
-        x = _tokens(_run(session, activation, inputs), len(weights[0]))
+        x = _tokens(session, activation, inputs, len(weights[0]))
         means = wa_pack, indices, augmented_onnx_path, x, block_size
         x_mean, w_mean = get_x_w_mean_for_subgraph(*means)
         losses = _losses(x, weights, form, alphas)
@@ -554,14 +549,10 @@ def _matrix(weight: onnx.TensorProto, transposed: bool, model_path: str) -> Arra
     return array.T if transposed else array
 
 
-def _run(session: Any, name: str, inputs: Sequence[Mapping[str, Any]]) -> list[Array]:
+def _tokens(session: Any, name: str, inputs: Sequence[Mapping[str, Any]], k: int) -> Array:
     feeds = ({key: np.asarray(value) for key, value in feed.items()} for feed in inputs)
-    return [session.run([name], feed)[0] for feed in feeds]
-
-
-def _tokens(arrays: Sequence[Any], k: int) -> Array:
     # By token before they are put together: samples may differ in length.
-    return np.concatenate([np.asarray(array).reshape(-1, k) for array in arrays])
+    return np.concatenate([session.run([name], feed)[0].reshape(-1, k) for feed in feeds])
 
 
 # ModelOpt's arguments, translated into settings of ortplugins.quantization.quantize().

@@ -50,7 +50,7 @@ from ortplugins.quantization.weights.folds import divide
 from ortplugins.quantization.weights.plan import WeightPlan, check_not_empty, plan_weights
 from ortplugins.quantization.weights.recipe import Recipe
 from ortplugins.quantization.weights.report import FloatWeights, NodeReport, QuantizeReport
-from ortplugins.quantization.weights.uses import WeightUse
+from ortplugins.quantization.weights.uses import WeightUse, naming
 from ortplugins.samples.sources import read_samples
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.graph.nodes import label, remove_unused
@@ -244,11 +244,8 @@ def _largest_pair(weight: Floats) -> Floats:
 
 def float_matrix(use: WeightUse) -> Floats:
     """Return the weight of a use, float32 ``[K, N]``."""
-    try:
+    with naming(use.weight.name or ""):
         return checked(use.matrix)
-    except QuantizationError as error:
-        name = use.weight.name
-        raise QuantizationError(f"weight {name!r} cannot be quantised: {error}") from error
 
 
 def _range(tokens: Floats) -> tuple[np.float32, np.uint8]:

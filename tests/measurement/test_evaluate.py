@@ -146,6 +146,24 @@ def test_what_cannot_be_evaluated_is_named(model, options, error, message):
         ortplugins.evaluate("float", text="text.txt", **options)
 
 
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        ((GENAI, encoder()), rf"cannot be compared: {VOCABULARY} numbers .* and 8"),
+        ((encoder(), GENAI), "cannot be compared: 8 numbers"),
+    ],
+    ids=["a decoder and an encoder", "an encoder and a decoder"],
+)
+@pytest.mark.usefixtures("folder")
+def test_what_cannot_be_compared_is_named(models, message):
+    Path("text.txt").write_text("\n\n".join(["w1 w2 w3 " * 20] * 3))
+    for name, model in zip(("a.onnx", "b.onnx"), models, strict=True):
+        onnx.save(model, name)
+    given = {"tokenizer": "float/tokenizer.json", "text": "text.txt", "window": 16}
+    with pytest.raises(ModelFileError, match=message):
+        ortplugins.evaluate("a.onnx", "b.onnx", **given)
+
+
 @pytest.mark.usefixtures("folder")
 def test_the_command_takes_folders_of_one_model():
     arguments = ["evaluate", "float", "--text", "text.txt", "--window", "16", "--tokens", "32"]

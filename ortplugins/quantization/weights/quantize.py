@@ -26,7 +26,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 import threadpoolctl
 
-from ortplugins.errors import CalibrationError, ModelFileError, QuantizationError
+from ortplugins.errors import CalibrationError, ModelFileError
 from ortplugins.model_io.loading import ModelLike
 from ortplugins.model_io.opset import raise_opset
 from ortplugins.model_io.saving import Progress
@@ -48,7 +48,7 @@ from ortplugins.quantization.weights.plan import (
 )
 from ortplugins.quantization.weights.recipe import PRESETS, Recipe, read_recipe
 from ortplugins.quantization.weights.report import QuantizeReport
-from ortplugins.quantization.weights.uses import WeightUse
+from ortplugins.quantization.weights.uses import WeightUse, naming
 from ortplugins.samples.sources import read_samples
 from rewrite_rules.dq_matmulnbits_fusion.fuse import FusionOptions, fuse
 from rewrite_rules.graph.initializers import FreshNames
@@ -248,16 +248,13 @@ def _round(group: Group, reason: str) -> None:
 def _search_scales(group: Group, statistics: ActivationStatistics) -> None:
     """Note the scales of the input channels."""
     assert statistics.gram is not None
-    try:
+    with naming(*(weight.name for weight in group.weights)):
         scales, alpha, _ = search_scales(
             [weight.uses[0].matrix for weight in group.weights],
             statistics.mean_abs,
             statistics.gram,
             [weight.form for weight in group.weights],
         )
-    except QuantizationError as error:
-        names = ", ".join(repr(weight.name) for weight in group.weights)
-        raise QuantizationError(f"weight {names} cannot be quantised: {error}") from error
     if alpha is None:
         return
     # What the activation is multiplied by is stored in its type, the weights': the weight gets
@@ -294,12 +291,9 @@ def _chosen(
         waiting = collections.deque(itertools.islice(submitted, max(workers, _AHEAD)))
         while waiting:
             weight, future = waiting.popleft()
-            try:
-                yield weight, future.result()
-            except QuantizationError as error:
-                raise QuantizationError(
-                    f"weight {weight.name!r} cannot be quantised: {error}"
-                ) from error
+            with naming(weight.name):
+                found = future.result()
+            yield weight, found
             waiting.extend(itertools.islice(submitted, 1))
 
 

@@ -11,6 +11,7 @@ matrix, or that holds nothing.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -21,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from ortplugins.errors import QuantizationError
 from ortplugins.quantization.weights.routers import is_router
 from rewrite_rules.dq_matmulnbits_fusion.matmul_operands import read_product
 from rewrite_rules.graph.nodes import input_of, label
@@ -113,6 +115,16 @@ class WeightUse:
     def is_router(self) -> bool:
         """Whether the product chooses experts."""
         return self.activation is not None and is_router(self.node.outputs[0])
+
+
+@contextlib.contextmanager
+def naming(*names: str) -> Iterator[None]:
+    """Have errors say which weights cannot be quantised."""
+    try:
+        yield
+    except QuantizationError as error:
+        named = ", ".join(map(repr, names))
+        raise QuantizationError(f"weight {named} cannot be quantised: {error}") from error
 
 
 def state_sizes(model: ir.Model) -> None:
