@@ -19,8 +19,6 @@ from builders.dequantized_models import DequantizedMatMul, relative_error, run
 from builders.sessions import CPU, EXACT, check, options, start
 from builders.text_cases import assert_page_has, markdown
 from builders.text_models import Array, add_weights, graphs, normal, proto_of
-from hypothesis import given
-from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 import ortplugins
@@ -39,42 +37,13 @@ from rewrite_rules.prepacked_weights.records import (
     restore_order,
 )
 from rewrite_rules.prepacked_weights.records import places as places_of
-from rewrite_rules.remarks import Outcome, PassContext, Remarks
+from rewrite_rules.remarks import Outcome, PassContext, Remark, Remarks
 from session_options.given import stored
 from session_options.plan import entries_of
 
 CASE = DequantizedMatMul(128, 64, 32)
 MIB = 1 << 20
 node = helper.make_node
-
-
-# Records.
-
-
-_PLAIN = st.text(st.characters(exclude_characters="|;", exclude_categories=["Cs"]))
-
-
-@given(
-    st.text(st.characters(exclude_characters="|"), min_size=1),
-    st.lists(st.tuples(st.integers(0, 2**64), st.integers(0, 2**64), _PLAIN), min_size=1).map(
-        tuple
-    ),
-)
-def test_a_records_text_is_read_back(kernel, blobs):
-    record = Record("prepacked_0", kernel, blobs)
-    assert Record.parse("prepacked_0", str(record)) == record
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "Op+1", "Op+1|", "|1;2;0", "Op+1|1;2", "Op+1|1;2;0;4", "Op+1|1;2;0|"),
-        *("Op+1|a;2;0", "Op+1|1;;0", "Op+1|1.5;2;0", "Op+1|-1;2;0", "Op+1|1;-2;0"),
-    ],
-)
-def test_a_malformed_record(text):
-    with pytest.raises(ValueError):
-        Record.parse("prepacked_0", text)
 
 
 # The layout.
@@ -165,7 +134,12 @@ def test_several_records_of_one_tensor_but_those_without_bytes(tmp_path, blobs, 
         *[("length", text) for text in ("41", "-1", None)],
         *[("location", text) for text in ("nowhere", None)],
         *[("prepacked_0", f"Op+1|{blob}") for blob in ("0;99;0", "41;1;0", "-1;1;0")],
-        ("prepacked_0", "garbage"),
+        # What is no record: in no case is it taken for another one.
+        *[("prepacked_0", text) for text in ("", "garbage", "|1;2;0")],
+        *[
+            ("prepacked_0", f"Op+1|{blob}")
+            for blob in ("", "1;2", "1;2;0;4", "1;2;0|", "a;2;0", "1;;0", "1.5;2;0", "1;-2;0")
+        ],
     ],
 )
 def test_places_outside_the_file_are_refused(tmp_path, key, text):
@@ -219,13 +193,17 @@ def pack(
     path: Path, *, providers: Sequence[str] = CPU, final: bool = True
 ) -> tuple[Outcome, str]:
     """Run the pass; return its last remark."""
+    remark = remarks_of(path, providers=providers, final=final)[-1]
+    return remark.outcome, remark.reason
+
+
+def remarks_of(path: Path, providers: Sequence[str] = CPU, final: bool = True) -> list[Remark]:
     remarks = Remarks("prepacked_weights")
     child = sys.executable, child_environment("prepacked_weights")
     context = PassContext(remarks, providers, final_graph=final, child_python=child)
     prepack(path, context, seconds=120)
-    *_, remark = remarks
     assert not list(path.parent.glob(".*")), "scratch files are gone"
-    return remark.outcome, remark.reason
+    return [*remarks]
 
 
 def all_in_use(reason: str) -> int:
@@ -261,11 +239,7 @@ def test_what_no_session_uses_is_not_kept(small, monkeypatch):
 def test_what_has_no_row_stays_on_the_heap(small, monkeypatch):
     real, others = prepack_module._run_child, {"without_row": ["moe/w1", "moe/w2"]}
     monkeypatch.setattr(prepack_module, "_run_child", lambda *a: {**real(*a), **others})
-    remarks = Remarks("prepacked_weights")
-    child = sys.executable, child_environment("prepacked_weights")
-    context = PassContext(remarks, final_graph=True, child_python=child)
-    prepack(small, context, seconds=120)
-    note, fired = remarks
+    note, fired = remarks_of(small)
     assert (note.outcome, fired.outcome) == (Outcome.NOTE, Outcome.FIRED)
     assert "2 packed weights stay on the heap, 'moe/w1' first" in note.reason
     packed = onnx.load(small, load_external_data=False)
