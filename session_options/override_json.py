@@ -29,16 +29,8 @@ from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
 )
 from session_options.keys import closest
 
-# onnxruntime's QuantType, by ONNX's name of the type.
-_QUANT_TYPES = {
-    "UINT8": "QUInt8",
-    "INT8": "QInt8",
-    "UINT16": "QUInt16",
-    "INT16": "QInt16",
-    "FLOAT8E4M3FN": "QFLOAT8E4M3FN",
-    "UINT4": "QUInt4",
-    "INT4": "QInt4",
-}
+# onnxruntime's QuantType of activations; ONNX's names are these without the Q.
+_QUANT_TYPES = ("QUInt8", "QInt8", "QUInt16", "QInt16")
 _GREATEST = float(np.finfo(np.float32).max)
 
 
@@ -56,7 +48,7 @@ def read_overrides(source: str | Mapping[str, Any]) -> Overrides:
     def made(fields: dict[str, Any]) -> TensorOverride:
         values = dict(fields)
         if "quant_type" in values:
-            values["quant_type"] = ir.DataType[read_quant_type(values["quant_type"], "")]
+            values["quant_type"] = ir.DataType[values["quant_type"][1:].upper()]
         if "convert" in values:
             values["convert"] = made(values["convert"])
         if "recv_nodes" in values:
@@ -72,18 +64,6 @@ def format_overrides(source: str | Mapping[str, Any]) -> str:
     Arguments and errors are those of :func:`read_overrides`; onnx_ir is not imported.
     """
     return json.dumps({name: [entry] for name, entry in sorted(_plain(source).items())})
-
-
-def read_quant_type(value: object, where: str) -> str:
-    """Return ONNX's name of a quantised type, ``"UINT16"`` for instance."""
-    name = getattr(value, "name", value)
-    if not isinstance(name, str):
-        raise OverrideError(f"{where} is {value!r}; expected a type's name, as 'QUInt16'")
-    short = name.upper().removeprefix("Q")
-    if short not in _QUANT_TYPES:
-        hint = closest(name, _QUANT_TYPES.values())
-        raise OverrideError(f"{where} is {name!r}, no quantised type: {hint}")
-    return short
 
 
 def _plain(source: str | Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -156,6 +136,17 @@ def _scalar(value: Any, where: str, kind: type, noun: str) -> Any:
     return plain
 
 
+def _quant_type(value: object, where: str) -> str:
+    name = getattr(value, "name", value)
+    if not isinstance(name, str):
+        raise OverrideError(f"{where} is {value!r}; expected a type's name, as 'QUInt16'")
+    for known in _QUANT_TYPES:
+        if name.upper().removeprefix("Q") == known[1:].upper():
+            return known
+    hint = closest(name, _QUANT_TYPES)
+    raise OverrideError(f"{where} is {name!r}, no type of quantised activations: {hint}")
+
+
 def _names(value: object, where: str) -> list[str]:
     if not isinstance(value, list | tuple | set | frozenset) or not all(
         isinstance(name, str) for name in value
@@ -169,8 +160,7 @@ _int = functools.partial(_scalar, kind=int, noun="an integer")
 _bool = functools.partial(_scalar, kind=bool, noun="true or false")
 # In the order that canonical JSON has.
 _READERS: dict[str, Callable[[Any, str], Any]] = {
-    # As onnxruntime's QuantType calls it.
-    "quant_type": lambda value, where: _QUANT_TYPES[read_quant_type(value, where)],
+    "quant_type": _quant_type,
     "scale": _float,
     "zero_point": _int,
     "symmetric": _bool,

@@ -22,7 +22,6 @@ from rewrite_rules.closest_name import did_you_mean
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-_TYPES = ("UINT8", "INT8", "UINT16", "INT16")
 # What a fixed scale and zero point leave no room for.
 _RANGE_FIELDS = ("symmetric", "rmin", "rmax")
 _MAX_PROBLEMS = 10
@@ -139,10 +138,6 @@ def _consumer_problems(
 def _entry_problems(entry: TensorOverride, own: ir.DataType | None) -> Iterator[str]:
     """What is wrong with an entry by itself."""
     quant_type = entry.quant_type or own
-    if quant_type is not None and quant_type.name not in _TYPES:
-        types = ", ".join(_TYPES).lower()
-        yield f"'quant_type' is {_type_name(quant_type)}; an activation is one of {types}"
-        quant_type = None
     if (entry.scale is None) != (entry.zero_point is None):
         given, missing = ("scale", "zero_point")[:: -1 if entry.scale is None else 1]
         yield f"{given!r} is given without {missing!r}: give both, or neither"
