@@ -213,7 +213,7 @@ class PaddingNodes:
     def _asked(self) -> Iterator[ir.Value]:
         """Ask what side values show, and what is added to scores beside the mask."""
         op, asked, asks_finite = self._before, self._questions, self._flow.asks_finite
-        for _, _, value, (axes, how) in _inputs(self._flow.read):
+        for _, _, value, (axes, how) in _inputs(self._flow.read | self._flow.zeroed):
             whole = self._seen(value, how)
             for place in places_of(axes):
                 (factor,) = sequences_of(axes[place])
@@ -225,9 +225,6 @@ class PaddingNodes:
                     yield op.Less(op.Abs(whole), op.number(whole, math.inf))
         for _, _, value, (axes, how) in _inputs(self._flow.opened):
             yield asked.opens(self._seen(value, how), axes)
-        for _, _, value, (axes, how) in _inputs(self._flow.zeroed):
-            for place in places_of(axes):
-                yield asked.zero(self._seen(value, how), axes, place)
 
     def _seen(self, value: ir.Value, how: How) -> Any:
         """Return a value, computed from whole inputs, as a node reads it."""

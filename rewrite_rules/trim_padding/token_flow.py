@@ -402,8 +402,9 @@ class Site(node_facts.Site):
         is_fed = self.flow.is_fed(value) and self.flow.is_made_of_inputs(value, most_axes=2)
         if not is_fed or all(one.zero for one in sequences_of(*axes)):
             return axes
-        self.flow.zeroed[self.node, 0] = axes, How.NUMBERS
-        return changed(axes, lambda _: Sequence(zero=True))
+        zeros = changed(axes, lambda _: Sequence(zero=True))
+        self.flow.zeroed[self.node, 0] = zeros, How.NUMBERS
+        return zeros
 
     def made(self, output: int = 0) -> Dims:
         """Return the sizes of an output; refused where they do not follow from inputs'."""
