@@ -157,8 +157,10 @@ def read_split(split: ir.Value, facts: ProvedShapes) -> Split | None:
     after = facts.dims(node.outputs[0], 5 if packed else 4)
     if source is None or before is None or shape is None or after is None:
         return None
+    if (*after[:2], after[-1]) != (*shape[:2], shape[-1]):
+        return None  # a part of the texts, of the tokens or of each head
     width, heads, size = number(before[2]), number(shape[2]), number(shape[3])
-    kept = [a == b == c for a, b, c in zip(before[:2], after[:2], shape[:2], strict=True)]
+    kept = [a == b for a, b in zip(before[:2], after[:2], strict=True)]
     proved = sum(kept) + (None not in (heads, size)) >= 2
     if width and heads and size is None and not packed:
         size = width // heads

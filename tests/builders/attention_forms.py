@@ -23,6 +23,7 @@ _CONSTANTS = {
     "columns_of_texts": np.array([-1, 1, 0]),
     "minus_one": np.array([-1]),
     "rest": np.array([-1, 8]),
+    "of_three": np.array([0, 0, 3, 4, 8]),
     "two_axis": np.array([2]),
     "three": np.array([3]),
     "four": np.array([4]),
