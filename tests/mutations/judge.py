@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Makes one mutant, rewrites it without the smoke check, and compares the numbers."""
 
+import itertools
 import re
 import warnings
 import zlib
@@ -10,6 +11,7 @@ from unittest.mock import patch
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 from builders.same_numbers import session
 from builders.token_batches import Feeds, Run, held, kind_of, token_feeds
 from numpy.typing import NDArray
@@ -22,6 +24,11 @@ from .mutate import MUTATIONS, Mutant
 
 # Of the greatest number; more where the original moves by as much without optimisers.
 _BOUND, _NOISE = 2e-4, 10.0
+
+
+# A mutation finds nothing to change, or makes what is no model.
+_UNMADE = (KeyError, IndexError, ValueError, onnx.shape_inference.InferenceError,
+           ir.serde.SerdeError)  # fmt: skip
 
 
 class Name(NamedTuple):
@@ -49,12 +56,12 @@ def mutant_of(name: Name) -> tuple[onnx.ModelProto, ortplugins.Pass] | None:
     )
     form = FORMS[name.form]
     model = onnx.ModelProto.FromString(form.make().SerializeToString())
-    chosen = form.passes[rng.integers(len(form.passes))]
+    chosen, numbers = form.passes[rng.integers(len(form.passes))], itertools.count(1)
     for mutation in name.mutation.split(" + "):
         try:
-            MUTATIONS[mutation](mutant := Mutant(model, rng))
+            MUTATIONS[mutation](mutant := Mutant(model, rng, numbers))
             mutant.sort()
-        except (KeyError, IndexError, ValueError, onnx.shape_inference.InferenceError):
+        except _UNMADE:
             return None
     return model, chosen
 

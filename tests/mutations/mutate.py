@@ -4,14 +4,15 @@
 A mutation changes a model in place; ValueError says that there is nothing to change.
 """
 
-import itertools
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import onnx
 import onnx.helper
 import onnx.numpy_helper
 import onnx.shape_inference
+import onnx_ir as ir
 from builders.token_batches import held, kind_of
 
 T = onnx.TensorProto
@@ -23,9 +24,10 @@ info = onnx.helper.make_tensor_value_info
 class Mutant:
     """A model that mutations change, and what is known of its values."""
 
-    def __init__(self, model: onnx.ModelProto, rng: Rng) -> None:
+    def __init__(self, model: onnx.ModelProto, rng: Rng, numbers: Iterator[int]) -> None:
+        """``numbers`` tell new names apart."""
         self.model, self.graph, self.rng = model, model.graph, rng
-        self._fresh = 0
+        self._numbers = numbers
         inferred = onnx.shape_inference.infer_shapes(model).graph
         self.types = {
             value.name: value.type.tensor_type
@@ -62,8 +64,7 @@ class Mutant:
         return [n for n in names if self.is_float(n) and rank in (None, self.rank(n))]
 
     def name(self) -> str:
-        self._fresh += 1
-        return f"mutant_{self._fresh}"
+        return f"mutant_{next(self._numbers)}"
 
     def constant(self, array: object) -> str:
         name = self.name()
@@ -101,30 +102,16 @@ class Mutant:
             node.input[index] = name
 
     def sort(self) -> None:
-        """Sort the nodes, by what they read."""
-        waiting, done = list(self.graph.node), list[onnx.NodeProto]()
-        while waiting:
-            unmade = {name for node in waiting for name in node.output if name}
-            ready = [unmade.isdisjoint(_read(node)) for node in waiting]
-            self.need(any(ready))  # or a cycle
-            done += itertools.compress(waiting, ready)
-            waiting = [*itertools.compress(waiting, (not each for each in ready))]
-        copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in done]
-        del self.graph.node[:]
-        self.graph.node.extend(copies)
-
-
-def _read(node: onnx.NodeProto) -> set[str]:
-    """What a node and its subgraphs read."""
-    graphs = [attribute.g for attribute in node.attribute if attribute.HasField("g")]
-    names = {*node.input, *(value.name for graph in graphs for value in graph.output)}
-    return names.union(*(_read(inner) for graph in graphs for inner in graph.node))
+        """Sort the nodes, by what they read; a ValueError if they read each other."""
+        model = ir.from_proto(self.model)
+        model.graph.sort()
+        self.model.CopyFrom(ir.to_proto(model))
 
 
 # Constants and attributes
 
 
-def constant_changed(m: Mutant) -> None:
+def a_constant(m: Mutant) -> None:
     holders = [t for t in m.constants.values() if 0 < np.prod(t.dims, dtype=int) <= 64]
     holders += [a.t for n in m.nodes("Constant") for a in n.attribute if a.HasField("t")]
     tensor = m.pick(
@@ -144,7 +131,7 @@ def constant_changed(m: Mutant) -> None:
     tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
 
 
-def axis_changed(m: Mutant) -> None:
+def an_axis(m: Mutant) -> None:
     names = {"axis", "axes", "perm", "keepdims", "start", "end"}
     attribute = m.pick(a for n in m.graph.node for a in n.attribute if a.name in names)
     if attribute.name == "perm" or attribute.ints:
@@ -160,7 +147,7 @@ def axis_changed(m: Mutant) -> None:
         attribute.i = int(m.pick([v for v in limit if v != attribute.i]))
 
 
-def number_changed(m: Mutant) -> None:
+def a_number(m: Mutant) -> None:
     """epsilon, alpha, scale, and sizes of blocks."""
     kinds = {onnx.AttributeProto.FLOAT, onnx.AttributeProto.INT}
     attribute = m.pick(a for n in m.graph.node for a in n.attribute if a.type in kinds)
@@ -187,7 +174,7 @@ _OTHERS = {
 }  # fmt: skip
 
 
-def operator_changed(m: Mutant) -> None:
+def an_operator(m: Mutant) -> None:
     node = m.pick(n for n in m.graph.node if n.op_type in _OTHERS and not n.domain)
     node.op_type = m.pick(_OTHERS[node.op_type])
 
@@ -204,7 +191,7 @@ def outputs_swapped(m: Mutant) -> None:
     node.output[0], node.output[1] = node.output[1], node.output[0]
 
 
-def operand_taken_elsewhere(m: Mutant) -> None:
+def an_operand_from_elsewhere(m: Mutant) -> None:
     """Another value of the type and rank, made earlier."""
     node = m.pick(n for n in m.graph.node if any(map(m.is_float, n.input)))
     index = m.pick(i for i, name in enumerate(node.input) if m.is_float(name))
@@ -216,7 +203,7 @@ def operand_taken_elsewhere(m: Mutant) -> None:
     node.input[index] = m.pick(x for x in earlier if x != node.input[index])
 
 
-def node_doubled(m: Mutant) -> None:
+def a_node_doubled(m: Mutant) -> None:
     """Only looks as if: one reader gets an equal node of its own."""
     node = m.pick(n for n in m.graph.node if len(n.output) == 1 and n.op_type != "Constant")
 
@@ -281,12 +268,12 @@ _BETWEEN: dict[str, Callable[[Mutant, str], str]] = {
 }
 
 
-def put_between(m: Mutant) -> None:
+def a_node_between(m: Mutant) -> None:
     value, make = m.pick(m.floats()), m.pick(_BETWEEN.values())
     m.between(value, lambda x: make(m, x), one=m.chance())
 
 
-def put_before_softmax(m: Mutant) -> None:
+def a_node_before(m: Mutant) -> None:
     node = m.pick(m.nodes("Softmax", "MatMul", "ReduceMean", "ReduceSum"))
     index = m.rng.integers(2) if node.op_type == "MatMul" else 0
     make, name = m.pick(_BETWEEN.values()), node.input[index]
@@ -299,7 +286,7 @@ def heads_permuted(m: Mutant) -> None:
     m.between(value, lambda x: _heads_permuted(m, x), one=True)
 
 
-def batch_broadcast(m: Mutant) -> None:
+def one_row_for_the_batch(m: Mutant) -> None:
     wide = [v for v in m.floats() if (m.rank(v) or 0) >= 2]
     value = m.pick(wide + [i.name for i in m.graph.input])
     m.between(value, lambda x: _batch_row(m, x), one=True)
@@ -343,7 +330,7 @@ def _callers(m: Mutant) -> str:
     return m.node("Unsqueeze", made, m.constant([1])) if axes == "BST" else made
 
 
-def mask_term_added(m: Mutant) -> None:
+def a_term_of_the_mask(m: Mutant) -> None:
     node = m.pick(m.nodes("Softmax"))
     term = m.pick([_by_query, _by_key, _callers])(m)
     makers = (n for n in m.graph.node if node.input[0] in n.output)
@@ -352,14 +339,14 @@ def mask_term_added(m: Mutant) -> None:
     m.between(before, lambda x: m.node("Add", x, term))
 
 
-def mask_changed(m: Mutant) -> None:
+def a_condition_of_the_mask(m: Mutant) -> None:
     """And or Or with another condition; where an And, Or or Where is."""
     node = m.pick(m.nodes("And", "Or", "Where", "Not"))
     shaped = m.node("Unsqueeze", _hit(m, T.BOOL), m.constant(m.pick([[1, 3], [1, 2]])))
     node.input[0] = m.node(m.pick(["And", "Or", "Xor"]), node.input[0], shaped)
 
 
-def mask_replaced(m: Mutant) -> None:
+def another_mask(m: Mutant) -> None:
     """The mask is another input's: all ones, or what ids say."""
     mask = m.pick(v.name for v in m.graph.input if "mask" in v.name)
     element = m.types[mask].elem_type
@@ -373,20 +360,20 @@ def mask_replaced(m: Mutant) -> None:
 # Inputs, outputs, types
 
 
-def output_added(m: Mutant) -> None:
+def an_output_inside(m: Mutant) -> None:
     value = m.pick(m.floats())
     m.need(value not in {v.name for v in m.graph.output})
     m.graph.output.append(info(value, FLOAT, None))
 
 
-def output_taken_earlier(m: Mutant) -> None:
+def an_output_earlier(m: Mutant) -> None:
     at = m.pick(range(len(m.graph.output)))
     value = m.pick(m.floats(m.rank(m.graph.output[at].name)))
     m.need(value not in {v.name for v in m.graph.output})
     m.graph.output[at].CopyFrom(info(value, FLOAT, None))
 
 
-def output_computed(m: Mutant) -> None:
+def an_output_computed(m: Mutant) -> None:
     """What reads the result: scores behind a mask, pools, norms over another axis."""
     names = [v.name for v in m.graph.output if m.is_float(v.name)]
     value = m.pick(name for name in names if (m.rank(name) or 0) > 1)
@@ -410,7 +397,7 @@ def _axes(m: Mutant, axis: int) -> dict[str, object]:
     return {"axes": [axis]} if opset < 18 else {}
 
 
-def input_renamed(m: Mutant) -> None:
+def names_of_inputs(m: Mutant) -> None:
     """Names say nothing: two inputs exchange theirs, or one gets another."""
     said, values = held(m.model), list(m.graph.input)
     names = {v.name: said.get(v.name) or kind_of(v.name) for v in values}
@@ -430,14 +417,14 @@ def input_renamed(m: Mutant) -> None:
             m.model.metadata_props.add(key=f"holds.{value.name}", value=names[old])
 
 
-def dimension_renamed(m: Mutant) -> None:
+def names_of_dimensions(m: Mutant) -> None:
     """Symbols say nothing: another one, the same for two, or none."""
     dims = [d for v in m.graph.input for d in v.type.tensor_type.shape.dim if d.dim_param]
     dim = m.pick(dims)
     dim.dim_param = m.pick([m.name(), m.pick(dims).dim_param, "sequence", "batch", "past"])
 
 
-def types_stale(m: Mutant) -> None:
+def a_stale_type(m: Mutant) -> None:
     """A type is written down that is not the value's."""
     value, rank = m.pick(m.floats()), m.pick([1, 2, 3, 4])
     dims = [m.pick(["b", "s", 1, 8, 4]) for _ in range(rank)]
@@ -446,41 +433,21 @@ def types_stale(m: Mutant) -> None:
     m.graph.value_info.extend([*kept, info(value, FLOAT, dims)])
 
 
-def constant_fed(m: Mutant) -> None:
+def a_constant_to_feed(m: Mutant) -> None:
     """A caller may feed another constant."""
     tensor = m.pick(t for t in m.constants.values() if t.data_type in (T.FLOAT, T.INT64))
     m.need(tensor.name not in {v.name for v in m.graph.input})
     m.graph.input.append(info(tensor.name, tensor.data_type, list(tensor.dims)))
 
 
-def opset_changed(m: Mutant) -> None:
+def an_opset(m: Mutant) -> None:
     entry = next(entry for entry in m.model.opset_import if not entry.domain)
     entry.version += int(m.pick([-4, -1, 1, 2]))
     m.need(7 <= entry.version <= 24)
 
 
 MUTATIONS: dict[str, Callable[[Mutant], None]] = {
-    "a constant": constant_changed,
-    "an axis": axis_changed,
-    "a number": number_changed,
-    "an operator": operator_changed,
-    "operands swapped": operands_swapped,
-    "outputs swapped": outputs_swapped,
-    "an operand from elsewhere": operand_taken_elsewhere,
-    "a node doubled": node_doubled,
-    "a node between": put_between,
-    "a node before": put_before_softmax,
-    "heads permuted": heads_permuted,
-    "one row for the batch": batch_broadcast,
-    "a term of the mask": mask_term_added,
-    "a condition of the mask": mask_changed,
-    "another mask": mask_replaced,
-    "an output inside": output_added,
-    "an output earlier": output_taken_earlier,
-    "an output computed": output_computed,
-    "names of inputs": input_renamed,
-    "names of dimensions": dimension_renamed,
-    "a stale type": types_stale,
-    "a constant to feed": constant_fed,
-    "an opset": opset_changed,
+    name.replace("_", " "): function
+    for name, function in list(globals().items())
+    if inspect.isfunction(function) and function.__module__ == __name__ and name[0] != "_"
 }
