@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: MIT
 """Text of attention on shared heads, of norms and of GELUs, as exporters spell them."""
 
+import re
+from pathlib import Path
+
 import onnx
 import onnx_ir as ir
 
+from builders.text_cases import TextCase, text_cases
 from builders.text_models import proto_of
 
 # Query heads, key and value heads, size of a head.
@@ -13,67 +17,14 @@ H, G, D = 6, 2, 4
 R = H // G
 
 
-# How ``k[B, G, T, D]`` becomes ``k_all[B, H, T, D]``.
-_TARGET = """k_b = Shape<start = 0, end = 1>({sizes})
-    k_t = Shape<start = 2, end = 3>({sizes})
-    k_target = Concat<axis = 0>(k_b, groups, repeats, k_t, head_size)
-    k_merged = Concat<axis = 0>(k_b, heads, k_t, head_size)
-    k_one = Unsqueeze(k, two)"""
+CASES = text_cases(Path(__file__).with_suffix(".txt"))
 
 
-REPEATS = {
-    "expand": _TARGET.format(sizes="k")
-    + """
-    k_many = Expand(k_one, k_target)
-    k_all = Reshape(k_many, k_merged)""",
-    # torch.onnx by tracing: sizes of -1 are replaced, though there is none.
-    "expand where": _TARGET.format(sizes="k")
-    + """
-    k_rank = Shape(k_target)
-    k_ones = ConstantOfShape<value = int64[1] {1}>(k_rank)
-    k_minus = Mul(k_ones, minus)
-    k_equal = Equal(k_target, k_minus)
-    k_sizes = Where(k_equal, k_ones, k_target)
-    k_many = Expand(k_one, k_sizes)
-    k_all = Reshape(k_many, k_merged)""",
-    # torch.onnx by export: sizes of another layer's cache.
-    "expand elsewhere": _TARGET.format(sizes="other")
-    + """
-    k_many = Expand(k_one, k_target)
-    k_all = Reshape<allowzero = 1>(k_many, k_merged)""",
-    # What is asked for says less than what comes out: torch.export, onnxsim.
-    "expand by ones": """
-    k_one = Unsqueeze(k, two)
-    k_many = Expand(k_one, tiles)
-    k_all = Reshape(k_many, k_asked)""",
-    "expand, reshaped by 0": _TARGET.format(sizes="k")
-    + """
-    k_many = Expand(k_one, k_target)
-    k_all = Reshape(k_many, k_asked)""",
-    "expand by ones to sizes": _TARGET.format(sizes="k")
-    + """
-    k_many = Expand(k_one, tiles)
-    k_all = Reshape(k_many, k_merged)""",
-    "tile": _TARGET.format(sizes="k")
-    + """
-    k_many = Tile(k_one, tiles)
-    k_all = Reshape(k_many, k_merged)""",
-}
+def _named(kind: str) -> dict[str, TextCase]:
+    return {k.removeprefix(kind): case for k, case in CASES.items() if k.startswith(kind)}
 
 
-# How ``k_all`` becomes the right operand of the scores' MatMul.
-LAYOUTS = {
-    "transpose": "k_right = Transpose<perm = [0, 1, 3, 2]>(k_all)",
-    "through three axes": """k_flat_sizes = Concat<axis = 0>(minus, k_t_now, head_size)
-    k_b_now = Shape<start = 0, end = 2>(k_all)
-    k_t_now = Shape<start = 2, end = 3>(k_all)
-    k_flat = Reshape(k_all, k_flat_sizes)
-    k_turned = Transpose<perm = [0, 2, 1]>(k_flat)
-    k_back_sizes = Concat<axis = 0>(k_b_now, head_size, k_t_now)
-    k_right = Reshape(k_turned, k_back_sizes)""",
-    "scaled": """k_turned = Transpose<perm = [0, 1, 3, 2]>(k_all)
-    k_right = Mul(scale, k_turned)""",
-}
+REPEATS, LAYOUTS, STAYS = map(_named, ("repeat: ", "layout: ", "stays: "))
 
 
 def parsed(text: str, change: tuple[str, str]) -> onnx.ModelProto:
@@ -86,16 +37,16 @@ def attention(
     repeat: str = "expand", layout: str = "transpose", change: tuple[str, str] = ("", "")
 ) -> onnx.ModelProto:
     """``Softmax(q @ k') @ v`` of ``q[B, H, S, D]`` and repeated heads of k and v."""
-    keys = f"{REPEATS[repeat]}\n    {LAYOUTS[layout]}"
-    values = REPEATS[repeat].replace("k_", "v_").replace("(k,", "(v,").replace("(k)", "(v)")
+    nodes = REPEATS[repeat].nodes
+    heads = [re.sub(r"\bX(?=_|\b)", name, nodes) for name in "kv"]
     text = f"""attention (float[B, {H}, S, {D}] q, float[B, {G}, T, {D}] k,
     float[B, {G}, T, {D}] v, float[C, {G}, U, {D}] other) => (float[B, {H}, S, {D}] y)
 <int64[1] groups = {{{G}}}, int64[1] repeats = {{{R}}}, int64[1] heads = {{{H}}},
  int64[1] head_size = {{{D}}}, int64[1] two = {{2}}, int64[1] minus = {{-1}},
- int64[4] k_asked = {{0, {H}, -1, {D}}}, int64[4] v_asked = {{0, {H}, -1, {D}}},
- int64[5] tiles = {{1, 1, {R}, 1, 1}}, float scale = {{0.5}}> {{
-    {keys}
-    {values}
+ int64[4] asked = {{0, {H}, -1, {D}}}, int64[5] tiles = {{1, 1, {R}, 1, 1}},
+ float scale = {{0.5}}> {{
+    {" ".join(heads)}
+    {LAYOUTS[layout].nodes}
     scores = MatMul(q, k_right)
     weights = Softmax<axis = -1>(scores)
     y = MatMul(weights, v_all)
