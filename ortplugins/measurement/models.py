@@ -29,7 +29,6 @@ from ortplugins.runtime.copied_options import DATA_FOLDER_KEY, running_options
 from ortplugins.runtime.stock_session import NUMPY_TYPES, open_model, quiet_runner, type_of
 from ortplugins.samples.made_up import MadeUpInputs
 from ortplugins.samples.sources import CalibrationSource, Feed, read_samples
-from ortplugins.samples.text import TextSamples
 from rewrite_rules.graph.nodes import all_nodes
 from rewrite_rules.remarks import Outcome
 from session_options import DqMatMulNBitsFusion
@@ -117,16 +116,14 @@ class GivenModel:
         return path
 
 
-def unfused_in(
-    model: GivenModel, fusion: DqMatMulNBitsFusion | None = None, *, final: bool = True
-) -> dict[str, str]:
+def unfused_in(model: GivenModel, *, final: bool = True) -> dict[str, str]:
     """Run the fusion on a copy; return nodes whose dequantised weights would stay, and why.
 
     For a ``final`` model, which runs as it is, nodes that the fusion would take count as well.
     """
     copy = model.graph()
     infer_shapes(copy)
-    runs = PassRuns(BuildRequest(copy, make_plan([fusion or DqMatMulNBitsFusion()])))
+    runs = PassRuns(BuildRequest(copy, make_plan([DqMatMulNBitsFusion()])))
     runs.run("rewrite", copy)
     found = []
     for remark in (remark for report in runs.reports() for remark in report.remarks):
@@ -246,46 +243,16 @@ def comparison_feeds(
     samples: int = 1,
     seed: int = 0,
 ) -> list[Feed]:
-    """Return feeds for a model, each checked against its inputs; see :func:`.compare`."""
-    values = [_value(item) for item in session.get_inputs()]
+    """Return feeds for a session's model, each checked against it; see :func:`.compare`."""
     if samples < 1:
         raise UsageError(f"samples is {samples}; expected 1 or more")
-    source: Any
+    model = GivenModel(session).graph()
     if inputs is None:
-        made = MadeUpInputs(_with_uses(values, session), dims)
-        source = made.fitted_feeds(quiet_runner(session), samples, seed=seed)
+        made = MadeUpInputs(model.graph.inputs, dims)
+        inputs = made.fitted_feeds(quiet_runner(session), samples, seed=seed)
     elif dims:
         raise UsageError("dims are for random inputs, and inputs are given: leave one out")
-    elif isinstance(inputs, TextSamples):
-        source = inputs.feeds(_with_uses(values, session))
-    else:
-        source = [inputs] if isinstance(inputs, Mapping) else inputs
-    optional = [_value(item) for item in session.get_overridable_initializers()]
-    graph = ir.Graph([*values, *optional], [], nodes=[], name="inputs")
-    for value in optional:  # a sample may leave them out
-        graph.initializers[value.name or ""] = value
-    return read_samples(source, ir.Model(graph, ir_version=10))
-
-
-def _value(item: Any) -> ir.Value:
-    kind = type_of(item)
-    if not item.type.startswith("tensor(") or kind not in NUMPY_TYPES:
-        raise ModelFileError(
-            f"input {item.name!r} is {item.type}: models whose inputs are tensors of numpy's "
-            "types can be compared"
-        )
-    dtype = ir.DataType[kind.upper()]
-    return ir.Value(name=item.name, shape=ir.Shape(item.shape), type=ir.TensorType(dtype))
-
-
-def _with_uses(values: Sequence[ir.Value], session: Any) -> Sequence[ir.Value]:
-    """Return the same inputs with their uses, if the session's model is available."""
-    try:
-        graph = GivenModel(session).graph().graph
-    except ModelFileError:
-        return values
-    inputs = {value.name: value for value in graph.inputs}
-    return [inputs.get(value.name, value) for value in values]
+    return read_samples([inputs] if isinstance(inputs, Mapping) else inputs, model)
 
 
 def fetch(
