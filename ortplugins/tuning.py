@@ -15,20 +15,16 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ortplugins.measurement.measure import Candidate, Feed, Measurement, measure, side_by_side
-from ortplugins.model_io.loading import load_model
+from ortplugins.measurement.models import comparison_feeds
 from ortplugins.optimization.offline_optimizers import SLOW_OPTIMIZERS
 from ortplugins.runtime.machine import host_cores, usable_cores
-from ortplugins.runtime.stock_session import open_model, quiet_runner
-from ortplugins.samples.made_up import MadeUpInputs
-from ortplugins.samples.sources import read_samples
+from ortplugins.runtime.stock_session import open_model
 from session_options.entries import DISABLED_OPTIMIZERS_KEY
 from session_options.plan import entries_of
 
 # A smaller gain is not worth an entry.
 _LEAST_GAIN = 0.02
 _MAX_SAMPLES = 4
-# Tokens of a text, unless the model has a fixed length.
-_TOKENS = 64
 # The figure that counts for each aim: a name from side_by_side.
 _FIGURES = {
     "latency": "run",
@@ -77,7 +73,9 @@ def tune(
     Raises:
         MissingFileError, ModelFileError, CalibrationError, UsageError: As for ``compare``.
     """
-    feeds = list(_feeds(model, dims, samples))
+    session = open_model(model, "all")
+    feeds = comparison_feeds(session, inputs=samples, dims=dims)[:_MAX_SAMPLES]
+    del session
     with tempfile.TemporaryDirectory(prefix="ortplugins-") as cache:
 
         def tried(candidates: Mapping[str, Mapping[str, str]]) -> list[Tried]:
@@ -160,18 +158,3 @@ def _row(
 
 def _has_passes(settings: Mapping[str, str]) -> bool:
     return any(key.startswith("ortplugins.") for key in settings)
-
-
-def _feeds(
-    model: str | os.PathLike[str],
-    dims: Mapping[str, int] | None,
-    samples: str | os.PathLike[str] | None,
-) -> Iterator[Feed]:
-    """Yield samples, or a made-up prompt and, if there is a cache, the next token."""
-    graph = load_model(model).model
-    if samples is not None:
-        yield from read_samples(samples, graph)[:_MAX_SAMPLES]
-        return
-    run = quiet_runner(open_model(model, "all"))
-    made = MadeUpInputs(graph.graph.inputs, dims, length=_TOKENS)
-    yield from made.fitted_feeds(run)
