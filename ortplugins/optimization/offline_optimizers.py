@@ -12,12 +12,12 @@ import os
 from pathlib import Path
 
 import onnx_ir as ir
-import onnxruntime
 
 from ortplugins.errors import PassError
 from ortplugins.model_io.loading import load_result
 from ortplugins.optimization.request import BuildRequest
 from ortplugins.runtime.copied_options import DATA_FOLDER_KEY
+from ortplugins.runtime.stock_session import open_model
 from rewrite_rules.graph.parameters import contents
 
 # Merges a sum and the LayerNormalization after it into a kernel that works element by element:
@@ -34,30 +34,22 @@ def bake(source: Path, request: BuildRequest, data_folder: Path | None = None) -
         PassError: If they fail.
     """
     target = source.with_name(f"{source.stem}.baked.onnx")
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = getattr(
-        onnxruntime.GraphOptimizationLevel, request.level
-    )
-    options.optimized_model_filepath = str(target)
-    options.log_severity_level = 3  # it warns of a hardware-specific file; so is the key
-    options.enable_cpu_mem_arena = False
-    # On a large graph without shapes, planning the reuse of buffers takes most of the time.
-    options.enable_mem_reuse = False
-    options.intra_op_num_threads = 1  # no thread pool for a session that never runs
-    for key, text in request.entries:
-        options.add_session_config_entry(key, text)
-    # Weights are packed for running only; leaving this out keeps memory flat.
-    options.add_session_config_entry("session.disable_prepacking", "1")
+    settings: dict[str, str | int | bool] = {
+        "graph_optimization_level": request.level,
+        "optimized_model_filepath": str(target),
+        "enable_cpu_mem_arena": False,
+        # Planning the reuse of buffers takes most of the time of a large graph without shapes.
+        "enable_mem_reuse": False,
+        "intra_op_num_threads": 1,  # no thread pool for a session that never runs
+        **dict(request.entries),
+        # Weights are packed for running only; leaving this out keeps memory flat.
+        "session.disable_prepacking": "1",
+    }
     if data_folder is not None:
-        options.add_session_config_entry(DATA_FOLDER_KEY, os.fspath(data_folder))
+        settings[DATA_FOLDER_KEY] = os.fspath(data_folder)
+    disabled = (*request.disabled, *SLOW_OPTIMIZERS)
     try:
-        onnxruntime.InferenceSession(
-            os.fspath(source) if data_folder is None else source.read_bytes(),
-            options,
-            providers=["CPUExecutionProvider"],
-            disabled_optimizers=[*request.disabled, *SLOW_OPTIMIZERS],
-            enable_fallback=0,
-        )
+        open_model(source, "all", settings=settings, disabled=disabled)
         baked = load_result(target)
     except Exception as error:
         raise PassError(

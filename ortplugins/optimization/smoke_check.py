@@ -8,7 +8,6 @@ is a bug of a pass. If the original runs none of the batches, nothing is conclud
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from ortplugins.errors import ModelFileError, UsageError
 from ortplugins.model_io.loading import is_path
 from ortplugins.model_io.saving import save_with_data
 from ortplugins.optimization.request import BuildRequest
-from ortplugins.runtime.copied_options import DATA_FOLDER_KEY, apply_settings
-from ortplugins.runtime.stock_session import quiet_runner
+from ortplugins.runtime.copied_options import DATA_FOLDER_KEY
+from ortplugins.runtime.stock_session import open_model, quiet_runner
 from ortplugins.samples.made_up import Feed, MadeUpInputs, Run
 from rewrite_rules.facts.input_roles import Kind, role_of
 from rewrite_rules.graph.nodes import all_nodes
@@ -37,6 +36,7 @@ _ATTEMPTS = 8  # at sizes that the original runs with
 _MOST, _ZERO = 0.1, 1e-5
 _TO_CODES = ("DynamicQuantizeLinear", "QuantizeLinear")
 _RANDOM = ("Random", "Bernoulli", "Multinomial")
+_CPU = ("CPUExecutionProvider",)
 _INT8_LEVEL = 4  # the accuracy level of MatMulNBits that rounds activations to codes
 
 Sizes = Mapping[int, int]
@@ -89,18 +89,17 @@ def _first_difference(run: Run, batches: Iterable[Any], counts: bool) -> str | N
 
 def _open(request: BuildRequest, source: Any, settings: Settings) -> Run:
     """Open a model as the user's session does, except for settings that only affect speed."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # the caller reports failures
-    options.enable_cpu_mem_arena = request.cpu_arena
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    apply_settings(options, {**dict(request.entries), **settings})
-    model = source if isinstance(source, bytes) else os.fspath(source)
-    if DATA_FOLDER_KEY in settings and isinstance(model, str):
-        model = Path(model).read_bytes()  # older versions heed it for bytes only
     there = [x for x in request.providers if x in onnxruntime.get_available_providers()]
-    given = {"disabled_optimizers": [*request.disabled], "enable_fallback": 0}
-    providers = there or ["CPUExecutionProvider"]
-    return quiet_runner(onnxruntime.InferenceSession(model, options, providers, **given))
+    plain: dict[str, str | int | bool] = {
+        "log_severity_level": 4,  # the caller reports failures
+        "enable_cpu_mem_arena": request.cpu_arena,
+        "session.intra_op.allow_spinning": "0",
+        **dict(request.entries),
+    }
+    session = open_model(
+        source, "all", there or _CPU, {**plain, **settings}, disabled=request.disabled
+    )
+    return quiet_runner(session)
 
 
 def _batches(model: ir.Model, run: Run) -> Iterator[tuple[Feed, Sizes]]:

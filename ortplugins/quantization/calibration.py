@@ -21,7 +21,7 @@ from ortplugins.model_io.loading import (
     stored_bytes,
 )
 from ortplugins.model_io.saving import DATA_THRESHOLD
-from ortplugins.runtime.stock_session import stock_options
+from ortplugins.runtime.stock_session import open_model
 from ortplugins.samples.sources import Feed
 from session_options.entries import DATA_FOLDER_KEY
 
@@ -83,20 +83,9 @@ def open_for_samples(
 
     Threads do not spin after a run, while numpy multiplies on the same cores.
     """
-    options = stock_options(level)
-    for key, value in entries.items():
-        options.add_session_config_entry(key, value)
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    options.add_session_config_entry(DATA_FOLDER_KEY, str(folder))
+    settings = {"session.intra_op.allow_spinning": "0", DATA_FOLDER_KEY: str(folder)}
     content = ir.to_proto(model).SerializeToString()
-    try:
-        return onnxruntime.InferenceSession(
-            content, options, providers=list(providers), enable_fallback=0
-        )
-    except Exception as error:  # onnxruntime's own classes, none is documented
-        raise CalibrationError(
-            f"onnxruntime refuses the model for calibration: {error}"
-        ) from error
+    return open_model(content, level, providers, {**entries, **settings})
 
 
 def run_sample(

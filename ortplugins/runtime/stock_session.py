@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import onnxruntime
@@ -38,45 +38,34 @@ def optimization_level_of(name: str) -> onnxruntime.GraphOptimizationLevel:
     return getattr(levels, known[name])
 
 
-def stock_options(level: str = "disable") -> onnxruntime.SessionOptions:
-    """Return options of a quiet session."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    options.graph_optimization_level = optimization_level_of(level)
-    return options
-
-
 def open_model(
-    path: str | os.PathLike[str],
+    model: str | os.PathLike[str] | bytes,
     level: str,
     providers: Sequence[Any] = ("CPUExecutionProvider",),
     settings: Mapping[str, str | int | bool] | None = None,
+    disabled: Iterable[str] = (),
 ) -> onnxruntime.InferenceSession:
-    """Open a session on a file; ``settings`` take precedence over the level."""
-    options, settings = stock_options(level), settings or {}
-    if not os.path.isfile(path):
+    """Open a quiet session on a file or on bytes, without onnxruntime's fallback.
+
+    ``settings``, as of :func:`apply_settings`, take precedence over the level; ``disabled``
+    are names of optimisers.
+    """
+    options, settings = onnxruntime.SessionOptions(), settings or {}
+    options.log_severity_level = 3
+    options.graph_optimization_level = optimization_level_of(level)
+    name = "the model" if isinstance(model, bytes) else os.fspath(model)
+    if not isinstance(model, bytes) and not os.path.isfile(model):
         from ortplugins.model_io.loading import read_model_file
 
-        read_model_file(path)
-    model: str | bytes = os.fspath(path)
-    if DATA_FOLDER_KEY in settings:  # older versions heed it for bytes only
-        with open(path, "rb") as file:
+        read_model_file(model)
+    if DATA_FOLDER_KEY in settings and not isinstance(model, bytes):
+        with open(model, "rb") as file:  # older versions heed it for bytes only
             model = file.read()
     apply_settings(options, settings)
-    return opened(model, options, providers, os.fspath(path))
-
-
-def opened(
-    source: str | bytes,
-    options: onnxruntime.SessionOptions,
-    providers: Sequence[Any],
-    name: str,
-) -> onnxruntime.InferenceSession:
-    """Open a session on the path or the bytes of a model; messages call it ``name``."""
+    source = model if isinstance(model, bytes) else name
+    given = {"disabled_optimizers": [*disabled], "enable_fallback": 0}
     try:
-        return onnxruntime.InferenceSession(
-            source, options, providers=list(providers), enable_fallback=0
-        )
+        return onnxruntime.InferenceSession(source, options, list(providers), **given)
     except Exception as error:  # onnxruntime's own classes, none of which is documented
         text = " ".join(str(error).split())
         raise ModelFileError(f"{name}: onnxruntime refuses it: {text}") from error

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ortplugins
-from ortplugins.errors import CalibrationError
+from ortplugins.errors import CalibrationError, ModelFileError
 from ortplugins.model_io.loading import load_model
 from ortplugins.quantization.statistics import statistics_of
 from ortplugins.quantization.walk import Walk
@@ -232,12 +232,12 @@ def test_weights_stay_in_their_files_and_the_model_as_it_was(tmp_path):
     [
         ("h = Exp(x) y = Neg(h)", "sample 1: activation 'h' holds NaN or inf"),
         ("h = Reshape(x, two) y = Neg(h)", "sample 1: onnxruntime failed"),
-        ("h = NoSuchOperator(x) y = Neg(h)", "refuses the model.*NoSuchOperator"),
+        ("h = NoSuchOperator(x) y = Neg(h)", "refuses it: .*NoSuchOperator"),
     ],
 )
 def test_runs_that_fail_name_the_sample(tmp_path, line, message):
     text = f"g (float[n, 2] x) => (float[m, 2] y) {{ {line} }}"
     model = model_of(text, {"two": np.array([2, 2])})
     feeds = [{"x": np.full((n, 2), size, np.float32)} for n, size in ((2, 1), (1, 500))]
-    with pytest.raises(CalibrationError, match=message):
+    with pytest.raises((CalibrationError, ModelFileError), match=message):
         walked(model, feeds, tmp_path, {"h": 2})

@@ -16,7 +16,7 @@ from ortplugins.errors import (
     ModelFileError,
 )
 from ortplugins.quantization import quantize_kv_cache
-from ortplugins.runtime.stock_session import stock_options
+from ortplugins.runtime.stock_session import open_model
 
 ROWS, PROMPT, STEPS, CAPACITY = 2, 9, 4, 20
 
@@ -30,7 +30,7 @@ def shared() -> ir.Model:
 
 def session_on(model: ir.Model) -> ort.InferenceSession:
     content = ir.to_proto(model).SerializeToString()
-    return ort.InferenceSession(content, stock_options(), providers=CPU)
+    return open_model(content, "disable")
 
 
 def caches(session) -> list[tuple[str, list[int]]]:
