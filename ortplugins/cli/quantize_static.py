@@ -46,7 +46,8 @@ def quantize_static(
 ) -> None:
     """Quantise weights and activations to 8 bits, chosen activations to 16.
 
-    With --budget or --max-16bit, the activations that cost most are found, and promoted.
+    With --budget or --max-16bit, the activations that cost most are found, and promoted; also
+    in a model that has 8 bits already.
 
     Args:
         overrides: JSON, {"NAME": [{"quant_type": "QUInt16"}]}, or @FILE.
@@ -77,12 +78,12 @@ def quantize_static(
             max_16bit=max_16bit,
             mode=mode,
             target=target,
-            per_channel=per_channel,
             nodes_to_quantize=nodes_to_include,
             nodes_to_exclude=nodes_to_exclude,
             calibration_providers=providers,
             overwrite=force,
             progress=bar,
+            **({} if per_channel else {"per_channel": False}),
         )
     if result.plan is not None and printing.format == "text":
         _print_plan(result.plan, mode)

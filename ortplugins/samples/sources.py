@@ -125,14 +125,7 @@ def _file_samples(
     name = os.fspath(path)
     try:
         with np.load(name, allow_pickle=False) as file:
-            if not isinstance(file, Mapping):
-                raise CalibrationError(
-                    f"{name}: holds one array without a name: save with "
-                    "numpy.savez(path, input_name=array)"
-                )
-            arrays = {key: file[key] for key in file}
-    except CalibrationError:
-        raise
+            arrays = dict(file)
     except Exception as error:  # OSError, BadZipFile, EOFError, ValueError for a pickle
         raise CalibrationError(
             f"{name}: cannot be read as .npz file of arrays: {error}"

@@ -39,11 +39,10 @@ import onnxruntime
 
 from ortplugins.errors import QuantizationError
 from ortplugins.measurement.difference import DifferenceSum
-from ortplugins.model_io.loading import ModelLike, load_model
 from ortplugins.model_io.saving import Progress
 from ortplugins.optimization.shape_inference import infer_shapes
 from ortplugins.quantization.calibration import detach_tensors, open_for_samples, run_sample
-from ortplugins.samples.sources import CalibrationSource, Feed, read_samples
+from ortplugins.samples.sources import Feed
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
     QuantizedGraph,
@@ -106,36 +105,25 @@ class PrecisionPlan:
 
 
 def plan_precision(
-    model: ModelLike,
-    data: CalibrationSource,
+    model: ir.Model,
+    samples: Sequence[Feed],
     *,
-    budget: float | None = None,
-    max_16bit: float | None = None,
-    providers: Sequence[Any] = ("CPUExecutionProvider",),
-    progress: Progress | None = None,
+    budget: float | None,
+    max_16bit: float | None,
+    providers: Sequence[Any],
+    progress: Progress | None,
 ) -> PrecisionPlan:
-    """Choose the activations of a QDQ model that get 16 bits.
+    """Choose the activations of a QDQ model, which is not changed, that get 16 bits.
 
-    Args:
-        model: Path of an .onnx file, ``onnx.ModelProto`` or ``onnx_ir.Model``; not changed.
-        data: Samples, as for :func:`.quantize`; random ones give another ranking.
-        budget: Cosine of the outputs to those of unquantised activations that is to be
-            reached, above 0 and below 1, with as few activations as it takes.
-        max_16bit: How many activations may be promoted: a number (int), or a share of all
-            (float, 0 to 1). Conversions where regions begin and end don't count.
-        providers: Execution providers that run the samples.
-        progress: Called with what is done, of how much, and what it is.
+    Arguments are those of :func:`.quantize_static_mixed`.
 
     Raises:
-        CalibrationError: If samples can't be used or onnxruntime fails.
-        MissingFileError, ModelFileError: If a model can't be used.
+        CalibrationError: If onnxruntime fails.
         QuantizationError: If the model has no 8-bit activation, or no promotion reaches the
             budget: tells the best that is.
     """
-    # Weights stay where they are: sessions map them.
-    switched = load_model(model, map_inline=True).model
+    switched = model.clone()
     with tempfile.TemporaryDirectory(prefix="ortplugins-") as folder:
-        samples = read_samples(data, switched)
         infer_shapes(switched)
         graph = QuantizedGraph(switched)
         count = len(graph.tensors)

@@ -21,7 +21,7 @@ import onnx_ir as ir
 from onnxruntime.quantization import CalibrationMethod, QuantType
 
 from ortplugins.errors import CalibrationError, QuantizationError
-from ortplugins.model_io.loading import LoadedModel, ModelLike, same_kind
+from ortplugins.model_io.loading import ModelLike, same_kind
 from ortplugins.model_io.opset import raise_opset
 from ortplugins.model_io.saving import Progress, has_data_file
 from ortplugins.optimization.optimize import OptimizeResult, optimize
@@ -34,6 +34,8 @@ from ortplugins.static_qdq.plan import PrecisionPlan, plan_precision
 from rewrite_rules.closest_name import did_you_mean
 from rewrite_rules.graph.nodes import all_nodes, label
 from session_options import MixedPrecisionBoundaries
+
+_PROVIDERS = "calibration_providers"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,14 +68,15 @@ def quantize_static_mixed(
 ) -> StaticMixedResult:
     """Quantise weights and activations of a float model, some activations to 16 bits.
 
-    Without ``overrides`` and ``promote`` the graph is the one that onnxruntime's
+    A model that is quantised already keeps its grids, and gets those of 16 bits. Of a float
+    model, without ``overrides`` and ``promote``, the graph is the one that onnxruntime's
     ``quantize_static`` makes; with them, Relu and Clip nodes stay, whose work it leaves to the
     range of 8 bits.
 
     Args:
         model_input: Path of an .onnx file, ``onnx.ModelProto`` or ``onnx_ir.Model``; not
-            changed. Float32 or float16. Weights are read whole, as onnxruntime's quantiser
-            has them.
+            changed. Float32 or float16, or a QDQ graph. Weights of float models are read
+            whole, as onnxruntime's quantiser has them.
         model_output: File to write; large tensors go to ``<output>.data``.
         data: Samples, each a dict of input names and arrays: an object with ``get_next()``, an
             iterable, or paths of ``.npz`` files.
@@ -81,8 +84,11 @@ def quantize_static_mixed(
             ``@file.json``; by names of the float model.
         promote: Tensors to give 16 bits, and nodes whose inputs and outputs get them; by names
             of the float model.
-        budget: As of :func:`.plan_precision`, which then finds what else to promote.
-        max_16bit: Likewise.
+        budget: Cosine of the outputs to those of unquantised activations that is to be
+            reached, above 0 and below 1: what else is promoted is found, as little as it
+            takes.
+        max_16bit: How many activations may be promoted so: a number (int), or a share of all
+            (float, 0 to 1). Conversions where regions begin and end don't count.
         mode: ``"int16"``, or ``"float"``: promoted tensors are not quantised at all, which is
             faster on CPUs.
         target: ``"qnn"`` lays boundaries out as onnxruntime's quantiser does, for compilers
@@ -106,8 +112,9 @@ def quantize_static_mixed(
         MissingFileError, ModelFileError: If the model or its data can't be used.
         OptionError: If overrides can't be read, or mode or target is unknown.
         PassError: If an override asks for what can't be.
-        QuantizationError: If an argument is out of range, a pattern means no node, or
-            onnxruntime can't quantise the model. No output is written, whatever is raised.
+        QuantizationError: If an argument is out of range, a pattern means no node,
+            onnxruntime can't quantise the model, or no promotion reaches the budget. No output
+            is written, whatever is raised.
         OSError: If a file can't be written.
     """
     usual = {
@@ -115,8 +122,9 @@ def quantize_static_mixed(
         "weight_type": QuantType.QInt8,
         "per_channel": True,
         "calibrate_method": CalibrationMethod.MinMax,
-        "calibration_providers": ["CPUExecutionProvider"],
+        _PROVIDERS: ["CPUExecutionProvider"],
     }
+    of_quantiser = [*nodes_to_quantize, *nodes_to_exclude, *(settings.keys() - {_PROVIDERS})]
     settings = usual | settings
     activation = ir.DataType(settings["activation_type"].tensor_type)
     if activation not in (ir.DataType.UINT8, ir.DataType.INT8):
@@ -124,27 +132,21 @@ def quantize_static_mixed(
             f"activation_type is {activation.name.lower()}: name tensors that get 16 bits in "
             "promote"
         )
-    method, providers = settings["calibrate_method"], settings["calibration_providers"]
     wanted = functools.partial(
         MixedPrecisionBoundaries, overrides=overrides, mode=mode, target=target
     )
     wanted(promote=",".join(promote))  # what it refuses, it refuses before samples are run
     file = QuantizedFile(model_input, model_output, overwrite=overwrite)
-    loaded = file.loaded
-    _check_float_model(loaded)
-    by_channel = settings["per_channel"]
-    least = (13, "a scale per channel") if by_channel else (10, "QuantizeLinear")
-    infer_shapes(loaded.model)
-    read = (value for node in all_nodes(loaded.model) for value in node.inputs)
-    if any(value is not None and value.dtype is ir.DataType.FLOAT16 for value in read):
-        least = (19, "QuantizeLinear of float16")
-    raised = raise_opset(loaded.model, *least)
-    if raised:
-        infer_shapes(loaded.model)
-    graph = loaded.model.graph
-    _check_names_given(graph, promote)
+    model = file.model
+    is_quantized = any(node.op_type == "QuantizeLinear" for node in model.graph)
+    plans = budget is not None or max_16bit is not None
+    if is_quantized and (of_quantiser or not (overrides or promote or plans)):
+        what = f"{of_quantiser[0]!r} has no effect" if of_quantiser else "nothing to promote"
+        raise QuantizationError(f"{file.loaded.name}: is quantised already: {what}")
+    notes = [] if is_quantized else _prepared(model, settings["per_channel"])
+    _check_names_given(model.graph, promote)
     chosen, excluded = (
-        _selected_nodes(option, patterns, graph)
+        _selected_nodes(option, patterns, model.graph)
         for option, patterns in (
             ("nodes_to_quantize", nodes_to_quantize),
             ("nodes_to_exclude", nodes_to_exclude),
@@ -152,21 +154,26 @@ def quantize_static_mixed(
     )
     if data is None:
         raise CalibrationError("no calibration data: give samples of real inputs")
-    samples = read_samples(data, loaded.model)
-    plans = budget is not None or max_16bit is not None
-    with file.scratch() as scratch:
-        # Its grid, or that of an override, may have negative values.
-        below_0 = overrides or method is CalibrationMethod.Distribution
-        model, floats = quantize_to_eight_bits(
-            loaded.model,
-            scratch,
-            samples,
-            keep_relu=bool(below_0 or promote or plans),
-            nodes_to_exclude=excluded,
-            nodes_to_quantize=chosen,
-            **settings,
-        )
-    plan = None
+    samples = read_samples(data, model)
+    if not is_quantized:
+        method = settings["calibrate_method"]
+        with file.scratch() as scratch:
+            # Its grid, or that of an override, may have negative values.
+            below_0 = overrides or method is CalibrationMethod.Distribution
+            model, floats = quantize_to_eight_bits(
+                model,
+                scratch,
+                samples,
+                keep_relu=bool(below_0 or promote or plans),
+                nodes_to_exclude=excluded,
+                nodes_to_quantize=chosen,
+                **settings,
+            )
+        notes += [f"ranges from {len(samples)} samples, {method.name}", *floats]
+        graph = file.model.graph
+        if inner := sum(node.graph is not graph for node in all_nodes(file.model)):
+            notes.append(f"{inner} nodes of subgraphs and functions stay in float")
+    plan, providers = None, settings[_PROVIDERS]
     if plans:
         plan = plan_precision(
             model,
@@ -182,30 +189,30 @@ def quantize_static_mixed(
         model_output,
         passes=[wanted(promote=",".join(promoted))] if overrides or promoted else [],
         providers=[item if isinstance(item, str) else item[0] for item in providers],
-        external_data=has_data_file(loaded, model),
+        external_data=has_data_file(file.loaded, model),
         overwrite=overwrite,
         progress=progress,
     )
-    inner = sum(node.graph is not graph for node in all_nodes(loaded.model))
-    if inner:
-        floats.append(f"{inner} nodes of subgraphs and functions stay in float")
-    notes = (*raised, f"ranges from {len(samples)} samples, {method.name}", *floats)
     report = dataclasses.replace(result.report, notes=(*notes, *result.report.notes))
     changed = {"report": report, "model": same_kind(model_input, result.model)}
     return StaticMixedResult(**vars(result) | changed, plan=plan)
 
 
-def _check_float_model(loaded: LoadedModel) -> None:
-    """Refuse what onnxruntime's quantiser would make a broken graph of, or nothing."""
-    if any(node.op_type == "QuantizeLinear" for node in loaded.model.graph):
-        raise QuantizationError(
-            f"{loaded.name}: is quantised already: give its 8-bit activations 16 bits with "
-            f"the pass 'mixed_precision_boundaries'"
-        )
+def _prepared(model: ir.Model, by_channel: bool) -> list[str]:
+    """Give a float model shapes and the opset that it is quantised in; return notes."""
+    infer_shapes(model)
+    least = (13, "a scale per channel") if by_channel else (10, "QuantizeLinear")
+    read = (value for node in all_nodes(model) for value in node.inputs)
+    if any(value is not None and value.dtype is ir.DataType.FLOAT16 for value in read):
+        least = (19, "QuantizeLinear of float16")
+    raised = raise_opset(model, *least)
+    if raised:
+        infer_shapes(model)
+    return raised
 
 
 def _check_names_given(graph: ir.Graph, promote: Collection[str]) -> None:
-    """Check that promoted tensors and nodes are in the float model, before samples are run."""
+    """Check that promoted tensors and nodes are in the model, before samples are run."""
     values = [*graph.inputs, *(value for node in graph for value in node.outputs)]
     known = [*(value.name or "" for value in values), *graph.initializers, *map(label, graph)]
     for name in promote:

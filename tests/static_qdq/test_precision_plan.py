@@ -11,7 +11,7 @@ from builders.dequantized_models import run as run_model
 from builders.text_models import model_of, normal
 
 from ortplugins.errors import CalibrationError, QuantizationError
-from ortplugins.static_qdq.plan import plan_precision
+from ortplugins.static_qdq.plan import PrecisionPlan
 from ortplugins.static_qdq.quantize_static import quantize_static_mixed
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedGraph
@@ -44,6 +44,12 @@ def chain(scales: dict[str, float] = _SCALES, *, reshape: str = "") -> ir.Model:
     return model_of(text, constants)
 
 
+def planned(model: ir.Model, data: object, **options: object) -> PrecisionPlan:
+    plan = quantize_static_mixed(model, None, data, **options).plan
+    assert plan is not None
+    return plan
+
+
 def feeds(count: int = 3) -> list[dict[str, np.ndarray]]:
     return [{"x": normal(8, 8, seed=seed)} for seed in range(count)]
 
@@ -68,7 +74,7 @@ def test_the_coarsest_grids_come_first_and_are_enough():
     text = ir.Value(name="t", type=ir.TensorType(ir.DataType.STRING), shape=ir.Shape([1]))
     model.graph.inputs.append(text)  # which samples hold as they are
     samples = [{**feed, "t": np.array(["a"])} for feed in feeds()]
-    plan = plan_precision(model, samples, max_16bit=2)
+    plan = planned(model, samples, max_16bit=2)
     assert [effect.names for effect in plan.ranking[:2]] == [("h2",), ("h5",)]
     assert plan.ranking[0].operator == "MatMul"
     assert plan.promoted == ("h2", "h5")
@@ -79,7 +85,7 @@ def test_the_coarsest_grids_come_first_and_are_enough():
 @pytest.mark.parametrize("mode", ["int16", "float"])
 def test_the_errors_are_those_of_the_rewritten_model(mode):
     model = chain()
-    plan = plan_precision(model, feeds(), max_16bit=1)
+    plan = planned(model, feeds(), max_16bit=1)
     everything = frozenset(tensor.name for tensor in QuantizedGraph(model).tensors)
     reference = run(rewritten(model, everything, "float"), feeds())
     assert plan.before.error == pytest.approx(error(run(model, feeds()), reference), rel=1e-4)
@@ -88,23 +94,27 @@ def test_the_errors_are_those_of_the_rewritten_model(mode):
 
 
 def test_a_budget_takes_as_few_as_it_needs():
-    one = plan_precision(chain(), feeds(), max_16bit=1)
-    plan = plan_precision(chain(), feeds(), budget=one.after.cosine - 1e-3)
+    one = planned(chain(), feeds(), max_16bit=1)
+    plan = planned(chain(), feeds(), budget=one.after.cosine - 1e-3)
     assert plan.promoted == one.promoted == ("h2",)
-    finer = plan_precision(chain(), feeds(), budget=(one.after.cosine + 1) / 2)
+    finer = planned(chain(), feeds(), budget=(one.after.cosine + 1) / 2)
     assert len(finer.promoted) > 1 and finer.after.cosine >= (one.after.cosine + 1) / 2
 
 
 def test_tensors_of_one_grid_are_promoted_and_counted_together():
     scales = {**_SCALES, "h3": 3.0}
     model = chain(scales, reshape="h3")
-    plan = plan_precision(model, feeds(), max_16bit=2)
+    plan = planned(model, feeds(), max_16bit=2)
     assert plan.ranking[0].names == ("h2", "h3")
     assert set(plan.promoted) == {"h2", "h3"}
-    assert plan_precision(model, feeds(), max_16bit=1).promoted == ("h5",)
+    assert planned(model, feeds(), max_16bit=1).promoted == ("h5",)
 
 
-PLAIN = model_of("g (float[8, 8] x) => (float[8, 8] y) { y = MatMul(x, x) }", {})
+CODES = model_of(
+    """g (float[8, 8] x) => (uint8[8, 8] q, float[8, 8] y)
+        { q = QuantizeLinear(x, s, z) y = Neg(x) }""",
+    {"s": np.float32(0.1), "z": np.uint8(0)},
+)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +122,7 @@ PLAIN = model_of("g (float[8, 8] x) => (float[8, 8] y) { y = MatMul(x, x) }", {}
     [
         (chain(), [], {}, "calibration data is empty"),
         (chain(), [{"X": 1}], {}, "sample 0 has 'X', .*mean 'x'"),
-        (PLAIN, feeds(), {}, "no activation of 8 bits between"),
+        (CODES, feeds(), {}, "no activation of 8 bits between"),
         (
             chain(),
             feeds(),
@@ -124,7 +134,7 @@ PLAIN = model_of("g (float[8, 8] x) => (float[8, 8] y) { y = MatMul(x, x) }", {}
 )
 def test_what_cannot_be_planned_is_reported(model, data, options, message):
     with pytest.raises((CalibrationError, QuantizationError), match=message):
-        plan_precision(model, data, max_16bit=1, **options)
+        planned(model, data, max_16bit=1, **options)
 
 
 def test_the_command_quantises_and_promotes_what_costs_most(tmp_path):

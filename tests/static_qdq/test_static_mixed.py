@@ -230,8 +230,13 @@ def test_float16_gets_the_opset_in_which_it_can_be_quantised(opset):
 
 def test_a_quantised_model_is_refused_and_an_output_that_exists(tmp_path):
     model = quantize_static_mixed(conv_net(), None, samples()).model
-    with pytest.raises(QuantizationError, match="quantised already"):
+    with pytest.raises(QuantizationError, match="quantised already: nothing to promote"):
         quantize_static_mixed(model, None, samples())
+    with pytest.raises(QuantizationError, match="quantised already: 'per_channel' has no"):
+        quantize_static_mixed(model, None, samples(), promote=["d"], per_channel=False)
+    again = quantize_static_mixed(model, None, samples(), promote=["d"]).model
+    assert {"conv>u8>mul", "mul>u8>pool"} <= paths(model) - paths(again)
+    assert "mul>u16>pool" in paths(again)
     (tmp_path / "there.onnx").write_text("mine")
     with pytest.raises(FileExistsError):
         quantize_static_mixed(conv_net(), tmp_path / "there.onnx", samples())
