@@ -23,11 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ortplugins.errors import CalibrationError, ModelFileError, UsageError
-from ortplugins.measurement.models import GivenModel, ModelSource, fetch, scratch_folder
+from ortplugins.measurement.models import GivenModel, ModelSource, scratch_folder
 from ortplugins.model_io.loading import load_model
 from ortplugins.model_io.model_folder import model_in, tokenizer_beside
 from ortplugins.model_io.saving import Progress
-from ortplugins.runtime.stock_session import open_model, type_of
+from ortplugins.runtime.stock_session import fetch, open_model, type_of
 from ortplugins.samples.text import TextTokenizer, TokenFeeds, split_text
 
 # Tokens of a text that an encoder gets.

@@ -26,7 +26,13 @@ from ortplugins.optimization.shape_inference import infer_shapes
 from ortplugins.optimization.stages import PassRuns
 from ortplugins.report import Report
 from ortplugins.runtime.copied_options import DATA_FOLDER_KEY, running_options
-from ortplugins.runtime.stock_session import NUMPY_TYPES, open_model, quiet_runner, type_of
+from ortplugins.runtime.stock_session import (
+    NUMPY_TYPES,
+    fetch,
+    open_model,
+    quiet_runner,
+    type_of,
+)
 from ortplugins.samples.made_up import MadeUpInputs
 from ortplugins.samples.sources import CalibrationSource, Feed, read_samples
 from rewrite_rules.graph.nodes import all_nodes
@@ -253,19 +259,3 @@ def comparison_feeds(
     elif dims:
         raise UsageError("dims are for random inputs, and inputs are given: leave one out")
     return read_samples([inputs] if isinstance(inputs, Mapping) else inputs, model)
-
-
-def fetch(
-    session: onnxruntime.InferenceSession, names: Sequence[str], feed: Feed, what: str
-) -> list[npt.NDArray[Any]]:
-    """Run a session on those arrays of a feed that it needs; return the named outputs."""
-    inputs = (*session.get_inputs(), *session.get_overridable_initializers())
-    taken = {item.name: feed[item.name] for item in inputs if item.name in feed}
-    try:
-        arrays: list[npt.NDArray[Any]] = session.run(list(names), taken)
-    except Exception as error:  # onnxruntime's own classes, none of which is documented
-        shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in taken.items())
-        raise ModelFileError(
-            f"{what}: onnxruntime failed to run it ({shapes}): {error}"
-        ) from error
-    return arrays

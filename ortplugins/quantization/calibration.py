@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy.typing as npt
 import onnx_ir as ir
 import onnxruntime
 
@@ -22,7 +21,6 @@ from ortplugins.model_io.loading import (
 )
 from ortplugins.model_io.saving import DATA_THRESHOLD
 from ortplugins.runtime.stock_session import open_model
-from ortplugins.samples.sources import Feed
 from session_options.entries import DATA_FOLDER_KEY
 
 _STATISTICS = {"session.disable_prepacking": "1"}
@@ -86,16 +84,3 @@ def open_for_samples(
     settings = {"session.intra_op.allow_spinning": "0", DATA_FOLDER_KEY: str(folder)}
     content = ir.to_proto(model).SerializeToString()
     return open_model(content, level, providers, {**entries, **settings})
-
-
-def run_sample(
-    session: onnxruntime.InferenceSession, names: Sequence[str | None], feed: Feed, what: str
-) -> list[npt.NDArray[Any]]:
-    """Return outputs, all where none is named; an error names the sample."""
-    try:
-        arrays: list[npt.NDArray[Any]] = session.run(names, feed)
-    except Exception as error:  # onnxruntime's own classes, none is documented
-        raise CalibrationError(
-            f"{what}: onnxruntime failed to run the model on it: {error}"
-        ) from error
-    return arrays

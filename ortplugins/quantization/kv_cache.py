@@ -24,10 +24,11 @@ import onnx_ir.passes.common
 from ortplugins.errors import CalibrationError, ModelFileError
 from ortplugins.model_io.loading import ModelLike
 from ortplugins.model_io.saving import Progress
-from ortplugins.quantization.calibration import detach_tensors, open_for_samples, run_sample
+from ortplugins.quantization.calibration import detach_tensors, open_for_samples
 from ortplugins.quantization.files import QuantizedFile, QuantizeResult
 from ortplugins.quantization.methods.nearest import Floats
 from ortplugins.quantization.weights.report import QuantizeReport
+from ortplugins.runtime.stock_session import fetch
 from ortplugins.samples.sources import Feed, read_samples
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.graph.nodes import input_of, label
@@ -149,7 +150,7 @@ def _scales(
     session = open_for_samples(part, folder, providers)
     greatest: list[Floats] = []
     for index, feed in enumerate(samples):
-        arrays = run_sample(session, names, feed, f"sample {index}")
+        arrays = fetch(session, names, feed, f"sample {index}")
         found = [
             abs(array.astype(np.float32)).max(axis=(0, 2), initial=0).reshape(-1)
             for array in arrays

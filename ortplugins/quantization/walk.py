@@ -32,8 +32,9 @@ import onnx_ir as ir
 import onnxruntime
 
 from ortplugins.model_io.saving import Progress
-from ortplugins.quantization.calibration import detach_tensors, open_for_samples, run_sample
+from ortplugins.quantization.calibration import detach_tensors, open_for_samples
 from ortplugins.quantization.statistics import ActivationStatistics, statistics_of
+from ortplugins.runtime.stock_session import fetch
 from ortplugins.samples.sources import Feed
 from rewrite_rules.facts.token_rows import TokenRows
 from rewrite_rules.graph.nodes import captures, drop_unused_initializers
@@ -151,7 +152,7 @@ class Walk:
                 what = f"sample {index}"
                 if self._progress is not None:
                     self._progress(index, len(self._samples), f"calibration, {what}")
-                arrays = run_sample(session, (), inputs | weights, what)
+                arrays = fetch(session, (), inputs | weights, what)
                 for folder, array in zip(folders.values(), arrays, strict=True):
                     _store(folder / f"{model}-{index}.npy", array)
         self._place = place

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy.typing as npt
 import onnxruntime
 
 from ortplugins.errors import ModelFileError, UsageError
@@ -81,6 +82,29 @@ def quiet_runner(
     if not names:  # [] would fetch all outputs, which numpy cannot represent
         return lambda feed: {}
     return lambda feed: dict(zip(names, session.run(names, feed, options), strict=True))
+
+
+def fetch(
+    session: onnxruntime.InferenceSession,
+    names: Sequence[str | None],
+    feed: Mapping[str, npt.NDArray[Any]],
+    what: str,
+) -> list[npt.NDArray[Any]]:
+    """Run a session on those arrays of a feed that it takes; return outputs, all for no name.
+
+    Raises:
+        ModelFileError: If the run fails; names ``what`` and the shapes.
+    """
+    inputs = (*session.get_inputs(), *session.get_overridable_initializers())
+    taken = {item.name: feed[item.name] for item in inputs if item.name in feed}
+    try:
+        arrays: list[npt.NDArray[Any]] = session.run(list(names), taken)
+    except Exception as error:  # onnxruntime's own classes, none of which is documented
+        shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in taken.items())
+        raise ModelFileError(
+            f"{what}: onnxruntime failed to run it ({shapes}): {error}"
+        ) from error
+    return arrays
 
 
 def type_of(item: Any) -> str:

@@ -41,7 +41,8 @@ from ortplugins.errors import QuantizationError
 from ortplugins.measurement.difference import DifferenceSum
 from ortplugins.model_io.saving import Progress
 from ortplugins.optimization.shape_inference import infer_shapes
-from ortplugins.quantization.calibration import detach_tensors, open_for_samples, run_sample
+from ortplugins.quantization.calibration import detach_tensors, open_for_samples
+from ortplugins.runtime.stock_session import fetch
 from ortplugins.samples.sources import Feed
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
@@ -277,7 +278,7 @@ def _measured(
 
     def run(on: Collection[str], index: int) -> list[npt.NDArray[Any]]:
         flags = {name: np.array(name in on) for name in switches}
-        return run_sample(session, names, samples[index] | flags, f"sample {index}")
+        return fetch(session, names, samples[index] | flags, f"sample {index}")
 
     sums = [[DifferenceSum(name) for name in names] for _ in settings]
     for index in range(len(samples)):
