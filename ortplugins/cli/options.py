@@ -51,13 +51,11 @@ Dims: TypeAlias = Annotated[
         help="Sizes of input dimensions, NAME=SIZE,...; x[1]=8 for an unnamed axis of x."
     ),
 ]
-Include: TypeAlias = Annotated[
-    tuple[str, ...],
-    Parameter("--include", help="Nodes to quantise: name, glob, or re:REGEX; repeatable."),
-]
 Exclude: TypeAlias = Annotated[
     tuple[str, ...],
-    Parameter("--exclude", help="Nodes to leave in float, named the same way; repeatable."),
+    Parameter(
+        "--exclude", help="Nodes to leave in float: name, glob, or re:REGEX; repeatable."
+    ),
 ]
 Positive: TypeAlias = Annotated[int, Parameter(validator=Number(gte=1))]
 CPU = ("CPUExecutionProvider",)

@@ -13,23 +13,21 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
-import onnx_ir.passes.common
 
 from ortplugins.errors import CalibrationError, ModelFileError
 from ortplugins.model_io.loading import ModelLike
 from ortplugins.model_io.saving import Progress
-from ortplugins.quantization.calibration import detach_tensors, open_for_samples
 from ortplugins.quantization.files import QuantizedFile, QuantizeResult
 from ortplugins.quantization.methods.nearest import Floats
+from ortplugins.quantization.walk import Walk
 from ortplugins.quantization.weights.report import QuantizeReport
-from ortplugins.runtime.stock_session import fetch
-from ortplugins.samples.sources import Feed, read_samples
+from ortplugins.samples.sources import read_samples
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.graph.nodes import input_of, label
 
@@ -108,7 +106,9 @@ def quantize_kv_cache(
     caches = find_caches(file.model)
     with file.scratch() as scratch:
         samples = read_samples(calibration_data_reader, file.model)
-        scales = _scales(file.model, caches, samples, scratch, calibration_providers)
+        names = [cache.present.name or "" for cache in caches]
+        walk = Walk(file.model, samples, scratch, calibration_providers, progress, names)
+        scales = [_scale(name, walk.values(name)) for name in names]
         _quantize(file.model, caches, scales)
         note = (
             f"{len(caches)} caches are int8 now: bind int8 arrays to {caches[0].past.name!r}"
@@ -133,34 +133,16 @@ def _quantize(model: ir.Model, caches: Sequence[Cache], scales: Sequence[Floats]
             end.type = ir.TensorType(ir.DataType.INT8)
 
 
-def _scales(
-    model: ir.Model,
-    caches: Sequence[Cache],
-    samples: Sequence[Feed],
-    scratch: Path,
-    providers: Sequence[Any],
-) -> list[Floats]:
-    """Return the scale of each channel [G * D] of caches."""
-    part = model.clone()
-    folder = detach_tensors(part, scratch)
-    outputs = {value.name: value for value in part.graph.outputs}
-    names = [cache.present.name for cache in caches]
-    part.graph.outputs[:] = [outputs[name] for name in names]
-    onnx_ir.passes.common.RemoveUnusedNodesPass()(part)
-    session = open_for_samples(part, folder, providers)
-    greatest: list[Floats] = []
-    for index, feed in enumerate(samples):
-        arrays = fetch(session, names, feed, f"sample {index}")
-        found = [
-            abs(array.astype(np.float32)).max(axis=(0, 2), initial=0).reshape(-1)
-            for array in arrays
-        ]
-        greatest = list(map(np.maximum, greatest, found)) if greatest else found
-    for cache, most in zip(caches, greatest, strict=True):
-        if not np.isfinite(most).all():
-            raise CalibrationError(
-                f"cache {cache.present.name!r} holds NaN or infinity for these samples: give "
-                "others"
-            )
+def _scale(name: str, caches: Iterable[npt.NDArray[Any]]) -> Floats:
+    """Return the scale of each channel [G * D] of a cache, ``[B, G, T, D]`` by sample."""
+    found = [
+        abs(array.astype(np.float32)).max(axis=(0, 2), initial=0).reshape(-1)
+        for array in caches
+    ]
+    if not np.isfinite(most := np.max(found, axis=0)).all():
+        raise CalibrationError(
+            f"cache {name!r} holds NaN or infinity for these samples: give others"
+        )
     least = np.finfo(np.float32).tiny
-    return [np.maximum(most / np.float32(_HIGHEST), least) for most in greatest]
+    scale: Floats = np.maximum(most / np.float32(_HIGHEST), least)
+    return scale

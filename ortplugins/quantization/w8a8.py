@@ -47,7 +47,7 @@ from ortplugins.quantization.methods.awq import channel_scales
 from ortplugins.quantization.methods.nearest import BlockFormat, Floats
 from ortplugins.quantization.walk import Walk
 from ortplugins.quantization.weights.folds import divide
-from ortplugins.quantization.weights.plan import WeightPlan, check_not_empty, plan_weights
+from ortplugins.quantization.weights.plan import WeightPlan, plan_weights
 from ortplugins.quantization.weights.recipe import Recipe
 from ortplugins.quantization.weights.report import FloatWeights, NodeReport, QuantizeReport
 from ortplugins.quantization.weights.uses import WeightUse, naming
@@ -130,7 +130,6 @@ def quantize_encoder8(
         raise QuantizationError("rules of encoder8 are PATTERN=float, and no others")
     file = QuantizedFile(model, output, overwrite=overwrite, progress=progress)
     plan = plan_weights(file.model, recipe)
-    check_not_empty(plan, recipe)
     with file.scratch() as scratch:
         samples = read_samples(calibration_data_reader, file.model)
         walk = Walk(file.model, samples, scratch, calibration_providers, progress)

@@ -63,8 +63,12 @@ class Walk:
         scratch: Path,
         providers: Sequence[Any] = ("CPUExecutionProvider",),
         progress: Progress | None = None,
+        outputs: Iterable[str] = (),
     ) -> None:
-        """Start before the first node; files in a folder of ``scratch`` are the walk's."""
+        """Start before the first node; files in a folder of ``scratch`` are the walk's.
+
+        ``outputs`` are asked for although no node may read them.
+        """
         self.model, self._samples = model, samples
         self._providers, self._progress = providers, progress
         self._scratch = Path(tempfile.mkdtemp(dir=scratch))
@@ -82,6 +86,8 @@ class Walk:
         for place, node in enumerate(self._nodes, 1):
             self.places.update((value.name or "", place) for value in node.outputs)
             self._last_reads.update(dict.fromkeys(_reads([node]), place))
+        for name in outputs:
+            self._last_reads[name] = max(self.places[name] + 1, self._last_reads.get(name, 0))
         self._place = 0
         self._numbers = itertools.count()
         self._kept: dict[str, Path] = {}  # folders by name of the value
@@ -106,6 +112,11 @@ class Walk:
         self._run_to(self.places.get(name, 0))
         given = functools.partial(self._tokens, _FLOAT, name)
         return statistics_of(given, name, k, axes, zeros=self._zeros, **limits)
+
+    def values(self, name: str) -> Iterator[Array]:
+        """Yield a value of the float model for each sample, in the order of the graph."""
+        self._run_to(self.places[name])
+        return (self._value(_FLOAT, i, name, feed) for i, feed in enumerate(self._samples))
 
     def paired(self, name: str, k: int) -> ActivationStatistics | None:
         """Return statistics of an activation in the copy, and of how it drifted.

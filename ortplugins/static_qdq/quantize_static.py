@@ -60,7 +60,6 @@ def quantize_static_mixed(
     max_16bit: float | None = None,
     mode: str = "int16",
     target: str = "qnn",
-    nodes_to_quantize: Sequence[str] = (),
     nodes_to_exclude: Sequence[str] = (),
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -94,8 +93,8 @@ def quantize_static_mixed(
         target: ``"qnn"`` lays boundaries out as onnxruntime's quantiser does, for compilers
             that run DQ -> Q as one conversion. ``"cpu"`` drops a pair of 16 bits that gives
             back the 8-bit values before it; the numbers are the same.
-        nodes_to_quantize: Nodes, by name, glob or regular expression (``re:``); none for all.
-        nodes_to_exclude: Nodes to leave in float, in the same way.
+        nodes_to_exclude: Nodes to leave in float, by name, glob or regular expression
+            (``re:``).
         overwrite: Whether ``model_output`` may exist.
         progress: Called while tensors are written: done, total, name.
         settings: Other arguments of ``quantize_static``: activation_type (QUInt8 by default),
@@ -124,7 +123,7 @@ def quantize_static_mixed(
         "calibrate_method": CalibrationMethod.MinMax,
         _PROVIDERS: ["CPUExecutionProvider"],
     }
-    of_quantiser = [*nodes_to_quantize, *nodes_to_exclude, *(settings.keys() - {_PROVIDERS})]
+    of_quantiser = [*nodes_to_exclude, *(settings.keys() - {_PROVIDERS})]
     settings = usual | settings
     activation = ir.DataType(settings["activation_type"].tensor_type)
     if activation not in (ir.DataType.UINT8, ir.DataType.INT8):
@@ -145,13 +144,11 @@ def quantize_static_mixed(
         raise QuantizationError(f"{file.loaded.name}: is quantised already: {what}")
     notes = [] if is_quantized else _prepared(model, settings["per_channel"])
     _check_names_given(model.graph, promote)
-    chosen, excluded = (
-        _selected_nodes(option, patterns, model.graph)
-        for option, patterns in (
-            ("nodes_to_quantize", nodes_to_quantize),
-            ("nodes_to_exclude", nodes_to_exclude),
-        )
-    )
+    names = [label(node) for node in model.graph]
+    check_names("nodes_to_exclude", nodes_to_exclude, names)
+    excluded = [
+        name for name in names if any(matches(each, name) for each in nodes_to_exclude)
+    ]
     if data is None:
         raise CalibrationError("no calibration data: give samples of real inputs")
     samples = read_samples(data, model)
@@ -166,7 +163,6 @@ def quantize_static_mixed(
                 samples,
                 keep_relu=bool(below_0 or promote or plans),
                 nodes_to_exclude=excluded,
-                nodes_to_quantize=chosen,
                 **settings,
             )
         notes += [f"ranges from {len(samples)} samples, {method.name}", *floats]
@@ -220,10 +216,3 @@ def _check_names_given(graph: ir.Graph, promote: Collection[str]) -> None:
             raise QuantizationError(
                 f"promote: the model has no {name!r}{did_you_mean(name, known)}"
             )
-
-
-def _selected_nodes(option: str, patterns: Sequence[str], graph: ir.Graph) -> list[str]:
-    """Return the names of the nodes that patterns mean."""
-    names = [label(node) for node in graph]
-    check_names(option, patterns, names)
-    return [name for name in names if any(matches(pattern, name) for pattern in patterns)]

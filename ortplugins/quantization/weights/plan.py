@@ -132,6 +132,7 @@ def plan_weights(
     """Find what is to be quantised; ``written`` is that of the plan.
 
     Functions of the model are inlined; the graph's larger Constant nodes become initializers.
+    A ModelFileError says why, if it is nothing.
     """
     try:
         left = inline_functions(model)
@@ -165,6 +166,13 @@ def plan_weights(
     for role in [each for each in ROLES if each in patterns and each not in roles]:
         plan.note_unused(role, "no node is one")
     _note_unused_settings(plan, recipe, weights)
+    if not weights:
+        more = f"; and {len(nodes) - 3} more" if len(nodes) > 3 else ""
+        asked = ", ".join(recipe.op_types)
+        why_not = "; ".join(f"{row.node}: {row.reason}" for row in nodes[:3]) or (
+            f"no {asked} reads a constant float matrix on its right; is the model quantised?"
+        )
+        raise ModelFileError(f"nothing to quantise: {why_not}{more}")
     return plan
 
 
@@ -250,21 +258,6 @@ def _other_readers(weights: Iterable[Weight], reported: Collection[str]) -> list
                 row = report_of(use, node=name, op_type=op_type, K=0, N=0, reason=reason)
                 rows.setdefault(name, row)
     return list(rows.values())
-
-
-def check_not_empty(plan: WeightPlan, recipe: Recipe) -> None:
-    """Refuse a plan that quantises nothing, and say why."""
-    if plan.groups:
-        return
-    if refused := plan.nodes:
-        reason = "; ".join(f"{node.node}: {node.reason}" for node in refused[:3])
-        reason += f"; and {len(refused) - 3} more" if len(refused) > 3 else ""
-    else:
-        asked = ", ".join(recipe.op_types)
-        reason = (
-            f"no {asked} reads a constant float matrix on its right; is the model quantised?"
-        )
-    raise ModelFileError(f"nothing to quantise: {reason}")
 
 
 def _grouped(weights: Iterable[Weight]) -> list[Group]:

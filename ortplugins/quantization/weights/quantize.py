@@ -42,7 +42,6 @@ from ortplugins.quantization.weights.plan import (
     Group,
     Weight,
     WeightPlan,
-    check_not_empty,
     plan_weights,
     reported,
 )
@@ -130,7 +129,6 @@ def quantize(
     if isinstance(recipe, str) and recipe in PRESETS:
         written = {*settings, *dict(settings.get("rules") or ())}
     plan = plan_weights(file.model, chosen, written)
-    check_not_empty(plan, chosen)
     if dry_run:
         return QuantizeResult(None, reported(plan, chosen), None)
     notes = _raise_opset(file.model, chosen)

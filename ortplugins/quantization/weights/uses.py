@@ -202,22 +202,18 @@ def _use(
     """Read an operand; None where it is not a constant matrix."""
     root, swapped = _root(operand)
     _check_not_quantised(root)
-    if root.is_graph_input():
-        if root.is_initializer():
-            raise Refusal(
-                "ORP101",
-                f"weight {root.name!r} is a graph input: a caller may feed another; make it "
-                "an initializer only",
-            )
-        return None
-    tensor = constant(root)
-    if tensor is None:
+    if root.is_graph_input() and root.is_initializer():
+        raise Refusal(
+            "ORP101",
+            f"weight {root.name!r} is a graph input: a caller may feed another; make it an "
+            "initializer only",
+        )
+    tensor, gathers = constant(root), node.op_type == "Gather"
+    # What Gather reads of other types are shapes and indices, mostly.
+    if tensor is None or (gathers and tensor.dtype not in _FLOATS):
         return None
     shape = tuple(tensor.shape.numpy())
-    gathers = node.op_type == "Gather"
     if tensor.dtype not in _FLOATS:
-        if gathers:
-            return None  # shapes and indices, mostly
         kind_of = tensor.dtype.name.lower()
         raise Refusal(
             "ORP801", f"weight {root.name!r} is {kind_of}: float32 and float16 are quantised"
@@ -240,13 +236,6 @@ def _use(
             )
         no_statistics = "rows of a table are picked, not multiplied"
         return WeightUse(node, root, tensor, not swapped, True, None, no_statistics)
-    return _product(node, root, tensor, swapped, main)
-
-
-def _product(
-    node: ir.Node, root: ir.Value, tensor: ir.TensorProtocol, swapped: bool, main: ir.Graph
-) -> WeightUse | None:
-    """Read a product by a constant matrix; None where the node is not valid."""
     product = read_product(node)
     if product.x is None:
         return None
@@ -256,15 +245,8 @@ def _product(
             f"weight {root.name!r} multiplies a transposed operand: MatMulNBits takes none",
         )
     k_last = product.k_axis == 1
-    return WeightUse(
-        node=node,
-        weight=root,
-        tensor=tensor,
-        stored_k_last=k_last != swapped,
-        wanted_k_last=k_last,
-        activation=product.x,
-        no_statistics=_no_statistics(product.x, main),
-    )
+    why = _no_statistics(product.x, main)
+    return WeightUse(node, root, tensor, k_last != swapped, k_last, product.x, why)
 
 
 def _is_matrix(
