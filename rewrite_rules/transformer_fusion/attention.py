@@ -129,7 +129,9 @@ class FuseAttention(RewriteRuleClassBase):
             try:
                 found = read_attention(softmax, mixed, out, guarded == 1, self._nonempty)
                 self._check_kernels(found)
-                self._found = found
+                end = _merged(out, found.sizes) if self._order == SPLIT_HEADS else None
+                self._found, self._end = found, end
+                self._nodes = self._own_nodes(found, end or out)
             except Refusal as refusal:
                 self._remarks.refused(label(node), refusal.behind("attention: "))
                 return result.fail(str(refusal), node)
@@ -153,22 +155,20 @@ class FuseAttention(RewriteRuleClassBase):
 
     def rewrite(self, op: Any, mixed: ir.Value, out: ir.Value, **_: object) -> Any:
         """Emit the kernels, with the model's own nodes behind what they ask."""
-        found, name = self._found, producer(mixed).name
+        found, end, name = self._found, self._end, producer(mixed).name
         mask = self._once(("mask", found.masks, found.heads), lambda: _sum(op, found))
         found = dataclasses.replace(found, mask=mask)
-        end = _merged(out, found.sizes) if self._order == SPLIT_HEADS else None
         if found.cached and self._cache is not None:
             form, made = "GroupQueryAttention", self._in_buffers(op, found, end)
         else:
-            found, nodes = self._own_nodes(found, end or out)
 
             def laid_out(kernel: Build) -> Build:
                 return lambda op: self._laid_out(op, kernel(op), found, end)
 
             form, cases = (self._cached if found.cached else self._uncached)(
-                op, found, nodes, laid_out
+                op, found, self._nodes, laid_out
             )
-            made = guarded(op, nodes, *cases, name=name)
+            made = guarded(op, self._nodes, *cases, name=name)
         self._remarks.fired(label(producer(mixed)), f"attention: {form}")
         self._caches += zip((each.source for each in found.both), made[1:], strict=False)
         self._note(end or out, made[0], found)
@@ -235,7 +235,6 @@ class FuseAttention(RewriteRuleClassBase):
             ("checked", found.mask, found.sizes.key),
             lambda: op.Add(last, questions.check_shared(op, found, self._once, name)),
         )
-        found = dataclasses.replace(found, joins=True)
         made = kernels.by_group_query(op, found, checked, total, found.past)
         return self._laid_out(op, made, found, end)
 
@@ -267,23 +266,18 @@ class FuseAttention(RewriteRuleClassBase):
             if proved and dims is not None and self._order == SPLIT_HEADS:
                 facts.note(made, (batch, length, *dims[2:]))
 
-    def _own_nodes(self, found: Attention, end: ir.Value) -> tuple[Attention, Build]:
-        """Return whether the cache is joined with the rest, and what clones the nodes."""
+    def _own_nodes(self, found: Attention, end: ir.Value) -> Build:
+        """Return what clones the nodes; a Refusal if a kernel can't take their place."""
         masks = [mask.value for mask in found.masks]
         read = [_read_here(found.query, False, end)]
         read += [_read_here(found.new(heads), heads.split, end) for heads in found.both]
-        held = [heads.source for heads in found.both]
-        if found.cached:
-            nodes = own_nodes([end, *held], read, [*found.past, *masks])
-            inside = {value for node in nodes for value in node.outputs}
-            inputs = {value for node in nodes for value in node.inputs} - inside
-            # Nothing else is computed from the new cache.
-            if not own_nodes([*inputs, *masks], held):
-                joined = dataclasses.replace(found, joins=True)
-                return joined, lambda op: clone(op, nodes, [end, *held], self._facts)
-            read[1:] = held
-        apart = own_nodes([end], read, masks)
-        return found, lambda op: clone(op, apart, [end], self._facts)
+        held = [heads.source for heads in found.both] if found.cached else []
+        nodes = own_nodes([end, *held], read, [*(found.past if held else []), *masks])
+        inside = {value for node in nodes for value in node.outputs}
+        inputs = {value for node in nodes for value in node.inputs} - inside
+        if own_nodes([*inputs, *masks], held):
+            raise Refusal("ORP603", "what it reads is computed from its own new cache")
+        return lambda op: clone(op, nodes, [end, *held], self._facts)
 
     def _once(self, key: object, emit: Callable[[], Any]) -> Any:
         """Return what was emitted for a key by an earlier layer, or emit it."""

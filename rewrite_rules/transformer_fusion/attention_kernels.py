@@ -61,7 +61,6 @@ class Attention:
         mends_nan: Whether a token may see numbers although some of its scores are NaN.
         sizes: Those named here, and what a run is asked of them.
         mask: The sum of the masks, ``[B, H, S, T]``; None for nothing.
-        joins: Whether a kernel returns the new cache as well, made of the old one.
     """
 
     query: ir.Value
@@ -74,7 +73,6 @@ class Attention:
     mends_nan: bool
     sizes: Sizes
     mask: ir.Value | None = None
-    joins: bool = False
 
     @property
     def facts(self) -> ProvedShapes:
@@ -156,13 +154,9 @@ def of_one_token(op: Any, found: Attention, mask: ir.Value) -> list[Any]:
         batch, count = (op.Shape(mask, start=axis, end=axis + 1) for axis in (0, 3))
         mask = op.Reshape(mask, ints(op, batch, found.groups, repeats, count))
     query = op.Reshape(in_order(found.query), ints(op, -1, found.groups, repeats, found.size))
-    if found.joins:
-        new = [_one_new(op, found, heads) for heads in found.both]
-        read = (query, *new, mask, *found.past)
-        mixed, *caches = op.Attention(*read, scale=found.scale, _outputs=3)
-    else:
-        held = [heads.source for heads in found.both]
-        mixed, caches = op.Attention(query, *held, mask, scale=found.scale), []
+    new = [_one_new(op, found, heads) for heads in found.both]
+    read = (query, *new, mask, *found.past)
+    mixed, *caches = op.Attention(*read, scale=found.scale, _outputs=3)
     return [op.Reshape(mixed, ints(op, -1, 1, found.heads * found.size)), *caches]
 
 
@@ -188,7 +182,7 @@ def by_group_query(
     op: Any, found: Attention, last: ir.Value, total: ir.Value, past: list[ir.Value | None]
 ) -> list[Any]:
     """Emit GroupQueryAttention; ``last`` is T - 1 for each row and ``total`` T, int32."""
-    mixed, *caches = op.GroupQueryAttention(
+    made: list[Any] = op.GroupQueryAttention(
         *found.rows(op),
         *past,
         last,
@@ -203,7 +197,7 @@ def by_group_query(
         _domain=_MICROSOFT,
         _outputs=3,
     )
-    return [mixed, *caches[: 2 * found.joins]]
+    return made
 
 
 def of_prompt(op: Any, found: Attention) -> list[Any]:
