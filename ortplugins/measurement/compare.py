@@ -9,6 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import onnxruntime
+
 from ortplugins.errors import ModelFileError, UsageError
 from ortplugins.measurement.difference import (
     Difference,
@@ -19,12 +21,14 @@ from ortplugins.measurement.measure import Candidate, Cost, Measurement, measure
 from ortplugins.measurement.models import (
     GivenModel,
     Inputs,
-    ModelPair,
     ModelSource,
+    comparison_feeds,
     scratch_folder,
     unfused_in,
 )
 from ortplugins.report import Report
+from ortplugins.runtime.stock_session import NUMPY_TYPES, fetch, open_model, type_of
+from ortplugins.samples.sources import Feed
 from session_options import Pass
 
 
@@ -149,10 +153,17 @@ def compare(
             b = optimize(first.file(scratch), target, passes=passes, options=options)
             report = dataclasses.replace(b.report, artifact="")  # gone by the end
         second = GivenModel(b)
-        chosen = {"inputs": inputs, "dims": dims, "samples": samples, "seed": seed}
-        pair = ModelPair(first, second, scratch, providers, **chosen)
+        pair = [
+            model.session or open_model(model.file(scratch), "disable", providers)
+            for model in (first, second)
+        ]
+        feeds = comparison_feeds(pair[0], inputs=inputs, dims=dims, samples=samples, seed=seed)
+        _check_inputs(*pair)
+        names, not_compared = _common_outputs(*pair)
         bounds = None if rtol is None and atol is None else (rtol or 0.0, atol)
-        outputs, failures = _differences(pair, bounds)
+        outputs, failures = _differences(pair, names, feeds, bounds)
+        if bounds is not None:
+            failures += [f"output {k!r} not compared: {v}" for k, v in not_compared.items()]
         if max_unfused is not None:
             unfused = unfused_in(second, final=second.is_final)
             if len(unfused) > max_unfused:
@@ -161,8 +172,6 @@ def compare(
                     f"nodes with a dequantised weight: {len(unfused)}, allowed {max_unfused}"
                 )
                 failures.append(text + named)
-        feeds = pair.feeds
-        not_compared = pair.not_compared
         del pair  # its sessions hold what the next ones need
         timings = None
         if runs:
@@ -190,20 +199,63 @@ def compare(
         )
 
 
+def _check_inputs(a: onnxruntime.InferenceSession, b: onnxruntime.InferenceSession) -> None:
+    """Raise if b has an input that a lacks; b may have fewer, which nothing reads."""
+    known = {
+        item.name: item.type for item in (*a.get_inputs(), *a.get_overridable_initializers())
+    }
+    for item in b.get_inputs():
+        if item.name not in known:
+            raise ModelFileError(
+                f"model b takes input {item.name!r}, which model a does not have: "
+                f"it has {', '.join(map(repr, known))}"
+            )
+        if known[item.name] != item.type:
+            raise ModelFileError(
+                f"input {item.name!r} is {known[item.name]} in model a, {item.type} in model b"
+            )
+
+
+def _common_outputs(
+    a: onnxruntime.InferenceSession, b: onnxruntime.InferenceSession
+) -> tuple[list[str], dict[str, str]]:
+    """Return the outputs that can be compared, at least one, and why others cannot."""
+    both = {which: {x.name: x for x in s.get_outputs()} for which, s in (("a", a), ("b", b))}
+    reasons: dict[str, str] = {}
+    for name in {**both["a"], **both["b"]}:
+        for which, outputs in both.items():
+            if name not in outputs:
+                reasons[name] = f"model {which} has no such output"
+            elif type_of(outputs[name]) not in NUMPY_TYPES:
+                kind = outputs[name].type
+                reasons.setdefault(name, f"is {kind}, which has no numpy array")
+    names = [name for name in both["a"] if name not in reasons]
+    if not names:
+        listed = "; ".join(f"{name!r}: {why}" for name, why in reasons.items())
+        raise ModelFileError(f"no output to compare: {listed}")
+    return names, reasons
+
+
 def _differences(
-    pair: ModelPair, bounds: tuple[float, float | None] | None
+    pair: Sequence[onnxruntime.InferenceSession],
+    names: Sequence[str],
+    feeds: Sequence[Feed],
+    bounds: tuple[float, float | None] | None,
 ) -> tuple[tuple[Difference, ...], list[str]]:
     """Return the differences of the outputs, and the worst violation of each."""
-    sums: dict[str, DifferenceSum] = {}
+    sums = {name: DifferenceSum(name) for name in names}
     worst: dict[str, tuple[int, str]] = {}  # by the number of elements that are too far off
-    for sample, name, a, b in pair.run():
-        sums.setdefault(name, DifferenceSum(name)).add(a, b)
-        found = None if bounds is None else find_violation(name, sample, a, b, *bounds)
-        if found is not None and found > worst.get(name, (0, "")):
-            worst[name] = found
+    for sample, feed in enumerate(feeds):
+        found = [
+            fetch(session, names, feed, f"model {which}, sample {sample}")
+            for which, session in zip("ab", pair, strict=True)
+        ]
+        for name, a, b in zip(names, *found, strict=True):
+            sums[name].add(a, b)
+            beyond = None if bounds is None else find_violation(name, sample, a, b, *bounds)
+            if beyond is not None and beyond > worst.get(name, (0, "")):
+                worst[name] = beyond
     failures = [text for _, text in worst.values()]
-    if bounds is not None:
-        failures += [f"output {k!r} not compared: {v}" for k, v in pair.not_compared.items()]
     return tuple(item.result() for item in sums.values()), failures
 
 

@@ -8,11 +8,10 @@ import contextlib
 import os
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 import onnxruntime
@@ -27,11 +26,7 @@ from ortplugins.optimization.stages import PassRuns
 from ortplugins.report import Report
 from ortplugins.runtime.copied_options import DATA_FOLDER_KEY, running_options
 from ortplugins.runtime.stock_session import (
-    NUMPY_TYPES,
-    fetch,
-    open_model,
     quiet_runner,
-    type_of,
 )
 from ortplugins.samples.made_up import MadeUpInputs
 from ortplugins.samples.sources import CalibrationSource, Feed, read_samples
@@ -171,74 +166,6 @@ def scratch_folder() -> Iterator[Path]:
         prefix="ortplugins-", ignore_cleanup_errors=True
     ) as folder:
         yield Path(folder)
-
-
-class ModelPair:
-    """Two sessions and the inputs that both run on."""
-
-    def __init__(
-        self,
-        a: GivenModel,
-        b: GivenModel,
-        scratch: Path,
-        providers: Sequence[Any] = ("CPUExecutionProvider",),
-        **chosen: Any,
-    ) -> None:
-        """Open both models; sessions are used as they are. See :func:`comparison_feeds`."""
-        self.a, self.b = (
-            model.session or open_model(model.file(scratch), "disable", providers)
-            for model in (a, b)
-        )
-        self.feeds = comparison_feeds(self.a, **chosen)
-        self._check_inputs()
-        self.outputs, self.not_compared = _common_outputs(self.a, self.b)
-        if not self.outputs:
-            reasons = "; ".join(f"{name!r}: {why}" for name, why in self.not_compared.items())
-            raise ModelFileError(f"no output to compare: {reasons}")
-
-    def run(self) -> Iterator[tuple[int, str, npt.NDArray[Any], npt.NDArray[Any]]]:
-        """Run each sample through both; yield sample, output, a's array and b's."""
-        for index, feed in enumerate(self.feeds):
-            found = [
-                fetch(session, self.outputs, feed, f"model {which}, sample {index}")
-                for which, session in (("a", self.a), ("b", self.b))
-            ]
-            for name, x, y in zip(self.outputs, *found, strict=True):
-                yield index, name, x, y
-
-    def _check_inputs(self) -> None:
-        """Raise if b has an input that a lacks; b may have fewer, which nothing reads."""
-        known = {
-            item.name: item.type
-            for item in (*self.a.get_inputs(), *self.a.get_overridable_initializers())
-        }
-        for item in self.b.get_inputs():
-            if item.name not in known:
-                raise ModelFileError(
-                    f"model b takes input {item.name!r}, which model a does not have: "
-                    f"it has {', '.join(map(repr, known))}"
-                )
-            if known[item.name] != item.type:
-                raise ModelFileError(
-                    f"input {item.name!r} is {known[item.name]} in model a, {item.type} in "
-                    "model b"
-                )
-
-
-def _common_outputs(
-    a: onnxruntime.InferenceSession, b: onnxruntime.InferenceSession
-) -> tuple[tuple[str, ...], dict[str, str]]:
-    outputs_a = {item.name: item for item in a.get_outputs()}
-    outputs_b = {item.name: item for item in b.get_outputs()}
-    reasons: dict[str, str] = {}
-    for name in {**outputs_a, **outputs_b}:
-        for which, outputs in (("a", outputs_a), ("b", outputs_b)):
-            if name not in outputs:
-                reasons[name] = f"model {which} has no such output"
-            elif type_of(outputs[name]) not in NUMPY_TYPES:
-                kind = outputs[name].type
-                reasons.setdefault(name, f"is {kind}, which has no numpy array")
-    return tuple(name for name in outputs_a if name not in reasons), reasons
 
 
 def comparison_feeds(

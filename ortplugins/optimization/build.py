@@ -37,7 +37,7 @@ from ortplugins.model_io.saving import (
 )
 from ortplugins.optimization.request import BuildRequest
 from ortplugins.optimization.shape_inference import shapes_while
-from ortplugins.optimization.stages import FailedPass, PassRuns, WrongResult
+from ortplugins.optimization.stages import FailedPass, PassRuns
 from ortplugins.report import Report
 from ortplugins.runtime.copied_options import DATA_FOLDER_KEY
 from rewrite_rules.graph.nodes import all_nodes
@@ -138,7 +138,7 @@ def build(
 
 
 def _check(request: BuildRequest, result: BuildResult, path: Path | None) -> None:
-    """If a result is wrong, remove it and raise WrongResult; ``path`` is its file, if any."""
+    """If a result is wrong, remove it and raise FailedPass; ``path`` is its file, if any."""
     from ortplugins.optimization.smoke_check import find_failure
 
     settings = dict(result.session_settings)
@@ -158,7 +158,9 @@ def _check(request: BuildRequest, result: BuildResult, path: Path | None) -> Non
     if failure is not None:
         for file in result.files:
             file.unlink()
-        raise WrongResult(_first_wrong(request), failure)
+        raise FailedPass(
+            _first_wrong(request), f"made a wrong result, please report it: {failure}"
+        )
 
 
 def _first_wrong(request: BuildRequest) -> Pass:
@@ -173,7 +175,7 @@ def _first_wrong(request: BuildRequest) -> Pass:
                 output = Path(stack.enter_context(scratch_within(None)), "model.onnx")
             try:
                 build(fewer, fewer.load(), output)
-            except WrongResult:
+            except FailedPass:
                 return passes[count - 1]
     return passes[-1]
 

@@ -36,13 +36,6 @@ class FailedPass(PassError):
         self.name = item.name
 
 
-class WrongResult(FailedPass):
-    """The result of the pass :attr:`name` fails the smoke check."""
-
-    def __init__(self, item: Pass, failure: str) -> None:
-        super().__init__(item, f"made a wrong result, please report it: {failure}")
-
-
 class PassRuns:
     """The runs of one request's passes on one model."""
 
