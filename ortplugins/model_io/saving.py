@@ -12,9 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import onnx
 import onnx_ir as ir
 from google.protobuf.message import EncodeError
 
@@ -60,26 +58,27 @@ def scratch_within(folder: str | os.PathLike[str] | None) -> Iterator[str]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def output_data_path(model: ir.Model, output: Path, *, overwrite: bool = False) -> Path:
-    """Return a path for the data file of ``output`` that no tensor of the model lies in.
+def _staged_name(model: ir.Model, output: Path, *, overwrite: bool) -> str:
+    """Return a name for the new model until it is in place; its data files begin with it.
 
-    If ``output`` may exist, the path must be new, too: until the new model is in place, the
-    old one reads the old data.
+    It is the output's own unless data files of that name exist which the new ones must not
+    replace: the model's own or, if ``output`` may exist, any, as until the new model is in
+    place the old one reads them.
     """
     used = {*_paths_of(model)}
-    names = (output.name + suffix for suffix in _suffixes())
-    paths = (output.with_name(name) for name in names)
-    return next(
-        path
-        for path in paths
-        if os.path.realpath(path) not in used and not (overwrite and os.path.lexists(path))
-    )
+
+    def is_free(name: str) -> bool:
+        there = _data_of(output.with_name(name))
+        return not there or not (overwrite or used & {*map(os.path.realpath, there)})
+
+    numbered = (f"{output.name}.{number}" for number in itertools.count(1))
+    return next(filter(is_free, itertools.chain([output.name], numbered)))
 
 
-def _suffixes() -> Iterator[str]:
-    """Yield the suffixes that data files of an output may have."""
-    yield ".data"
-    yield from (f".{number}.data" for number in itertools.count(1))
+def _data_of(output: Path) -> list[Path]:
+    """Return the files that bear names which we give to the data of a model."""
+    ours = re.compile(re.escape(output.name) + r"(\.[0-9]+)*\.data")
+    return [path for path in output.parent.iterdir() if ours.fullmatch(path.name)]
 
 
 def save_with_data(
@@ -112,24 +111,25 @@ def save_with_data(
         progress: Called before each tensor.
     """
     folder = Path(os.path.realpath(output.parent))
-    data = output_data_path(model, output, overwrite=overwrite)
+    name = _staged_name(model, output, overwrite=overwrite)
     with scratch_within(folder) as scratch:
         stays_in = data_folder or (folder if keep_in_place else None)
         leaving = None if inline or data_folder is not None else least_bytes
         if to_write := _sort_tensors(model, stays_in, leaving):
-            check_absent([data], overwrite)
-            _write_tensors(to_write, Path(scratch), data.name, progress)
-        _write_model(model, Path(scratch, output.name))
+            data = f"{name}.data"
+            check_absent([output.with_name(data)], overwrite)
+            _write_tensors(to_write, Path(scratch), data, progress)
+        staged = Path(scratch, name)
+        _write_model(model, staged)
         if finish is not None:
-            finish(Path(scratch, output.name))
-            _rename_data(Path(scratch, output.name), output)
+            finish(staged)
         old = _old_data(folder / output.name)
         # The model comes last: until then the old one, if any, reads the old data.
-        names = sorted(os.listdir(scratch), key=lambda name: (name == output.name, name))
-        written = [output.with_name(name) for name in names]
+        made = sorted(Path(scratch).iterdir(), key=lambda path: (path == staged, path))
+        written = [output if x == staged else output.with_name(x.name) for x in made]
         check_absent(written, overwrite)
-        for path in written:
-            os.replace(Path(scratch, path.name), path)
+        for new, path in zip(made, written, strict=True):
+            os.replace(new, path)
     in_use = {*(folder / path.name for path in written), *map(Path, _paths_of(model))}
     for path in old - in_use:
         with contextlib.suppress(OSError):  # open in a process of Windows
@@ -140,42 +140,12 @@ def save_with_data(
     return written
 
 
-def _rename_data(model_path: Path, output: Path) -> None:
-    """Rename the data files of a model if files with their names exist next to ``output``."""
-    taken = {path.name for path in output.parent.iterdir()}
-    there = [x.name for x in model_path.parent.iterdir() if x.name != model_path.name]
-    free = (output.name + suffix for suffix in _suffixes())
-    free = (name for name in free if name not in taken and name not in there)
-    if not (names := {name: next(free) for name in there if name in taken}):
-        return
-    proto = onnx.load(model_path, load_external_data=False)
-    for tensor in _tensors_of(proto):
-        for entry in tensor.external_data:
-            if entry.key == "location":
-                entry.value = names.get(entry.value, entry.value)
-    for old, new in names.items():
-        model_path.with_name(old).rename(model_path.with_name(new))
-    model_path.write_bytes(proto.SerializeToString())
-
-
-def _tensors_of(message: Any) -> Iterator[onnx.TensorProto]:
-    """Yield the tensors anywhere in a message."""
-    if isinstance(message, onnx.TensorProto):
-        yield message
-        return
-    for field, value in message.ListFields():
-        if field.message_type is not None:
-            for item in value if field.is_repeated else [value]:
-                yield from _tensors_of(item)
-
-
 def _old_data(output: Path) -> set[Path]:
     """Return the data files that the current model at ``output`` reads or has left behind.
 
     Only files that we may have written count, by their names.
     """
-    ours = re.compile(re.escape(output.name) + r"(\.[0-9]+)?\.data")
-    found = {path for path in output.parent.iterdir() if ours.fullmatch(path.name)}
+    found = {*_data_of(output)}
     if not found or not output.is_file() or not output.stat().st_size:
         return set()
     with (
