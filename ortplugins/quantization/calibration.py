@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,6 @@ from ortplugins.model_io.loading import (
 from ortplugins.model_io.saving import DATA_THRESHOLD
 from ortplugins.runtime.stock_session import open_model
 from session_options.entries import DATA_FOLDER_KEY
-
-_STATISTICS = {"session.disable_prepacking": "1"}
 
 
 def detach_tensors(model: ir.Model, scratch: Path) -> Path:
@@ -65,15 +63,9 @@ def detach_tensors(model: ir.Model, scratch: Path) -> Path:
 
 
 def open_for_samples(
-    model: ir.Model,
-    folder: Path,
-    providers: Sequence[Any],
-    level: str = "disable",
-    entries: Mapping[str, str] = _STATISTICS,
+    model: ir.Model, folder: Path, providers: Sequence[Any]
 ) -> onnxruntime.InferenceSession:
     """Open a session on a graph that :func:`detach_tensors` left; weights stay in their files.
-
-    By default for statistics:
 
     - No optimisation: what it fuses depends on the values that are outputs, and so would the
       statistics. Folded constants (transposed or cast weights) would move to the heap besides.
@@ -81,6 +73,10 @@ def open_for_samples(
 
     Threads do not spin after a run, while numpy multiplies on the same cores.
     """
-    settings = {"session.intra_op.allow_spinning": "0", DATA_FOLDER_KEY: str(folder)}
+    settings = {
+        "session.disable_prepacking": "1",
+        "session.intra_op.allow_spinning": "0",
+        DATA_FOLDER_KEY: str(folder),
+    }
     content = ir.to_proto(model).SerializeToString()
-    return open_model(content, level, providers, {**entries, **settings})
+    return open_model(content, "disable", providers, settings)

@@ -39,10 +39,9 @@ import onnxruntime
 
 from ortplugins.errors import QuantizationError
 from ortplugins.measurement.difference import DifferenceSum
-from ortplugins.model_io.saving import Progress
+from ortplugins.model_io.saving import Progress, save_with_data
 from ortplugins.optimization.shape_inference import infer_shapes
-from ortplugins.quantization.calibration import detach_tensors, open_for_samples
-from ortplugins.runtime.stock_session import fetch
+from ortplugins.runtime.stock_session import fetch, open_model
 from ortplugins.samples.sources import Feed
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
@@ -252,13 +251,14 @@ def _add_switch(graph: ir.Graph, place: QuantizedTensor, names: FreshNames) -> s
 def _open(
     model: ir.Model, folder: Path, providers: Sequence[Any]
 ) -> onnxruntime.InferenceSession:
-    """Open a session on a model with switches, which is taken over."""
-    folder = detach_tensors(model, folder)
+    """Open a session on a model with switches."""
     model.graph.sort()
+    save_with_data(model, folder / "switched.onnx")
     # It computes as the graph says: every Q and DQ stays what it is. But constants are folded:
     # MiniLM-L6, 8 samples, runs in 0.1 s instead of 0.3.
     entries = ("session.disable_quant_qdq", "session.disable_double_qdq_remover")
-    return open_for_samples(model, folder, providers, "basic", dict.fromkeys(entries, "1"))
+    settings = dict.fromkeys(entries, "1")
+    return open_model(folder / "switched.onnx", "basic", providers, settings)
 
 
 def _measured(
