@@ -95,7 +95,7 @@ def _failure(model: ir.Model, fused: ir.Model) -> str | None:
             save_with_data(each.clone(), path)
             runs.append(quiet_runner(open_model(path, "all")))
         before, after = runs
-        for feed in MadeUpInputs(model.graph.inputs).feeds(2, steps=True):
+        for feed in MadeUpInputs(model.graph).feeds(2, steps=True):
             found = after(feed)
             for key, array in before(feed).items():
                 far = np.abs(array - found[key]).max(initial=0)

@@ -156,7 +156,7 @@ class _TextModel:
         loaded = load_model(path)
         self.name = model.name
         self.bytes = sum(map(os.path.getsize, {path, *loaded.data_files.values()}))
-        self.feeds = TokenFeeds(loaded.model.graph.inputs)
+        self.feeds = TokenFeeds(loaded.model.graph)
         self._session = model.session or open_model(path, "all", providers, model.settings)
         self.output, self.gives_logits = self._find_output()
 

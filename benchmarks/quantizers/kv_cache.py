@@ -34,7 +34,7 @@ def forms(decoder: Path, tokenizer: Path, folder: Path) -> dict[str, Path]:
     ortplugins.optimize(decoder, shared, passes=passes)
     read_text("wiki_calib")
     source = TextSamples(CACHE / "wiki_calib.txt", tokenizer, window=256, count=16)
-    samples = list(source.feeds(ir.load(shared).graph.inputs))
+    samples = list(source.feeds(ir.load(shared).graph))
     quantize_kv_cache(shared, eight, calibration_data_reader=samples)
     return {"float cache": shared, "int8 cache": eight}
 

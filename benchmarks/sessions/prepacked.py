@@ -77,8 +77,8 @@ def _measure(
     with SessionProcess() as process:
         first_seconds = process.open(candidate("packed")).seconds
         first_peak = process.peak_private or 0
-    inputs = load_model(model).model.graph.inputs
-    feeds = {phase: next(MadeUpInputs(inputs, dims).feeds()) for phase, dims in sizes.items()}
+    graph = load_model(model).model.graph
+    feeds = {phase: next(MadeUpInputs(graph, dims).feeds()) for phase, dims in sizes.items()}
     candidates = [candidate(kind) for kind in KINDS]
     measured = {
         phase: dict(
@@ -91,7 +91,7 @@ def _measure(
 
     def workers(kind: str, past: int) -> float:
         dims = {**sizes["decode"], **_cache_of(sizes["decode"], past)}
-        feed = next(MadeUpInputs(inputs, dims).feeds())
+        feed = next(MadeUpInputs(graph, dims).feeds())
         return _workers(candidate(kind, threads=1), feed)
 
     def figure(what: str, kind: str, field: str, unit: str, bound: float = math.nan) -> Figure:

@@ -253,7 +253,7 @@ def _cost_of_the_pass(rounds: int) -> Figure:
 
 def _encoder_figures(folder: Path, rounds: int) -> list[Figure]:
     encoder, _ = float_minilm()
-    inputs = ir.load(encoder).graph.inputs
+    graph = ir.load(encoder).graph
     entries = entries_of(["transformer_fusion"], cache_dir=str(folder / "cache"))
     both = [
         Candidate(encoder, "plain onnxruntime"),
@@ -261,7 +261,7 @@ def _encoder_figures(folder: Path, rounds: int) -> list[Figure]:
     ]
     figures = []
     for rows, length in _BATCHES:
-        (feeds,) = MadeUpInputs(inputs, {"batch": rows}, length=length).feeds()
+        (feeds,) = MadeUpInputs(graph, {"batch": rows}, length=length).feeds()
         what = f"MiniLM-L6, float, {rows} x {length} tokens"
         # A run of a few ms needs more of them than a token.
         theirs, ours = measure(

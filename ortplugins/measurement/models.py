@@ -181,7 +181,7 @@ def comparison_feeds(
         raise UsageError(f"samples is {samples}; expected 1 or more")
     model = GivenModel(session).graph()
     if inputs is None:
-        made = MadeUpInputs(model.graph.inputs, dims)
+        made = MadeUpInputs(model.graph, dims)
         inputs = made.fitted_feeds(quiet_runner(session), samples, seed=seed)
     elif dims:
         raise UsageError("dims are for random inputs, and inputs are given: leave one out")

@@ -107,11 +107,11 @@ def _batches(model: ir.Model, run: Run) -> Iterator[tuple[Feed, Sizes]]:
 
     Each comes with the number of positions that count along axes of a size.
     """
-    one = MadeUpInputs(model.graph.inputs, length=_LENGTH)
+    one = MadeUpInputs(model.graph, length=_LENGTH)
     for feed in one.fitted_feeds(run, attempts=_ATTEMPTS):
         yield feed, {}
     with contextlib.suppress(UsageError, ModelFileError):  # the model takes only one text
-        two = MadeUpInputs(model.graph.inputs, {"batch": 2}, length=_LENGTH)
+        two = MadeUpInputs(model.graph, {"batch": 2}, length=_LENGTH)
         real = dict[int, int]()
         feed = next(two.fitted_feeds(run, seed=1, attempts=_ATTEMPTS))
         for value in model.graph.inputs:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -60,7 +60,7 @@ class MadeUpInputs:
 
     def __init__(
         self,
-        inputs: Sequence[ir.Value],
+        graph: ir.Graph,
         dims: Mapping[str, int] | None = None,
         *,
         length: int = _LENGTH,
@@ -68,23 +68,21 @@ class MadeUpInputs:
         """Choose sizes.
 
         Args:
-            inputs: With types and shapes; with their uses where the graph is at hand, which
-                says how many rows a table and heads a cache has. Initializers are not fed.
+            graph: Which has the inputs, and says how many rows a table and heads a cache has.
             dims: Sizes by name of the dimension, ``"x[1]"`` for the second axis of input x if
                 it has none, or by what it counts: ``"sequence"``, ``"past"``. A sum of named
                 dimensions ("past + seq") follows from its parts.
             length: What ``sequence``, ``source`` and others are by default.
         """
-        shapes = _shapes_of(inputs)
-        self._inputs = [(value, role_of(value)) for value in without_initializers(inputs)]
+        shapes = ProvedShapes(ir.Model(graph, ir_version=10), on_demand=True)
+        self._inputs = [(value, role_of(value)) for value in fed_inputs(graph)]
         self._labels = {label for _, role in self._inputs for label in role.axes} - {*_FREE}
         # What each dimension without a size counts, and its size where readers have one: one
         # name is one size, also at inputs that do not say what it counts.
         self._counted: dict[str, str] = {}
         self._known: dict[str, int] = {}
         for value, role in self._inputs:
-            is_cache = shapes is not None and role.kind is Kind.CACHE
-            known = cache_sizes(value, shapes) if shapes and is_cache else {}
+            known = cache_sizes(value, shapes) if role.kind is Kind.CACHE else {}
             for name, label in zip(_dimension_names(value), role.axes, strict=True):
                 if name and (label not in _FREE or name not in self._counted):
                     self._counted[name] = label
@@ -228,14 +226,6 @@ class MadeUpInputs:
         }
 
 
-def _shapes_of(inputs: Sequence[ir.Value]) -> ProvedShapes | None:
-    """Return the shapes in the graph of the inputs; None where it is not at hand."""
-    graph = next((value.graph for value in inputs if value.uses()), None)
-    if not isinstance(graph, ir.Graph):
-        return None
-    return ProvedShapes(ir.Model(graph, ir_version=10), on_demand=True)
-
-
 def _is_past(role: Role) -> bool:
     return role.kind is Kind.CACHE and "past" in role.axes
 
@@ -252,9 +242,9 @@ def _dimension_names(value: ir.Value) -> list[str]:
     ]
 
 
-def without_initializers(inputs: Iterable[ir.Value]) -> list[ir.Value]:
+def fed_inputs(graph: ir.Graph) -> list[ir.Value]:
     """Return the inputs that have to be fed: older models list their weights, too."""
-    return [value for value in inputs if not value.is_initializer()]
+    return [value for value in graph.inputs if not value.is_initializer()]
 
 
 def _parts(name: str) -> list[str]:

@@ -66,9 +66,9 @@ def read_samples(source: CalibrationSource, model: ir.Model) -> list[Feed]:
             OrtpluginsWarning,
             stacklevel=2,
         )
-        return list(MadeUpInputs(model.graph.inputs).feeds(8))
+        return list(MadeUpInputs(model.graph).feeds(8))
     if isinstance(source, TextSamples):
-        source = source.feeds(list(inputs.values()))
+        source = source.feeds(model.graph)
     feeds = _each_checked(_samples(source), inputs, frozenset(model.graph.initializers))
     return [{name: np.array(array) for name, array in feed.items()} for feed in feeds]
 

@@ -18,7 +18,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortplugins.errors import CalibrationError, UsageError
-from ortplugins.samples.made_up import Feed, MadeUpInputs, without_initializers
+from ortplugins.samples.made_up import Feed, MadeUpInputs, fed_inputs
 from rewrite_rules.facts.input_roles import Kind, role_of, rows_below
 
 
@@ -40,9 +40,9 @@ class TextSamples:
     count: int | None = 128
     held_back: float = 0.0
 
-    def feeds(self, inputs: Sequence[ir.Value]) -> Iterator[Feed]:
+    def feeds(self, graph: ir.Graph) -> Iterator[Feed]:
         """Return a feed for each window; the text is read at once."""
-        feeds = TokenFeeds(inputs)
+        feeds = TokenFeeds(graph)
         tokenizer = TextTokenizer(Path(self.tokenizer))
         text, _ = split_text(Path(self.text), self.held_back)
         windows = tokenizer.cut(text, feeds.length or self.window, str(self.text))
@@ -57,9 +57,9 @@ class TextSamples:
 class TokenFeeds:
     """How a model is fed tokens: ``length`` of them, 0 for any, of a table of ``rows``."""
 
-    def __init__(self, inputs: Sequence[ir.Value]) -> None:
+    def __init__(self, graph: ir.Graph) -> None:
         """Find the input that takes the tokens."""
-        inputs = without_initializers(inputs)
+        inputs = fed_inputs(graph)
         takers = [value for value in inputs if role_of(value).kind is Kind.IDS]
         if len(takers) != 1:
             named = ", ".join(repr(value.name) for value in inputs)
@@ -68,7 +68,7 @@ class TokenFeeds:
         last = shape[-1] if shape is not None and len(shape) else None
         self.length = last if isinstance(last, int) and last > 0 else 0
         self.rows = rows_below(takers[0])
-        self._inputs = inputs
+        self._graph = graph
         self.roles = {value.name or "": role_of(value) for value in inputs}
 
     def check(self, windows: Sequence[Sequence[int]], tokenizer: TextTokenizer) -> None:
@@ -85,7 +85,7 @@ class TokenFeeds:
         length = max(len(ids), self.length)
         known = {label for role in self.roles.values() for label in role.axes}
         dims = {"sequence": length} if "sequence" in known else {}
-        feed = next(MadeUpInputs(self._inputs, dims).feeds())
+        feed = next(MadeUpInputs(self._graph, dims).feeds())
         for name, role in self.roles.items():
             array = feed[name]
             if role.kind is Kind.IDS:

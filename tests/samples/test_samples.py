@@ -95,9 +95,9 @@ def test_what_cannot_be_solved_names_one_dimension():
 
 @pytest.mark.parametrize("dims", [{"sequenze": 3}, {"s70": -1}, {"s70": True}])
 def test_a_size_that_cannot_be_is_an_error(dims):
-    inputs = ir.from_proto(decoder("torch")).graph.inputs
+    graph = ir.from_proto(decoder("torch")).graph
     with pytest.raises(UsageError, match=next(iter(dims))):
-        MadeUpInputs(inputs, dims)
+        MadeUpInputs(graph, dims)
 
 
 # From a text and a tokenizer.json.
@@ -117,10 +117,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def feeds(**settings) -> list[dict[str, np.ndarray]]:
-    model = ir.load("model.onnx")
     source = TextSamples("text.txt", "tokenizer.json", **settings)
-    inputs = [v for v in model.graph.inputs if v.name not in model.graph.initializers]
-    return list(source.feeds(inputs))
+    return list(source.feeds(ir.load("model.onnx").graph))
 
 
 @pytest.mark.usefixtures("folder")
@@ -145,7 +143,7 @@ def test_windows_hold_the_text_between_the_tokens_around_it():
 @pytest.mark.usefixtures("folder")
 def test_no_window_is_taken_from_what_is_held_back():
     source = TextSamples("text.txt", "tokenizer.json", window=4, held_back=0.5)
-    taken = source.feeds(ir.load("model.onnx").graph.inputs)
+    taken = source.feeds(ir.load("model.onnx").graph)
     words = [WORDS[token] for feed in taken for token in feed["input_ids"][0][1:-1]]
     assert words == Path("text.txt").read_text().split()[:10]
 

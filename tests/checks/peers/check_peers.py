@@ -116,7 +116,7 @@ def test_models(path):
         proto = onnx.load(path, load_external_data=False)
         if differs_by_chance(proto):
             pytest.skip("its numbers are random")
-        inputs = MadeUpInputs(ir.from_proto(proto).graph.inputs)
+        inputs = MadeUpInputs(ir.from_proto(proto).graph)
         yield from inputs.fitted_feeds(quiet_runner(session))
 
     check(str(path), feeds)
