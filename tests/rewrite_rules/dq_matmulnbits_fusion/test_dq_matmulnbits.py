@@ -164,7 +164,8 @@ CONVOLUTIONS = {
     "transposed": ("y = ConvTranspose(x, d, b)", "fired"),
     "of codes, a float result": (f"{IN} y = Conv(h, d, b)", "fired"),
     "of floats, codes as a result": (f"c = Conv(x, d, b) {OUT}", "fired"),
-    "in integers": (f"{IN} e = Conv(h, d, b) c = Relu(e) {OUT}", "refused"),
+    "of codes, negative ones cut": (f"{IN} e = Conv(h, d, b) c = Relu(e) {OUT}", "fired"),
+    "in integers": (f"{IN} c = Conv(h, d, b) {OUT}", "refused"),
 }
 
 

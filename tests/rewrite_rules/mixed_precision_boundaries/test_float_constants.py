@@ -8,6 +8,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from builders.dequantized_models import assert_same_outputs, run
+from builders.same_numbers import session
 from builders.sessions import options, start
 from builders.text_models import model_of, normal, proto_of, text_model
 
@@ -71,16 +72,40 @@ def test_names_of_values_are_not_taken_again(taken):
     assert_same_outputs(model, model_of(text), X)
 
 
-@pytest.mark.parametrize("between", ["", "Relu", "Clip"])
-def test_a_quantised_operator_keeps_its_codes(between):
-    """onnxruntime takes the Relu out."""
-    text = QUANTISED
-    if between:
-        text = text.replace("(p, a, zero)", "(r, a, zero)")
-        text = text.replace("[qp]", f"r = {between}(p) [qp]")
+# What stands between a product and its codes, and their zero point, at steps of 0.02:
+# onnxruntime takes out what the codes clip by themselves, and makes one operator of the rest.
+BETWEEN = [
+    ("", 128, True),
+    ("r = Relu(p)", 0, True),
+    ("r = Relu(p)", 1, False),
+    ("r = Clip(p)", 128, True),
+    ("r = Clip(p, none, six)", 0, True),
+    ("r = Clip(p, none, six)", 1, False),
+    ("r = Clip(p, none, five)", 0, False),
+    ("r = Clip(p, , six)", 128, True),
+    ("least = ReduceMin<keepdims = 0>(x) r = Clip(p, least)", 0, False),
+    ("r = Tanh(p)", 128, False),
+]
+
+
+@pytest.mark.parametrize(("between", "zero_point", "in_integers"), BETWEEN)
+def test_what_onnxruntime_computes_in_integers_keeps_its_codes(
+    tmp_path, between, zero_point, in_integers
+):
+    text = QUANTISED.replace("(pq, a, zero)", "(pq, a, z2)")
+    text = text.replace(
+        "[qp] pq = QuantizeLinear(p, a, zero)",
+        f"""{between}
+        [qp] pq = QuantizeLinear({"r" if between else "p"}, a, z2)""",
+    )
+    numbers = "float none = {0}, float five = {5}, float six = {6}"
+    text = text.replace("<int8", f"<{numbers}, uint8 z2 = {{{zero_point}}}, int8", 1)
+    session(model_of(text), optimised=True, final=tmp_path / "final.onnx")
+    final = {node.op_type for node in onnx.load(tmp_path / "final.onnx").graph.node}
+    assert ("QLinearMatMul" in final) == in_integers
     model, remarks = unpacked(text)
-    assert [node.op_type for node in model.graph].count("DequantizeLinear") == 3
-    assert not len(remarks)
+    dequantized = [node.op_type for node in model.graph].count("DequantizeLinear")
+    assert (dequantized, len(remarks)) == ((3, 0) if in_integers else (2, 1))
 
 
 @pytest.mark.parametrize(
@@ -164,8 +189,8 @@ def quantised_chain(folder: Path) -> Path:
 def test_a_session_has_float_weights_in_the_region_only(tmp_path):
     path = quantised_chain(tmp_path)
     item = ortplugins.MixedPrecisionBoundaries(promote="m1", mode="float")
-    session = start(path, options(item, strict=True))
-    artifact = ir.load(session.ortplugins_report.artifact)
+    opened = start(path, options(item, strict=True))
+    artifact = ir.load(opened.ortplugins_report.artifact)
     sizes = {
         (tensor.dtype, tensor.size)
         for tensor in artifact.graph.initializers.tensors()
@@ -173,9 +198,9 @@ def test_a_session_has_float_weights_in_the_region_only(tmp_path):
     }
     assert (ir.DataType.FLOAT, 512 * 512) in sizes
     # The graph's file stays small: new data lie beside it.
-    assert Path(session.ortplugins_report.artifact).stat().st_size < 400_000
+    assert Path(opened.ortplugins_report.artifact).stat().st_size < 400_000
     written = ortplugins.optimize(path, tmp_path / "o.onnx", passes=[item])
     x = normal(3, 512)
     expected = run(str(written.path), {"x": x})[0]
     # Quantised products may round otherwise: by one step of the output's grid.
-    np.testing.assert_allclose(session.run(None, {"x": x})[0], expected, atol=0.051)
+    np.testing.assert_allclose(opened.run(None, {"x": x})[0], expected, atol=0.051)
