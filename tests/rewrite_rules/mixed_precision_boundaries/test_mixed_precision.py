@@ -14,7 +14,6 @@ from builders.qdq_models import (
     place,
     quantized,
     serialized,
-    to,
 )
 from builders.text_cases import assert_laws_on_page, text_cases
 from hypothesis import given, settings
@@ -30,7 +29,6 @@ from rewrite_rules.mixed_precision_boundaries.quantization_grid import Quantizat
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedGraph
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
     OverrideError,
-    TensorOverride,
 )
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
 from session_options import MixedPrecisionBoundaries
@@ -145,23 +143,6 @@ def test_new_values_have_types_and_shapes():
     assert all(value.type is not None and list(value.shape) == [2, 3] for value in new)
 
 
-def test_shared_parameters_stay_as_they_are():
-    model = quantized(CHAIN)
-    scale, zero_point = (
-        model.graph.initializers[f"x_{kind}"] for kind in ("scale", "zero_point")
-    )
-    for node in model.graph:
-        if len(node.inputs) == 3:
-            node.replace_input_with(1, scale)
-            node.replace_input_with(2, zero_point)
-    place(model, promote=frozenset({"b"}))
-    assert scale.const_value.numpy() == np.float32(0.02)
-    assert scale is model.graph.initializers["x_scale"]
-    assert zero_point.const_value.numpy() == np.uint8(121)
-    assert chains(model) == {"x>u8>A", "A>u8>u16>B", "B>u16>C", "C>u16>y"}
-    run(model, {"x": np.ones((2, 3), np.float32)})
-
-
 @pytest.mark.parametrize("domain", ["", "com.microsoft"])
 def test_domains_of_16_bits_below_opset_21(domain: str):
     model = quantized(CHAIN, opset=17)
@@ -192,24 +173,6 @@ def test_pairs_without_zero_point_get_one_or_the_type_of_an_attribute(kind: str)
     wide = [n for n in model.graph if is_quantize_linear(n) and n.outputs[0].dtype == U16]
     assert all(node.inputs[2].const_value.numpy() == 0 for node in wide)
     run(model, {"x": np.linspace(0, 2, 6, dtype=np.float32).reshape(2, 3)})
-
-
-def test_parameters_in_constant_nodes():
-    model = parse(
-        """g (uint8[4] x) => (float[4] y, float[4] w) {
-            s = Constant <value_float = 0.02> ()
-            z = Constant <value = uint8 {121}> ()
-            [D] d = DequantizeLinear(x, s, z)
-            [A] y = Neg(d)
-            [B] w = Abs(d)
-        }"""
-    )
-    feeds = {"x": np.arange(4, dtype=np.uint8)}
-    before = run(model, feeds)
-    place(model, overrides={"x": TensorOverride(U8, convert=to(U16, "B"))})
-    assert chains(model) == {"x>A", "x>u16>B", "A>y", "B>w"}
-    after = run(model, feeds)
-    assert [value.tobytes() for value in after] == [value.tobytes() for value in before]
 
 
 def test_elementwise_constants_follow_exactly():

@@ -227,6 +227,7 @@ BY_ELEMENT = """
 END_CONSTANTS = {
     "end": np.int64(END),
     "unit": np.int64(1),
+    "step": np.int64(1),
     "rows_of_8": np.array([-1, 8]),
     "one_by_8": np.array([1, 8]),
 }
@@ -402,26 +403,39 @@ def test_codes_are_packed():
 
 
 HEADS = {"row": BY_ROW_AND_PLACE, "flat": FLATTENED, "element": BY_ELEMENT}
+COUNTED = f"""
+    lengths = ReduceSum<keepdims = 0>(attention_mask, middle)
+    place = Sub(lengths, unit)
+    {EACH_ROW}
+"""
+BESIDE_END = AT_END.replace("place =", "end_place =") + "place = Add(end_place, step)"
 
 
-@pytest.mark.parametrize(
-    ("mask", "ends", "computed"),
-    [
-        (["111", "11111"], [[2], [4, 6, 8]], 5),
-        (["111", "11111"], [[2, 3, 4], []], 5),
-        (["111", "11111"], [[7], [4]], 9),
-        (["111", "11111"], [[3], [4]], 9),
-        (["1" * 9, "1"], [[8], [0]], 9),
-        (["1", "10101"], [[0], [2, 3]], 5),
-        (["1", "10101"], [[0], [1, 2]], 9),
-        (["000"], [[2]], 9),
-    ],
-    ids=["clip", "none in a row", "behind", "in padding", "full", "holes", "hole", "all zero"],
-)
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
-def test_pooling_at_the_end_token(head, mask, ends, computed):
-    """A batch is trimmed as long as the token that is looked for is a real one."""
-    model = encoder(head=AT_END + head, extra=END_CONSTANTS)
+@pytest.mark.parametrize(
+    ("place", "mask", "ends", "computed"),
+    [
+        # At the token that is looked for, in CLIP's way.
+        (AT_END, ["111", "11111"], [[2], [4, 6, 8]], 5),
+        (AT_END, ["111", "11111"], [[2, 3, 4], []], 5),
+        (AT_END, ["111", "11111"], [[7], [4]], 9),
+        (AT_END, ["111", "11111"], [[3], [4]], 9),
+        (AT_END, ["1" * 9, "1"], [[8], [0]], 9),
+        (AT_END, ["1", "10101"], [[0], [2, 3]], 5),
+        (AT_END, ["1", "10101"], [[0], [1, 2]], 9),
+        (AT_END, ["000"], [[2]], 9),
+        (BESIDE_END, ["11111", "111"], [[2], [1]], 5),
+        (BESIDE_END, ["111", "111"], [[2], [1]], 9),
+        # At the last one, by the length.
+        (COUNTED, ["111", "11111"], [[], []], 5),
+        (COUNTED, ["10110", "11111"], [[], []], 5),
+        (COUNTED, ["10111", "1101"], [[], []], 9),
+        (COUNTED, ["000", "11"], [[], []], 9),
+    ],
+)
+def test_pooling_at_a_position_that_is_computed(head, place, mask, ends, computed):
+    """A batch is trimmed as long as the token there is a real one."""
+    model = encoder(head=place + head, extra=END_CONSTANTS)
     feed = batch(*mask, length=9)
     feed["input_ids"] %= END
     for row, places in zip(feed["input_ids"], ends, strict=True):
@@ -438,36 +452,6 @@ def test_a_constant_position_of_one_row_is_asked_to_be_real(row, computed):
     result, feed = trimmed(model).model, batch(row, length=9)
     assert computed_length(result, feed) == computed
     assert_same(result, model, feed)
-
-
-COUNTED = """
-    lengths = ReduceSum<keepdims = 0>(attention_mask, middle)
-    place = Sub(lengths, unit)
-"""
-BESIDE_END = AT_END.replace("place =", "end_place =") + "place = Add(end_place, step)"
-
-
-@pytest.mark.parametrize(
-    ("place", "mask", "computed"),
-    [
-        (COUNTED + EACH_ROW, ["111", "11111"], 5),
-        (COUNTED + EACH_ROW, ["10110", "11111"], 5),
-        (COUNTED + EACH_ROW, ["10111", "1101"], 9),
-        (COUNTED + EACH_ROW, ["000", "11"], 9),
-        (BESIDE_END, ["11111", "111"], 5),
-        (BESIDE_END, ["111", "111"], 9),
-    ],
-)
-@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
-def test_pooling_at_a_position_that_is_computed(head, place, mask, computed):
-    """The last token by the length; one beside that which is looked for."""
-    model = encoder(head=place + head, extra=END_CONSTANTS | {"step": np.int64(1)})
-    result = trimmed(model).model
-    feed = batch(*mask, length=9)
-    feed["input_ids"] %= END
-    feed["input_ids"][[0, 1], [2, 1]] = END
-    assert computed_length(result, feed) == computed
-    np.testing.assert_allclose(run(result, feed)[0], run(model, feed)[0], atol=1e-6)
 
 
 def test_pooling_at_the_end_token_takes_any_mask():
