@@ -177,6 +177,10 @@ class Site:
     def integer(self, name: str, default: int) -> int:
         return int_attribute(self.node, name, default)
 
+    def is_set(self, name: str, default: int = 0) -> bool:
+        """Whether a flag is 1: reductions and Reshape take any other number for no."""
+        return self.integer(name, default) == 1
+
     def ints(self, name: str) -> tuple[int, ...] | None:
         found = ints_attribute(self.node, name)
         return None if found is None else tuple(found)

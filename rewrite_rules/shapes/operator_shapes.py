@@ -89,7 +89,7 @@ def output_shapes(site: Site) -> Sequence[Shape | None]:
     try:
         return rule(site) if rule else []
     except Refusal:
-        if op_type not in _KEEPS_RANK or not site.integer("keepdims", 1):
+        if op_type not in _KEEPS_RANK or not site.is_set("keepdims", 1):
             raise
         return [site.unknowns.fresh_dims(len(site.dims(0)))]
 
@@ -107,7 +107,7 @@ def _reshape(site: Site) -> Sequence[Shape]:
     wanted = site.numbers(1)
     source, unknowns = site.shape(0), site.unknowns
     before = source if isinstance(source, tuple) else None
-    literal = bool(site.integer("allowzero", 0))
+    literal = site.is_set("allowzero")
     result: list[Dim | None] = []
     hole = None
     for i, size in enumerate(wanted):
@@ -328,16 +328,16 @@ def _float_count(site: Site) -> Dim | None:
 
 def _reduce(site: Site) -> Sequence[Shape]:
     dims = site.dims(0)
-    keep = site.integer("keepdims", 1)
+    keep = site.is_set("keepdims", 1)
     if site.node.op_type.startswith("Arg"):
         return [_without(dims, {axis_of(site.integer("axis", 0), len(dims))}, keep)]
     axes = site.axes(1)
-    if not axes and site.integer("noop_with_empty_axes", 0):
+    if not axes and site.is_set("noop_with_empty_axes"):
         return [dims]
     return [_without(dims, axes_of(axes or range(len(dims)), len(dims)), keep)]
 
 
-def _without(dims: Dims, gone: set[int], keep: int) -> Dims:
+def _without(dims: Dims, gone: set[int], keep: bool) -> Dims:
     if keep:
         return tuple(known(1) if i in gone else dim for i, dim in enumerate(dims))
     return tuple(dim for i, dim in enumerate(dims) if i not in gone)

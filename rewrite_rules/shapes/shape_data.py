@@ -135,7 +135,7 @@ def _unsqueeze(site: Site) -> Integers | None:
 
 def _reshape(site: Site) -> Integers | None:
     sizes = site.constants(1)
-    copies = not site.integer("allowzero", 0)
+    copies = not site.is_set("allowzero")
     return _moved(
         site,
         lambda places: places.reshape(
@@ -149,12 +149,12 @@ def _product_of_all(site: Site) -> Integers | None:
     dims = None if data is None or len(data.shape) != 1 else data.known
     if dims is None or site.axes(1) not in (None, (0,), (-1,)):
         return None
-    if site.integer("noop_with_empty_axes", 0):
+    if site.is_set("noop_with_empty_axes"):
         return None
     # The kernel multiplies in float64.
     if math.prod(abs(size) or 1 for size, _ in dims) > EXACT:
         return None
-    return Integers((_multiplied(site, *dims),), (1,) if site.integer("keepdims", 1) else ())
+    return Integers((_multiplied(site, *dims),), (1,) if site.is_set("keepdims", 1) else ())
 
 
 def _elementwise(

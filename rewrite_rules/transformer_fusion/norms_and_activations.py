@@ -90,7 +90,7 @@ class RmsNorm(_Rule):
         stored = constant_ints(reduce.inputs[1]) if len(reduce.inputs) > 1 else None
         axes = [*(stored or ())] if attribute is None else [*attribute.as_ints()]
         last = (-1, len(dims or ()) - 1)
-        keeps = int_attribute(reduce, "keepdims", 1)
+        keeps = int_attribute(reduce, "keepdims", 1) == 1
         if len(axes) != 1 or axes[0] not in last or not keeps:
             return result.fail("the mean is not over the last axis", reduce)
         if _source(x, out) is None or out.dtype not in _KERNELS:

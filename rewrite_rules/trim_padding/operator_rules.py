@@ -311,7 +311,7 @@ def _by_matrix(site: Site) -> Axes:
 def _reduced(site: Site, axes: Axes, gone: set[int], flag: str) -> Axes:
     others = [axis for i, axis in enumerate(axes) if i not in gone]
     mixes = site.mixes([axes[i] for i in gone], flag, others)
-    keep = site.integer("keepdims", 1)
+    keep = site.is_set("keepdims", 1)
     op_type = site.node.op_type
     beside = changed(axes, lambda f: f.reduced(op_type in _OF_ZEROS))
     if op_type == "ReduceLogSum" and any(one.zero for one in sequences_of(*axes)):
@@ -335,7 +335,7 @@ _OF_ZEROS = REDUCTIONS - {"ReduceLogSum", "ReduceLogSumExp"}
 
 def _reduce(site: Site) -> Axes:
     axes, given, op_type = site.tokens(), site.axes(1), site.node.op_type
-    if not given and site.integer("noop_with_empty_axes", 0):
+    if not given and site.is_set("noop_with_empty_axes"):
         return changed(axes, Sequence.reduced)
     gone, flag = axes_of(given or range(len(axes)), len(axes)), _LEFT_OUT.get(op_type, "")
     if flag == "zero":
@@ -354,7 +354,7 @@ def _arg_reduce(site: Site) -> Axes | Side:
     if not of_rows or site.axis(0) != 1 or not site.flow.is_made_of_inputs(value):
         return _reduced(site, axes, {site.axis(0)}, "")
     places = site.flow.samples.real_positions()
-    if site.integer("keepdims", 1):
+    if site.is_set("keepdims", 1):
         places = (each[:, None] for each in places)
     return site.flow.side(site.node.outputs[0], places)
 
