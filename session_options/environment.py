@@ -14,7 +14,8 @@ from __future__ import annotations
 import os
 import shlex
 
-from session_options.keys import PREFIX, OptionError
+from session_options.entries import PREFIX
+from session_options.keys import OptionError
 from session_options.plan import Plan, entries_of
 
 VARIABLE = "ORTPLUGINS"

@@ -6,26 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from session_options.entries import PREFIX as PREFIX
-from session_options.entries import Lookup as Lookup
-from session_options.entries import enable_key as enable_key
-from session_options.entries import option_key as option_key
-
-if TYPE_CHECKING:
-    from typing import Protocol
-
-    class SessionConfig(Protocol):
-        """The part of ``onnxruntime.SessionOptions`` that keeps string entries."""
-
-        def add_session_config_entry(self, key: str, value: str, /) -> None:
-            """Store an entry."""
-
-        def get_session_config_entry(self, key: str, /) -> str:
-            """Return an entry; raises RuntimeError when there is none."""
-            ...
-
+from typing import Any, NamedTuple
 
 # What an option can be; its default says which.
 Scalar = bool | int | float | str

@@ -7,7 +7,8 @@ import types
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from session_options.keys import OptionError, check_choice, option_key, options_of
+from session_options.entries import option_key
+from session_options.keys import OptionError, check_choice, options_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,19 +6,23 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from session_options import keys
-from session_options.entries import BUILTIN_PASSES, PASSES_KEY
+from session_options.entries import (
+    BUILTIN_PASSES,
+    PASSES_KEY,
+    PREFIX,
+    Lookup,
+    enable_key,
+    option_key,
+    stored,
+)
 from session_options.entries import HINT_KEY as HINT_KEY
-from session_options.given import stored
-from session_options.keys import PREFIX, Option, OptionError, Scalar
+from session_options.keys import Option, OptionError, Scalar
 from session_options.passes import Pass
 from session_options.presets import PRESETS
 from session_options.registry import find, load, loaded, place_of
-
-if TYPE_CHECKING:
-    from session_options.keys import Lookup, SessionConfig
 
 # Bytes of an option's file: an override takes about 200, and the largest models have some
 # 10,000 activations.
@@ -97,7 +101,7 @@ def make_plan(passes: Sequence[Pass], **general: Any) -> Plan:
     return Plan(tuple(sorted(passes, key=lambda item: (item.position, item.name))), **general)
 
 
-def read(options: SessionConfig | None) -> Plan:
+def read(options: Any | None) -> Plan:
     """Read the plan that the entries of ``SessionOptions`` describe.
 
     Args:
@@ -118,7 +122,7 @@ def _read(entry: Lookup) -> Plan:
     keys.check_choice(HINT_KEY, hint, _HINT)
     chosen = PRESETS[hint].passes if hint else ()
     for name in BUILTIN_PASSES:
-        key = keys.enable_key(name)
+        key = enable_key(name)
         text = entry(key)
         is_on = text is not None and keys.parse_bool(key, text)
         if is_on and hint:
@@ -177,7 +181,7 @@ def _with_files_read(item: Pass) -> Pass:
         value = getattr(item, spec.name)
         if not spec.may_name_file or not value.startswith("@"):
             continue
-        text = file_text(value[1:], f"{keys.option_key(item.name, spec.name)} is {value!r}")
+        text = file_text(value[1:], f"{option_key(item.name, spec.name)} is {value!r}")
         import dataclasses
 
         try:
@@ -207,7 +211,7 @@ def file_text(name: str, what: str) -> str:
     return text
 
 
-def configure(options: SessionConfig, *passes: Pass, **general: Scalar) -> None:
+def configure(options: Any, *passes: Pass, **general: Scalar) -> None:
     """Write passes and their options into ``SessionOptions``, checked.
 
     Args:
@@ -273,7 +277,7 @@ def entries_of(
             raise OptionError(
                 f"option {key!r}: {name!r} is not among the passes {list(classes)}"
             )
-        entries[keys.option_key(name, option)] = keys.format_value(value)
+        entries[option_key(name, option)] = keys.format_value(value)
     Plan.from_entries(entries)
     return entries
 
@@ -283,7 +287,7 @@ def _enabling(classes: Iterable[type[Pass]]) -> dict[str, str]:
     entries, others = {}, []
     for cls in classes:
         if cls.name in BUILTIN_PASSES and find(cls.name) is cls:
-            entries[keys.enable_key(cls.name)] = "1"
+            entries[enable_key(cls.name)] = "1"
         else:
             others.append(place_of(cls))
     return entries | ({PASSES_KEY: ",".join(others)} if others else {})
@@ -291,7 +295,7 @@ def _enabling(classes: Iterable[type[Pass]]) -> dict[str, str]:
 
 def _entries_of_pass(item: Pass) -> dict[str, str]:
     return {
-        keys.option_key(item.name, spec.name): keys.format_value(getattr(item, spec.name))
+        option_key(item.name, spec.name): keys.format_value(getattr(item, spec.name))
         for spec in keys.options_of(type(item))
     }
 
@@ -310,7 +314,7 @@ def plan_from_settings(passes: Sequence[Pass | str], settings: Mapping[str, Scal
 def _read_options(entry: Lookup, cls: type[Pass]) -> dict[str, Any]:
     values = {}
     for spec in keys.options_of(cls):
-        key = keys.option_key(cls.name, spec.name)
+        key = option_key(cls.name, spec.name)
         if (text := entry(key)) is not None:
             values[spec.name] = keys.parse_value(key, text, spec)
     return values

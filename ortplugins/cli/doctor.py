@@ -120,14 +120,9 @@ def _cache(cache_dir: str) -> _Rows:
 
 
 def _settings() -> _Rows:
-    """Yield what the environment sets, and limits that have a default."""
+    """Yield what the environment sets."""
     from session_options.environment import VARIABLE
-    from session_options.keys import PREFIX, format_value
-    from session_options.plan import GENERAL_OPTIONS
 
     for name in (VARIABLE, "ORTPLUGINS_CACHE_DIR", "ORTPLUGINS_CACHE_LIMIT"):
         if text := os.environ.get(name):
             yield f"environment: {name}", text, ""
-    for spec in GENERAL_OPTIONS:
-        if value := format_value(spec.default):
-            yield f"default: {PREFIX}.{spec.name}", value, ""

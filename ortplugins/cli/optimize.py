@@ -16,8 +16,8 @@ from ortplugins.cli import options as opt
 from ortplugins.cli.terminal import print_report, print_table, progress_bar
 from ortplugins.cli.tune import Aim
 from session_options import enable_key, option_key, our_passes
-from session_options.entries import PASSES_KEY
-from session_options.keys import PREFIX, Option, format_value, options_of
+from session_options.entries import PASSES_KEY, PREFIX
+from session_options.keys import Option, format_value, options_of
 from session_options.plan import GENERAL_OPTIONS
 from session_options.presets import PRESETS
 

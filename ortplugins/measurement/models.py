@@ -33,7 +33,7 @@ from ortplugins.samples.sources import CalibrationSource, Feed, read_samples
 from rewrite_rules.graph.nodes import all_nodes
 from rewrite_rules.remarks import Outcome
 from session_options import DqMatMulNBitsFusion
-from session_options.given import stored
+from session_options.entries import stored
 from session_options.plan import make_plan
 
 ModelSource: TypeAlias = "ModelLike | bytes | OptimizeResult | onnxruntime.InferenceSession"

@@ -17,8 +17,13 @@ import onnxruntime
 
 from ortplugins.cache.artifact import REPORT, Artifact, Wanted, find_entry
 from ortplugins.runtime.copied_options import CopiedOptions
-from session_options.entries import DATA_FOLDER_KEY, HINT_KEY
-from session_options.given import entries_of_onnxruntime, given_entries, stored
+from session_options.entries import (
+    DATA_FOLDER_KEY,
+    HINT_KEY,
+    entries_of_onnxruntime,
+    given_entries,
+    stored,
+)
 
 if TYPE_CHECKING:
     from ortplugins.report import Report

@@ -21,8 +21,7 @@ from ortplugins.report import Report
 from ortplugins.runtime.stock_session import optimization_level_of
 from ortplugins.session.opening import Start
 from session_options import DqMatMulNBitsFusion, OptionError, Pass, PrepackedWeights
-from session_options.entries import CACHE_DIR_KEY
-from session_options.given import given_entries, stored
+from session_options.entries import CACHE_DIR_KEY, given_entries, stored
 from session_options.plan import entries_of, read_plan
 
 _PROVIDERS = ("CPUExecutionProvider",)

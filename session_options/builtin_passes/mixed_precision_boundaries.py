@@ -7,7 +7,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from session_options.keys import OptionError, option, option_key
+from session_options.entries import option_key
+from session_options.keys import OptionError, option
 from session_options.passes import Pass
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
-from session_options.keys import option, option_key, parse_dims
+from session_options.entries import option_key
+from session_options.keys import option, parse_dims
 from session_options.passes import Pass
 
 if TYPE_CHECKING:

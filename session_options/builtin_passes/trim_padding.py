@@ -6,7 +6,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
-from session_options.keys import OptionError, option, option_key
+from session_options.entries import option_key
+from session_options.keys import OptionError, option
 from session_options.passes import Pass
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from ortplugins.optimization import build
 from ortplugins.runtime.copied_options import DATA_FOLDER_KEY
 from ortplugins.session.warming import warm
 from session_options import enable_key
-from session_options.given import stored
+from session_options.entries import stored
 
 
 def write_model(folder: Path, seed: int = 0) -> Path:

@@ -30,7 +30,7 @@ from ortplugins.cache.store import ArtifactCache
 from ortplugins.runtime.copied_options import running_options
 from ortplugins.session import opening
 from rewrite_rules.remarks import PassContext
-from session_options.given import stored
+from session_options.entries import stored
 
 CASE = DequantizedMatMul(128, 64, 32, "int4", "transposed")
 
@@ -322,7 +322,7 @@ def test_a_hit_imports_neither_passes_nor_json(model_path):
     ]
     assert {"json", "session_options.registry", "ortplugins.cache.build"} <= {*imported[0]}
     assert {name for name in imported[1] if name.startswith(("session_options.", "json"))} == {
-        "session_options.entries", "session_options.given",
+        "session_options.entries",
     }  # fmt: skip
     assert "ortplugins.cache.build" not in imported[1]
 

@@ -20,7 +20,7 @@ from onnx import helper, numpy_helper
 
 import ortplugins
 from ortplugins.runtime.copied_options import CopiedOptions
-from session_options.given import stored
+from session_options.entries import stored
 
 CASE = DequantizedMatMul(128, 64, 32, "int4", "transposed")
 FEED = {"x": np.zeros((1, 128), np.float32)}

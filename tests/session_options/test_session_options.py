@@ -35,8 +35,7 @@ from session_options import (
     our_passes,
     read,
 )
-from session_options.entries import OPTIONS
-from session_options.given import stored
+from session_options.entries import OPTIONS, stored
 from session_options.keys import format_value, options_of
 from session_options.plan import (
     GENERAL_OPTIONS,

@@ -38,7 +38,7 @@ from rewrite_rules.prepacked_weights.records import (
 )
 from rewrite_rules.prepacked_weights.records import places as places_of
 from rewrite_rules.remarks import Outcome, PassContext, Remark, Remarks
-from session_options.given import stored
+from session_options.entries import stored
 from session_options.plan import entries_of
 
 CASE = DequantizedMatMul(128, 64, 32)
