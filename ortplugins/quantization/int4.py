@@ -539,7 +539,7 @@ def _losses(
     x = x.astype(np.float32, copy=False)
     mean_abs, forms = np.abs(x).mean(axis=0, dtype=np.float32), [form] * len(weights)
     gram = (x.T @ x / len(x)).astype(np.float32, copy=False)
-    found = search_scales(weights, mean_abs, gram, forms, alphas=alphas, all_columns=True)
+    found = search_scales(weights, mean_abs, gram, forms, alphas=alphas)
     return found[2]
 
 

@@ -63,13 +63,13 @@ def search_scales(
     forms: Sequence[BlockFormat],
     *,
     alphas: Sequence[float] | None = None,
-    all_columns: bool = False,
 ) -> tuple[Floats, float | None, dict[float, float]]:
     """Search the scales of one activation, for all weights ``[K, N_i]`` that read it.
 
     ``gram`` comes from all tokens: a sample of 128 costs 0.3 of perplexity. A channel that is
     0 throughout keeps its scale, 1; of equal losses the first wins, no scales before any. The
-    default exponents are 0 to 1 in tenths, and then a twentieth to both sides of the best.
+    default exponents are 0 to 1 in tenths, and then a twentieth to both sides of the best, on
+    some of the columns; exponents that are given are tried on all.
 
     Returns:
         float32 ``[K]``, what rows of weights are multiplied by; the exponent, None where no
@@ -77,7 +77,7 @@ def search_scales(
         of the outputs for each token, on the columns looked at.
     """
     k = len(mean_abs)
-    sample = _sampled_columns(weights, forms, all_columns)
+    sample = _sampled_columns(weights, forms, alphas is not None)
     one = np.ones(k, np.float32)
     without = _loss(sample, one, gram)
     w_mean = _relative_magnitude(weights, [form.size_along(k) for form in forms])

@@ -149,7 +149,7 @@ class BlockFormat:
 
 
 def quantize_blocks(
-    weight: npt.NDArray[Any], form: BlockFormat | None = None, ratios: Floats | None = None
+    weight: npt.NDArray[Any], form: BlockFormat | None = None
 ) -> tuple[Codes, Floats, ZeroPoints | None]:
     """Quantise a weight to the nearest codes.
 
@@ -160,7 +160,6 @@ def quantize_blocks(
     Args:
         weight: Float ``[K, N]``.
         form: Bits, block size and grid; the defaults of :class:`BlockFormat` where it is None.
-        ratios: float32 ``[blocks, N]`` by which each block's range shrinks; None for 1.
 
     Returns:
         Codes ``[K, N]``, a byte each: int8 when symmetric, else uint8. Scales, float32
@@ -172,7 +171,7 @@ def quantize_blocks(
             large for the type of the scales.
     """
     form = form or BlockFormat()
-    scales, zero_points = block_grid(weight, form, ratios)
+    scales, zero_points = block_grid(weight, form)
     return round_to_grid(weight, scales, zero_points, form), scales, zero_points
 
 
@@ -249,7 +248,10 @@ def _best_scales(
 def block_grid(
     weight: npt.NDArray[Any], form: BlockFormat, ratios: Floats | None = None
 ) -> tuple[Floats, ZeroPoints | None]:
-    """Return the scales and zero points of :func:`quantize_blocks`; arguments as there."""
+    """Return the scales and zero points of :func:`quantize_blocks`.
+
+    ``ratios``, float32 ``[blocks, N]``, are what each block's range shrinks by; None for 1.
+    """
     if weight.ndim != 2 or 0 in weight.shape:
         raise QuantizationError(f"the weight has shape {list(weight.shape)}; expected [K, N]")
     # What fills up the last block changes no grid: all have a code for 0.
