@@ -27,7 +27,6 @@ import functools
 import itertools
 import math
 import statistics
-import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,6 +106,7 @@ class PrecisionPlan:
 def plan_precision(
     model: ir.Model,
     samples: Sequence[Feed],
+    scratch: Path,
     *,
     budget: float | None,
     max_16bit: float | None,
@@ -115,7 +115,8 @@ def plan_precision(
 ) -> PrecisionPlan:
     """Choose the activations of a QDQ model, which is not changed, that get 16 bits.
 
-    Arguments are those of :func:`.quantize_static_mixed`.
+    A copy is written to ``scratch``, a folder. Other arguments are those of
+    :func:`.quantize_static_mixed`.
 
     Raises:
         CalibrationError: If onnxruntime fails.
@@ -123,52 +124,51 @@ def plan_precision(
             budget: tells the best that is.
     """
     switched = model.clone()
-    with tempfile.TemporaryDirectory(prefix="ortplugins-") as folder:
-        infer_shapes(switched)
-        graph = QuantizedGraph(switched)
-        count = len(graph.tensors)
-        units, switches = _switched_units(graph, switched)
-        if not units:
-            text = (
-                "the model has no activation of 8 bits between a QuantizeLinear and a "
-                "DequantizeLinear: quantise it first, to a QDQ graph"
-            )
-            for name, reason in [*graph.refused.items()][:1]:
-                text += f" (of {name!r}: {reason})"
-            raise QuantizationError(text)
-        opened = _open(switched, Path(folder), providers)
-        measure = functools.partial(_measured, opened, samples, switches, progress)
-        before, *alone = measure([switches, *(unit.switches for unit in units)])
-        ranking = [
-            dataclasses.replace(unit, error=found.error)
-            for unit, found in zip(units, alone, strict=True)
-        ]
-        ranking.sort(key=lambda unit: -unit.error)
-        most = math.floor(max_16bit * count) if isinstance(max_16bit, float) else max_16bit
-        ordered = list(_within(ranking, count if most is None else most))
-
-        def promoting(size: int) -> Deviation:
-            off = {name for unit in ordered[:size] for name in unit.switches}
-            return measure([[name for name in switches if name not in off]])[0]
-
-        size = len(ordered)
-        if budget is not None:
-            sizes = range(size + 1)
-            size = bisect.bisect_left(sizes, budget, key=lambda n: promoting(n).cosine)
-            if size > len(ordered):
-                best = promoting(len(ordered)).cosine
-                raise QuantizationError(
-                    f"a cosine of {budget:.6g} is not reached: it is {best:.6g} with "
-                    f"{sum(len(unit.names) for unit in ordered)} of {count} activations "
-                    "promoted"
-                )
-        return PrecisionPlan(
-            promoted=tuple(name for unit in ordered[:size] for name in unit.names),
-            ranking=tuple(ranking),
-            activations=count,
-            before=before,
-            after=promoting(size),
+    infer_shapes(switched)
+    graph = QuantizedGraph(switched)
+    count = len(graph.tensors)
+    units, switches = _switched_units(graph, switched)
+    if not units:
+        text = (
+            "the model has no activation of 8 bits between a QuantizeLinear and a "
+            "DequantizeLinear: quantise it first, to a QDQ graph"
         )
+        for name, reason in [*graph.refused.items()][:1]:
+            text += f" (of {name!r}: {reason})"
+        raise QuantizationError(text)
+    opened = _open(switched, scratch, providers)
+    measure = functools.partial(_measured, opened, samples, switches, progress)
+    before, *alone = measure([switches, *(unit.switches for unit in units)])
+    ranking = [
+        dataclasses.replace(unit, error=found.error)
+        for unit, found in zip(units, alone, strict=True)
+    ]
+    ranking.sort(key=lambda unit: -unit.error)
+    most = math.floor(max_16bit * count) if isinstance(max_16bit, float) else max_16bit
+    ordered = list(_within(ranking, count if most is None else most))
+
+    def promoting(size: int) -> Deviation:
+        off = {name for unit in ordered[:size] for name in unit.switches}
+        return measure([[name for name in switches if name not in off]])[0]
+
+    size = len(ordered)
+    if budget is not None:
+        sizes = range(size + 1)
+        size = bisect.bisect_left(sizes, budget, key=lambda n: promoting(n).cosine)
+        if size > len(ordered):
+            best = promoting(len(ordered)).cosine
+            raise QuantizationError(
+                f"a cosine of {budget:.6g} is not reached: it is {best:.6g} with "
+                f"{sum(len(unit.names) for unit in ordered)} of {count} activations "
+                "promoted"
+            )
+    return PrecisionPlan(
+        promoted=tuple(name for unit in ordered[:size] for name in unit.names),
+        ranking=tuple(ranking),
+        activations=count,
+        before=before,
+        after=promoting(size),
+    )
 
 
 def _within(ranking: Sequence[Unit], most: int) -> Iterator[Unit]:

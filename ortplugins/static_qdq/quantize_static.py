@@ -152,9 +152,10 @@ def quantize_static_mixed(
     if data is None:
         raise CalibrationError("no calibration data: give samples of real inputs")
     samples = read_samples(data, model)
-    if not is_quantized:
-        method = settings["calibrate_method"]
-        with file.scratch() as scratch:
+    plan, providers = None, settings[_PROVIDERS]
+    with file.scratch() as scratch:
+        if not is_quantized:
+            method = settings["calibrate_method"]
             # Its grid, or that of an override, may have negative values.
             below_0 = overrides or method is CalibrationMethod.Distribution
             model, floats = quantize_to_eight_bits(
@@ -165,20 +166,20 @@ def quantize_static_mixed(
                 nodes_to_exclude=excluded,
                 **settings,
             )
-        notes += [f"ranges from {len(samples)} samples, {method.name}", *floats]
-        graph = file.model.graph
-        if inner := sum(node.graph is not graph for node in all_nodes(file.model)):
-            notes.append(f"{inner} nodes of subgraphs and functions stay in float")
-    plan, providers = None, settings[_PROVIDERS]
-    if plans:
-        plan = plan_precision(
-            model,
-            samples,
-            budget=budget,
-            max_16bit=max_16bit,
-            providers=providers,
-            progress=progress,
-        )
+            notes += [f"ranges from {len(samples)} samples, {method.name}", *floats]
+            graph = file.model.graph
+            if inner := sum(node.graph is not graph for node in all_nodes(file.model)):
+                notes.append(f"{inner} nodes of subgraphs and functions stay in float")
+        if plans:
+            plan = plan_precision(
+                model,
+                samples,
+                scratch,
+                budget=budget,
+                max_16bit=max_16bit,
+                providers=providers,
+                progress=progress,
+            )
     promoted = [*promote, *(plan.promoted if plan else ())]
     result = optimize(
         model,
