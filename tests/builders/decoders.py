@@ -184,6 +184,7 @@ LOWEST = float(np.finfo(np.float32).min)
 _SPARE: dict[str, Any] = {
     "begin": [0],
     "middle": [2],
+    "eight": [8],
     "thirty": [30],
     "many": [1000],
     "far_back": [-1000],
@@ -266,6 +267,8 @@ def small_decoder(
         "sinks": rng.standard_normal((1, H, 1, 1)),
         "cos_table": np.cos(angles),
         "sin_table": np.sin(angles),
+        "cos_both": np.cos(np.tile(angles, 2)),
+        "sin_both": np.sin(np.tile(angles, 2)),
         "scale": np.float32(0.3),
         "nothing": np.float32(0),
         "lowest": np.float32(lowest),

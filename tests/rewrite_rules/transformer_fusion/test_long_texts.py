@@ -8,11 +8,11 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from builders.attention_forms import form
 from builders.decoders import UNCACHED, small_decoder
 from builders.exports import ENCODERS, decoder_feeds, exported, fused
 from builders.order_graphs import profile
 from builders.same_numbers import session as opened
-from builders.text_models import proto_of
 from builders.token_batches import Run
 from numpy.typing import NDArray
 
@@ -20,33 +20,17 @@ from rewrite_rules.transformer_fusion import attention_kernels, attention_questi
 
 TEXTS, LENGTH = 3, 6
 LOWEST = float(np.finfo(np.float32).min)
-WEIGHTS = {
-    name: np.random.default_rng(number).standard_normal((32, 32)).astype(np.float32) / 5
-    for number, name in enumerate(("wq", "wk", "wv"))
-} | {"scale": np.float32(0.35), "zero": np.float32(0)}
 
 
 def attention(
-    mask: str = "batch, 1, rows, columns", *, masked: str = "", guard: bool = False
+    axes: str = "batch, 1, rows, columns", name: str = "a mask added"
 ) -> onnx.ModelProto:
-    """Four heads of 8: queries of x, keys and values of t; a guard makes NaN 0."""
-    weights = "weights = Softmax<axis = -1>(scores)"
-    if guard:
-        weights = f"""{weights.replace("weights", "raw")} holes = IsNaN(raw)
-        weights = Where(holes, zero, raw)"""
-    heads = " ".join(
-        f"""{name}2 = MatMul({source}, w{name}) {name}3 = Reshape({name}2, split)
-        {name} = Transpose<perm = [0, 2, 1, 3]>({name}3)"""
-        for name, source in (("q", "x"), ("k", "t"), ("v", "t"))
-    )
-    text = f"""g (float[batch, rows, 32] x, float[batch, columns, 32] t, float[{mask}] m)
-        => (float[batch, rows, 32] y)
-        <int64[4] split = {{0, 0, 4, 8}}, int64[3] flat = {{0, 0, 32}}> {{
-        {heads} turned = Transpose<perm = [0, 1, 3, 2]>(k) product = MatMul(q, turned)
-        scaled = Mul(product, scale) {masked or "scores = Add(scaled, m)"}
-        {weights} mixed = MatMul(weights, v)
-        merged = Transpose<perm = [0, 2, 1, 3]>(mixed) y = Reshape(merged, flat) }}"""
-    return proto_of(text, WEIGHTS)
+    """Return one of the forms, whose mask has these axes."""
+    model = form(name)
+    sizes = [int(size) if size.isdigit() else size for size in axes.split(", ")]
+    mask = onnx.helper.make_tensor_value_info("m", onnx.TensorProto.FLOAT, sizes)
+    model.graph.input[2].CopyFrom(mask)
+    return model
 
 
 def feeds_of(mask: NDArray, rows: int = LENGTH, texts: int = TEXTS) -> dict[str, NDArray]:
@@ -142,7 +126,7 @@ def test_long_texts_hold_no_mask_for_each_query():
 
 
 def test_attention_without_a_mask(tmp_path: Path):
-    model = attention(masked="scores = Mul(scaled, scale)")
+    model = attention(name="no mask")
     short, long = (feeds_of(np.zeros((2, 1, 1, size)), size, 2) for size in (5, 7))
     assert is_by_text(model, tmp_path, short, long) == [False, True]
 
@@ -162,9 +146,9 @@ def test_numbers_of_padding_reach_others_if_infinite(
     infinite: str, guard: bool, tmp_path: Path
 ):
     """Nodes make NaN of what is hidden and infinite."""
-    model = attention(KEYS, guard=guard)
+    model = attention(KEYS, "a mask added, guarded" if guard else "a mask added")
     if infinite == "v":  # keys are those of tanh(t)
-        node = next(node for node in model.graph.node if node.output[0] == "k2")
+        node = next(node for node in model.graph.node if node.output[0] == "k1")
         model.graph.node.insert(0, onnx.helper.make_node("Tanh", ["t"], ["bent"]))
         node.input[0] = "bent"
     runs = [feeds_of(hiding(RIGHT)) for _ in range(4)]
