@@ -139,8 +139,8 @@ def _built_in(wanted: Wanted, cache: ArtifactCache) -> tuple[Artifact, str]:
         return cache.publish(manifest["key"], folder, manifest), "built"
 
 
-def make_in_memory(wanted: Wanted) -> dict[str, Any]:
-    """Make the contents of an entry in this process; the model is the bytes ``content``.
+def make_in_memory(wanted: Wanted) -> tuple[Artifact, tuple[bytes, bytes | None]]:
+    """Make an entry in this process; return what it is, its report, and its model, if any.
 
     Raises:
         As :func:`get_or_build`.
@@ -154,8 +154,11 @@ def make_in_memory(wanted: Wanted) -> dict[str, Any]:
     request = request._replace(plan=plan, bakes=False, in_memory=True)
     made = build_artifact(request, request.load(), None)
     notes = [f"{x.name} works on files, and in_memory allows none" for x in on_files]
-    made["report"]["notes"] = [*made["report"]["notes"], *notes]
-    return made
+    report = made.pop("report")
+    content = json.dumps({**report, "notes": [*report["notes"], *notes]}).encode()
+    model = made.pop("content")
+    about = {"files": {}, "digests": {}, "made": 0.0, "of_model": wanted.name}
+    return Artifact("", **made, **about), (content, model)
 
 
 def _changes_graph(item: Pass) -> bool:

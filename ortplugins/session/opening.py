@@ -247,7 +247,10 @@ class Start:
         An entry that was damaged in the cache is rebuilt once.
         """
         if wanted.is_in_memory:
-            return self._open_in_memory(wanted, given)
+            from ortplugins.cache.build import make_in_memory
+
+            in_memory, made = make_in_memory(wanted)
+            return self._open_artifact(in_memory, wanted, given, "built", made)
         artifact, source = find_entry(wanted), "cache"
         if artifact is None:
             from ortplugins.cache.build import get_or_build
@@ -268,33 +271,26 @@ class Start:
             name = artifact.model or wanted.name
             raise PassError(f"{name} cannot be opened: {error}") from error
 
-    def _open_in_memory(self, wanted: Wanted, given: CopiedOptions) -> Opened:
-        """Build in this process and open the result; nothing touches the disk."""
-        import json
-
-        from ortplugins.cache.build import make_in_memory
-
-        made = make_in_memory(wanted)
-        report = json.dumps(made["report"]).encode()
-        if made["content"] is None:
-            return Opened("untouched", "", report)
-        settings = {**self._settings, **made["settings"]}
-        if (added := given.added_initializer(made["initializers"])) is not None:
-            note = f"initializer {added!r} was added to the SessionOptions"
-            return Opened("untouched", "", report, _untouched(note, "ORP906").notes)
-        if settings and made["has_custom_operators"]:
-            raise NotCopiedError("libraries of custom operators")
-        self._open_with(made["content"], given, settings)
-        return Opened("built", "", report)
-
     def _open_artifact(
-        self, artifact: Artifact, wanted: Wanted, given: CopiedOptions, source: str
+        self,
+        artifact: Artifact,
+        wanted: Wanted,
+        given: CopiedOptions,
+        source: str,
+        made: tuple[bytes, bytes | None] | None = None,
     ) -> Opened:
-        """Open an artifact, unless the options hold something that it was built without."""
-        with open(os.path.join(artifact.folder, REPORT), "rb") as file:
-            report = file.read()
+        """Open an artifact, unless the options hold something that it was built without.
+
+        ``made`` are its report and its model where they are in no file.
+        """
+        model: str | bytes | None
+        if made is None:
+            with open(os.path.join(artifact.folder, REPORT), "rb") as file:
+                report, model = file.read(), artifact.model
+        else:
+            report, model = made
         settings = {**self._settings, **artifact.settings}
-        if artifact.model is None:
+        if model is None:
             if not settings:
                 return Opened("untouched", "", report)
             self._open_with(self._model, given, settings)
@@ -308,12 +304,11 @@ class Start:
             settings[DATA_FOLDER_KEY] = folder_of(
                 artifact.data, wanted.name, wanted.data_folder
             )
-        elif wanted.data_folder is not None:
+        elif wanted.data_folder is not None and made is None:
             # onnxruntime would look for our data in the user's folder, too.
             settings[DATA_FOLDER_KEY] = artifact.folder
         if settings and artifact.has_custom_operators:
             raise NotCopiedError("libraries of custom operators")
-        model: str | bytes = artifact.model
         if artifact.data:
             with open(model, "rb") as file:
                 model = file.read()
@@ -327,7 +322,7 @@ class Start:
             self._open_with(model, given, settings, written)
             note = "free dimensions are overridden, so onnxruntime optimises at this start"
             notes = [f"{note} [ORP907]"]
-        return Opened(source, artifact.model, report, notes)
+        return Opened(source, artifact.model or "", report, notes)
 
     def _overrides_dimensions(self, artifact: Artifact) -> bool:
         """Whether the session overrides a free dimension of the model's inputs."""

@@ -5,13 +5,16 @@ import dataclasses
 import json
 
 import onnx_ir as ir
+import onnxruntime as ort
 import pytest
 from builders.dequantized_models import DequantizedMatMul
 from builders.processes import python
 from builders.sessions import EXACT, check, options, start
+from builders.text_models import proto_of
 
 import ortplugins
 from ortplugins.optimization import build
+from ortplugins.runtime.copied_options import running_options
 
 CASE = DequantizedMatMul(512, 64, 32)
 WATCHED = """
@@ -88,3 +91,8 @@ def test_what_no_pass_changes_runs_untouched():
     content = ir.to_proto(CASE.model()).SerializeToString()
     session = start(content, options(ortplugins.TrimPadding(), in_memory=True))
     assert session.ortplugins_report.source == "untouched"
+    # What a hint sets for the session counts all the same.
+    so = ort.SessionOptions()
+    ortplugins.configure(so, hint="memory", in_memory=True)
+    relu = proto_of("g (float[n] x) => (float[n] y) { y = Relu(x) }").SerializeToString()
+    assert not running_options(start(relu, so)).enable_cpu_mem_arena
