@@ -61,17 +61,12 @@ class GraphOrder:
         return in_front
 
 
-def memory_order(
-    graph: ir.Graph, shapes: ConcreteShapes, parent: ir.Node | None = None
-) -> GraphOrder:
-    """Compute an order with a low peak of live bytes; the graph stays as it is.
-
-    ``parent`` is the node whose body the graph is.
-    """
-    model = MemoryModel(graph, shapes, parent)
+def memory_order(graph: ir.Graph, shapes: ConcreteShapes) -> GraphOrder:
+    """Compute an order with a low peak of live bytes; the graph stays as it is."""
+    model = MemoryModel(graph, shapes)
     dependencies = model.dependencies
     bodies = {
-        index: [memory_order(body, shapes, node) for body in subgraphs(node)]
+        index: [memory_order(body, shapes) for body in subgraphs(node)]
         for index, node in enumerate(dependencies.nodes)
     }
 

@@ -44,8 +44,6 @@ _IN_PLACE = dict.fromkeys([("", op_type) for op_type in (
 )], 0)  # fmt: skip
 # The tensor that is added.
 _IN_PLACE |= {("com.microsoft", "FusedConv"): 3, ("com.microsoft.nchwc", "Conv"): 3}
-# Their float64 kernels do not.
-_IN_PLACE_FLOAT_ONLY = frozenset({"LogSoftmax", "Softmax"})
 
 # No machine holds more.
 _MOST_BYTES = 1 << 40
@@ -56,7 +54,7 @@ _Key = tuple[int, tuple[int, ...]]
 
 
 class MemoryModel:
-    """What the bytes of every order of one graph, or subgraph of ``parent``, follow from.
+    """What the bytes of every order of one graph or subgraph follow from.
 
     A value without a shape counts as the largest input of its node.
 
@@ -66,12 +64,7 @@ class MemoryModel:
         output_bytes: Bytes of the outputs that nodes of the graph make.
     """
 
-    def __init__(
-        self,
-        graph: ir.Graph,
-        shapes: ConcreteShapes,
-        parent: ir.Node | None = None,
-    ) -> None:
+    def __init__(self, graph: ir.Graph, shapes: ConcreteShapes) -> None:
         self.dependencies = Dependencies.of(graph)
         self.unknown_values: list[str] = []
         self._shapes, self._outputs = shapes, set[ir.Value | None](graph.outputs)
@@ -82,13 +75,11 @@ class MemoryModel:
         # By a topological order: guesses look at the inputs of a node.
         for index in self.dependencies.default():
             node = self.dependencies.nodes[index]
-            read, made = self._read(node), _made(node)
+            read = self._read(node)
             self._uses.update(read)
             largest = max((self._sizes[value] for value in read), default=0)
-            for value in made:
+            for value in _made(node):
                 self._sizes[value], self._keys[value] = self._measure(value, largest)
-            if _is_unchanged_state(node, graph, parent):
-                self._sizes[made[0]] = 0
         self.output_bytes = sum(self._sizes.get(value, 0) for value in self._outputs)
 
     def live(self, order: Iterable[int], inner: Mapping[int, int]) -> list[int]:
@@ -134,7 +125,8 @@ class MemoryModel:
         if node.op_type in _ALIASES and node.domain == "":
             source = input_of(node, 0)
             return value if source is None else buffers.get(source)
-        over, key = _overwritten_input(node), self._keys[value]
+        place, key = _IN_PLACE.get((node.domain, node.op_type)), self._keys[value]
+        over = None if place is None else input_of(node, place)
         if (buffer := buffers.get(over)) is None or buffer in self._outputs:
             return value
         is_alike = key is not None and self._keys[over] == key
@@ -155,24 +147,6 @@ class MemoryModel:
 def _made(node: ir.Node) -> list[ir.Value]:
     """Return the outputs of a node, but for those that are left out."""
     return [value for value in node.outputs if value.name]
-
-
-def _overwritten_input(node: ir.Node) -> ir.Value | None:
-    place = _IN_PLACE.get((node.domain, node.op_type))
-    over = None if place is None else input_of(node, place)
-    is_double = over is not None and over.dtype is ir.DataType.DOUBLE
-    return None if is_double and node.op_type in _IN_PLACE_FLOAT_ONLY else over
-
-
-def _is_unchanged_state(node: ir.Node, graph: ir.Graph, parent: ir.Node | None) -> bool:
-    """Whether a Loop's body hands on an input other than the iteration's number."""
-    return (
-        parent is not None
-        and parent.op_type == "Loop"
-        and node.op_type == "Identity"
-        and node.outputs[0].is_graph_output()
-        and node.inputs[0] in graph.inputs[1:]
-    )
 
 
 def inner_bytes(node: ir.Node, parts: Sequence[tuple[int, int]]) -> int:
