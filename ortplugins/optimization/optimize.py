@@ -105,7 +105,7 @@ def optimize(
         bakes=bake,
         onnxruntime_version=checked_version(onnxruntime_version),
     )
-    target = None if output is None else Path(output)
+    target = written = None if output is None else Path(output)
     start = time.perf_counter()
     if target is not None:
         check_output(model, target, overwrite)
@@ -116,10 +116,11 @@ def optimize(
     scratch = None
     if target is None and finishing:
         scratch = tempfile.TemporaryDirectory(prefix="ortplugins-")
+        written = Path(scratch.name, "model.onnx")
     result = build(
         request,
         loaded,
-        target if scratch is None else Path(scratch.name, "model.onnx"),
+        written,
         inline=not external_data,
         overwrite=overwrite,
         progress=progress,
@@ -128,12 +129,11 @@ def optimize(
     if result.baked:
         needs["graph_optimization_level"] = "ORT_DISABLE_ALL"
     optimized = result.model
-    if finishing:  # the files differ from the model in memory
+    if finishing and written is not None:  # the files differ from the model in memory
         with warnings.catch_warnings():
             # onnx_ir has no place for the records of packed weights.
             warnings.filterwarnings("ignore", message="Ignoring unknown external data")
-            (path,) = (file for file in result.files if file.suffix == ".onnx")
-            optimized = load_model(path).model
+            optimized = load_model(written).model
         # Its tensors are in these files.
         optimized.meta[_SCRATCH] = scratch
     report = result.report
