@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ortplugins.errors import QuantizationError
+from ortplugins.quantization.methods.gptq import RATIOS
 from ortplugins.quantization.methods.nearest import (
     BlockFormat,
     Codes,
@@ -30,8 +31,8 @@ from ortplugins.quantization.statistics import ActivationStatistics
 # Float bytes of a strip of columns: with the copies that a method makes, what a thread holds.
 _STRIP_BYTES = 4 << 20
 # GPTQ rounds row by row, and a call of numpy costs more than a narrow row; but the strips of a
-# weight go to several threads.
-_GPTQ_STRIP_BYTES, _GPTQ_COLUMNS = 8 << 20, 512
+# weight go to several threads, and of a block there are candidates, numbers of a strip.
+_GPTQ_STRIP_BYTES, _GPTQ_COLUMNS, _CANDIDATES = 8 << 20, (64, 512), 1 << 20
 # The relative error of a weight of which nothing is left.
 _LOST = 0.9
 # Below it, float32 loses digits of sums of squares.
@@ -105,7 +106,7 @@ def choose_codes(
         return _squares(floats, scaled, difference, statistics)
 
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        sums = np.sum(list(pool.map(strip, _strips(k, n, feedback is not None))), axis=0)
+        sums = np.sum(list(pool.map(strip, _strips(k, n, form, feedback is not None))), axis=0)
     weight, output = np.sqrt(sums[:4:2] / np.where(sums[1:4:2] > 0, sums[1:4:2], 1)).tolist()
     if weight > _LOST and matrix.dtype.name != form.scale_type == "float16":
         raise QuantizationError(
@@ -179,8 +180,11 @@ def _check_type_holds(
             )
 
 
-def _strips(k: int, n: int, by_rows: bool) -> Iterator[slice]:
-    size, columns = (_GPTQ_STRIP_BYTES, _GPTQ_COLUMNS) if by_rows else (_STRIP_BYTES, n + 7)
+def _strips(k: int, n: int, form: BlockFormat, by_rows: bool) -> Iterator[slice]:
+    size, columns = _STRIP_BYTES, n + 7
+    if by_rows:
+        most = _CANDIDATES // (len(RATIOS) * min(form.size_along(k), k))
+        size, columns = _GPTQ_STRIP_BYTES, int(np.clip(most, *_GPTQ_COLUMNS))
     width = max(8, min(size // (4 * k), columns) // 8 * 8)
     for start in range(0, n, width):
         yield slice(start, min(start + width, n))

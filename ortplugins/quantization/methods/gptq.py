@@ -74,9 +74,6 @@ DAMPING, RELATIVE_DAMPING = 0.01, 1.0
 RATIOS = (1.1, 1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 # How often each block is quantised again, given all others.
 REVISITS = 4
-# Floats of the candidates of a strip of columns: 4 MB. Narrower ones cost more calls of numpy
-# for each row than they spare the caches.
-_STRIP = 1 << 20
 # How often damping grows tenfold before a matrix is refused.
 _ATTEMPTS = 12
 _NONE: Rows = np.arange(0)
@@ -116,13 +113,11 @@ class Gptq:
         ``residual`` is X^T (Y - X W) over the number of tokens, float32 ``[K, N]``, where the
         outputs are to be Y and not X W.
         """
-        size = form.size_along(len(weight))
         order, factor = self.factor(form)
         if residual is not None:
             rows, weight = np.concatenate(order), weight.astype(np.float32)
             weight[rows] += factor.solve(residual[rows] / self._mean)
-        width = max(64, _STRIP // (min(size, len(weight)) * len(RATIOS)))
-        result = _Result(weight, form, width)
+        result = _Result(weight, form)
         result.round_blocks(order, factor)
         # A block that is all of the rows has no others to make up for.
         for _ in range(REVISITS if len(order) > 1 else 0):
@@ -175,11 +170,10 @@ class Gptq:
 class _Result:
     """Codes, scales, zero points and errors D of a weight, block by block."""
 
-    def __init__(self, weight: npt.NDArray[Any], form: BlockFormat, width: int) -> None:
-        """Start; ``width`` columns are worked on at a time."""
+    def __init__(self, weight: npt.NDArray[Any], form: BlockFormat) -> None:
+        """Start with a weight, ``[K, N]``."""
         k, n = weight.shape
         self._weight, self._form = weight, form
-        self._strips = [slice(left, min(left + width, n)) for left in range(0, n, width)]
         grid = form.blocks(k), n
         self.codes: Codes = np.empty((k, n), form.code_dtype)
         self.scales: Floats = np.empty(grid, np.float32)
@@ -198,54 +192,44 @@ class _Result:
             if start:
                 # Where no row is rounded, each row's move moves the rows after it, too.
                 settled = np.linalg.inv(own.astype(np.float64)).astype(np.float32) @ moved
-            for columns in self._strips:
-                part = self._part(rows, columns)
-                given = part, part - moved[:, columns], own, cost, self._form
-                # What the block would be if it were not rounded: that decides its range.
-                free = part - settled[:, columns]
-                grid = _best_grid(given, *candidate_grids(free, RATIOS, self._form))
-                errors[start:stop, columns] = self._store(rows, columns, given, *grid)
+            part = self._part(rows)
+            given = part, part - moved, own, cost, self._form
+            # What the block would be if it were not rounded: that decides its range.
+            candidates = candidate_grids(part - settled, RATIOS, self._form)
+            errors[start:stop] = self._store(rows, given, *_best_grid(given, *candidates))
             start = stop
 
     def _store(
-        self,
-        rows: Rows,
-        columns: slice,
-        given: _Block,
-        scales: Floats,
-        zeros: ZeroPoints | None,
+        self, rows: Rows, given: _Block, scales: Floats, zeros: ZeroPoints | None
     ) -> Floats:
         """Round the rows of a block on one grid, store what that gives; return D."""
         codes = np.empty(given[0].shape, self._form.code_dtype)
         errors, _ = _round_rows(*given, scales, zeros, codes)
         block = self._block(rows)
-        self.codes[rows, columns], self.scales[block, columns] = codes, scales[0]
+        self.codes[rows], self.scales[block] = codes, scales[0]
         if self.zero_points is not None and zeros is not None:
-            self.zero_points[block, columns] = zeros[0]
-        self.errors[rows, columns] = errors[:, 0]
+            self.zero_points[block] = zeros[0]
+        self.errors[rows] = errors[:, 0]
         return errors[:, 0]
 
-    def revisit(self, rows: Rows, hessian: Floats, slopes: Floats) -> None:
+    def revisit(self, rows: Rows, hessian: Floats, slope: Floats) -> None:
         """Choose the codes and then the scale of a block again, given all others."""
         block, form = self._block(rows), self._form
-        for columns in self._strips:
-            scales, slope = self.scales[block, columns], slopes[:, columns]
-            zeros: ZeroPoints | int = 0
-            if self.zero_points is not None:
-                zeros = self.zero_points[block, columns]
-            steps = self.codes[rows, columns].astype(np.float32) - zeros
-            low, high = (np.float32(x) - zeros for x in (form.lowest_code, form.highest_code))
-            moved = np.zeros(steps.shape, np.float32)
-            for k, own in enumerate(np.diagonal(hessian)):
-                step = steps[k] - (slope[k] + hessian[k, :k] @ moved[:k]) / (own * scales)
-                np.rint(step, out=step)
-                np.clip(step, low, high, out=step)
-                moved[k] = (step - steps[k]) * scales
-                steps[k] = step
-            fitted = self._fitted(scales, steps, hessian, slope + hessian @ moved)
-            self.codes[rows, columns] = steps + zeros
-            self.scales[block, columns] = fitted
-            self.errors[rows, columns] = steps * fitted - self._part(rows, columns)
+        scales = self.scales[block]
+        zeros = 0 if self.zero_points is None else self.zero_points[block]
+        steps = self.codes[rows].astype(np.float32) - zeros
+        low, high = (np.float32(x) - zeros for x in (form.lowest_code, form.highest_code))
+        moved = np.zeros(steps.shape, np.float32)
+        for k, own in enumerate(np.diagonal(hessian)):
+            step = steps[k] - (slope[k] + hessian[k, :k] @ moved[:k]) / (own * scales)
+            np.rint(step, out=step)
+            np.clip(step, low, high, out=step)
+            moved[k] = (step - steps[k]) * scales
+            steps[k] = step
+        fitted = self._fitted(scales, steps, hessian, slope + hessian @ moved)
+        self.codes[rows] = steps + zeros
+        self.scales[block] = fitted
+        self.errors[rows] = steps * fitted - self._part(rows)
 
     def _fitted(self, scales: Floats, steps: Floats, hessian: Floats, slope: Floats) -> Floats:
         """Return the scales ``[n]`` that cost least with these codes."""
@@ -262,8 +246,8 @@ class _Result:
     def _block(self, rows: Rows) -> int:
         return int(rows[0]) // self._form.size_along(len(self.codes))
 
-    def _part(self, rows: Rows, columns: slice) -> Floats:
-        return np.ascontiguousarray(self._weight[rows, columns], np.float32)
+    def _part(self, rows: Rows) -> Floats:
+        return np.ascontiguousarray(self._weight[rows], np.float32)
 
 
 def _best_grid(
