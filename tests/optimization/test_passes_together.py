@@ -69,3 +69,11 @@ def test_all_passes_give_a_decoder_what_each_gives(name: str):
     together, _ = fired(model, passes)
     alone = fired(model, ["transformer_fusion"])[0]["transformer_fusion"]
     assert together["transformer_fusion"] == alone
+
+
+def test_what_is_cut_alike_has_one_size():
+    """Else the size of a part would be read of the part, which nothing earlier has."""
+    passes = ["trim_padding", "transformer_fusion", "shape_size_reorder"]
+    result = ortplugins.optimize(exported("bert-dynamo-eager"), passes=passes)
+    remarks = [remark.reason for remark in result.report.remarks]
+    assert not any("of 'token_type_ids_cut'" in reason for reason in remarks)
