@@ -33,7 +33,7 @@ from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
 from onnxscript.rewriter.pattern import OrValue
 
 from rewrite_rules.graph.nodes import label, made_by, producer
-from rewrite_rules.graph.parameters import constant, int_attribute
+from rewrite_rules.graph.parameters import constant, int_attribute, ints_attribute
 from rewrite_rules.remarks import Refusal, Remarks
 from rewrite_rules.shapes.dimensions import known, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
@@ -76,7 +76,7 @@ _MAX_BETWEEN = 4
 class FuseAttention(RewriteRuleClassBase):
     """``Transpose(softmax(scale q k' + mask) v) -> guarded(nodes, (question, kernel), ...)``.
 
-    ``tokens_first``: to ``[S, B, H, D]``, where a Transpose of the first two axes stays.
+    To ``[S, B, H, D]`` as well, where a Transpose of the first two axes stays.
     ``nonempty``: shapes in runs without empty values; kernels ask for these. ``caches``: gets
     each new cache, and what replaces it.
     """
@@ -88,7 +88,6 @@ class FuseAttention(RewriteRuleClassBase):
         remarks: Remarks,
         caches: list[tuple[ir.Value, ir.Value]],
         shared: SharedCache | None = None,
-        tokens_first: bool = False,
     ) -> None:
         super().__init__(remove_nodes=False)
         self._facts = facts
@@ -96,7 +95,6 @@ class FuseAttention(RewriteRuleClassBase):
         self._remarks = remarks
         self._caches = caches
         self._cache = shared
-        self._order = TOKENS_FIRST if tokens_first else SPLIT_HEADS
         # What layers share.
         self._shared: dict[object, Any] = {}
 
@@ -109,7 +107,7 @@ class FuseAttention(RewriteRuleClassBase):
         mixed = op.MatMul(weights, values, _outputs=["mixed"])
         heads = op.Reshape(mixed, _allow_other_inputs=True, _allow_other_attributes=True)
         kept = OrValue([mixed, heads], tag_var="kept", tag_values=[0, 1])
-        return op.Transpose(kept, perm=[*self._order], _outputs=["out"])
+        return op.Transpose(kept, _allow_other_attributes=True, _outputs=["out"])
 
     def check(  # type: ignore[override]
         self,
@@ -127,6 +125,9 @@ class FuseAttention(RewriteRuleClassBase):
             return result.fail("what NaN becomes is not 0", node)
         with self._remarks.at(label(node)):
             try:
+                self._order = tuple(ints_attribute(producer(out), "perm") or ())
+                if self._order not in (SPLIT_HEADS, TOKENS_FIRST):
+                    return result.fail("it is not a Transpose of heads", node)
                 found = read_attention(softmax, mixed, out, guarded == 1, self._nonempty)
                 self._check_kernels(found)
                 end = _merged(out, found.sizes) if self._order == SPLIT_HEADS else None

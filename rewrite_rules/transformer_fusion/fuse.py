@@ -168,8 +168,7 @@ def _fuse_attention(
         if options.rotary:
             rules += Rotary.rule(shapes, remarks).commute()
         if options.attention:
-            shared_by_all = (shapes, nonempty, remarks, caches, shared)
-            rules += (FuseAttention.rule(*shared_by_all, first) for first in (False, True))
+            rules.append(FuseAttention.rule(shapes, nonempty, remarks, caches, shared))
         if own:
             _apply(model, rules, own.__contains__)
     if options.attention:
