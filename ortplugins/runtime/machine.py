@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -168,8 +169,7 @@ class ProcessMemory(NamedTuple):
 
 def process_memory(pid: int | str = "self") -> ProcessMemory:
     """Return what a process holds; nothing of one that has ended, or without /proc."""
-    # Lines such as "VmRSS:  1234 kB".
-    lines = text_of("/proc", str(pid), "status").splitlines()
-    pairs = (line.split() for line in lines if line.endswith(" kB"))
-    found = {pair[0].rstrip(":"): int(pair[1]) * 1024 for pair in pairs}
-    return ProcessMemory(found.get("RssAnon"), found.get("VmRSS"), found.get("VmHWM"))
+    text = text_of("/proc", str(pid), "status")
+    found = re.findall(r"^(RssAnon|VmRSS|VmHWM):\s+(\d+) kB$", text, re.MULTILINE)
+    sizes = {name: int(number) * 1024 for name, number in found}
+    return ProcessMemory(sizes.get("RssAnon"), sizes.get("VmRSS"), sizes.get("VmHWM"))

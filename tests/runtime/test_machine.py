@@ -3,6 +3,7 @@
 
 import pytest
 
+from ortplugins.runtime import machine
 from ortplugins.runtime.machine import usable_cores
 
 CGROUPS, CORE = "sys/fs/cgroup", "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
@@ -29,3 +30,13 @@ def test_usable_cores(files, cores, tmp_path, monkeypatch):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     assert usable_cores(str(tmp_path)) == cores
+
+
+def test_memory_is_what_linux_says_of_a_process(monkeypatch):
+    status = (
+        "Name:\tpython 3 kB\nVmHWM:\t    30 kB\nVmRSS:\t 20 kB\nRssAnon:\t 10 kB\nThreads:\t1"
+    )
+    monkeypatch.setattr(machine, "text_of", lambda *_: status)
+    assert machine.process_memory() == (10 << 10, 20 << 10, 30 << 10)
+    monkeypatch.setattr(machine, "text_of", lambda *_: "")
+    assert machine.process_memory() == (None, None, None)

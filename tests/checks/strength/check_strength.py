@@ -33,6 +33,7 @@ ELSEWHERE = {
         "tests/optimization",
         f"{RULES}/test_bad_input.py",
     ),
+    "ortplugins/optimization": ("tests/optimization", f"{RULES}/prepacked_weights"),
     "ortplugins/runtime": ("tests/runtime", "tests/cli", "tests/session"),
     "ortplugins/samples": ("tests/samples", "tests/measurement", "tests/quantization"),
     "ortplugins/session": ("tests/session", "tests/cli", "tests/cache"),
