@@ -12,7 +12,7 @@ import pytest
 from builders.quantized_files import arrays_of, read
 from builders.same_numbers import session
 from builders.text_models import matmul_of, model_of, normal
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -470,6 +470,7 @@ def weighted_errors(weight, quantised, form):
 
 
 @given(weight=weights, form=forms)
+@example(weight=np.full((1, 1), 5e-39, np.float32), form=BlockFormat(is_symmetric=False))
 def test_searched_scales_are_never_worse_where_great_weights_count_more(weight, form):
     nearest, searched = quantize_blocks(weight, form), search_blocks(weight, form)
     for one, other in zip(nearest, searched, strict=True):

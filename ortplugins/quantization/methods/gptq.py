@@ -239,9 +239,7 @@ class _Result:
         change = fitted - scales
         # Rounded to its type, a scale may be further from the best than it was.
         better = change * (2 * slope + change * curve) < 0
-        if self._form.grid != "extreme" or not self._form.is_symmetric:
-            better &= fitted > 0
-        return np.where(better, fitted, scales)
+        return np.where(better & ((fitted > 0) == (scales > 0)), fitted, scales)
 
     def _block(self, rows: Rows) -> int:
         return int(rows[0]) // self._form.size_along(len(self.codes))

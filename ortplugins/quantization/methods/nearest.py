@@ -234,8 +234,10 @@ def _best_scales(
         fit = np.einsum("kn,kn->n", weighted, steps)
         energy = np.einsum("kn,kn->n", weighted, codes)
         factor = fit / np.where(energy > 0, energy, 1)
-        # What the best scale for these codes takes off the sum of |w|**3.
-        better = fit * factor > best
+        # What the best scale for these codes takes off the sum of |w|**3. Where it would be
+        # raised to the least one of its type, it does not.
+        is_stored = abs(scales * factor) >= _MIN_SCALE[form.scale_type]
+        better = (fit * factor > best) & is_stored
         best[better], ratios[better] = (fit * factor)[better], 1 / ratio
         factors[better] = factor[better]
         chosen = np.where(better, zero, chosen)
