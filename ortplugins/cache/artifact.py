@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import ast  # numpy has imported it; json would take milliseconds
+import itertools
 import os
 import sys
 import time
@@ -36,7 +36,7 @@ from session_options.entries import (
 )
 
 # Layout of the cache; another number is another cache.
-_FORMAT = 8
+_FORMAT = 9
 MODEL = "model.onnx"
 ARTIFACT = "artifact"
 REPORT = "report.json"
@@ -247,23 +247,44 @@ class Artifact:
         is_old = abs(time.time() - self.made) > _RETRY_SECONDS
         return bool(self.failed) and is_old and not missing_packages()
 
+    # Groups of texts behind their sizes: json would have to be imported at a start, and Python
+    # 3.11 cannot parse literals in two threads (SystemError, python/cpython#106905).
+
     def write(self) -> None:
         """Write it into its folder, which must not have one yet."""
-        fields = {name: getattr(self, name) for name in self.__slots__ if name != "folder"}
-        # One text is read faster than hundreds.
-        fields["initializers"] = "\0".join(self.initializers)
-        write_fields(os.path.join(self.folder, ARTIFACT), [repr(fields)])
+        flags = ["baked"] * self.baked + ["custom"] * self.has_custom_operators
+        files = [(x, *map(str, pair), self.digests[x]) for x, pair in self.files.items()]
+        maps = (self.settings.items(), self.data.items(), self.free.items())
+        groups = [
+            [str(self.made), self.of_model],
+            *([*itertools.chain(*items)] for items in (files, *maps)),
+            *(flags, self.initializers, self.failed),
+        ]
+        counts = " ".join(str(len(group)) for group in groups)
+        path = os.path.join(self.folder, ARTIFACT)
+        write_fields(path, [counts, *itertools.chain(*groups)])
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> Artifact | None:
         """Return the artifact of an entry's folder; None without one, or if it is damaged."""
-        if (written := read_fields(os.path.join(folder, ARTIFACT))) is None:
+        if (fields := read_fields(os.path.join(folder, ARTIFACT))) is None:
             return None
+        counts, rest = fields[0].split(), iter(fields[1:])
         try:
-            fields = ast.literal_eval(written[0])
-            names = fields.pop("initializers")
-            return cls(folder, initializers=names.split("\0") if names else [], **fields)
-        except (ValueError, SyntaxError, LookupError, TypeError, AttributeError):
+            groups = [[*itertools.islice(rest, int(count))] for count in counts]
+            (made, of_model), files, *maps, flags, initializers, failed = groups
+            settings, data, free = (dict(zip(x[::2], x[1::2], strict=True)) for x in maps)
+            names, sizes, times, digests = (files[number::4] for number in range(4))
+            moments = zip(map(int, sizes), map(int, times), strict=True)
+            return cls(
+                folder,
+                files=dict(zip(names, moments, strict=True)),
+                digests=dict(zip(names, digests, strict=True)),
+                settings=settings, data=data, free=free,
+                baked="baked" in flags, has_custom_operators="custom" in flags,
+                initializers=initializers, failed=failed, made=float(made), of_model=of_model,
+            )  # fmt: skip
+        except ValueError:
             return None
 
 
