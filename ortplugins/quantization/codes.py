@@ -101,7 +101,7 @@ def choose_codes(
         if zero_points is not None and found[2] is not None:
             zero_points[:, columns] = found[2]
         difference = dequantize_blocks(*found, form)
-        _check_type_holds(difference, found[1], form, matrix.dtype)
+        _check_type_holds(difference, matrix.dtype)
         difference -= scaled
         return _squares(floats, scaled, difference, statistics)
 
@@ -168,13 +168,10 @@ def checked(matrix: npt.NDArray[Any]) -> Floats:
     return copy
 
 
-def _check_type_holds(
-    matrix: Floats, scales: Floats, form: BlockFormat, dtype: np.dtype[Any]
-) -> None:
+def _check_type_holds(matrix: Floats, dtype: np.dtype[Any]) -> None:
     """Refuse codes of a weight that stand for a matrix beyond its type."""
     with np.errstate(over="ignore"):
-        reach = float(abs(scales).max()) * (1 << form.bits)
-        if reach > np.finfo(dtype).max and not np.isfinite(matrix.astype(dtype)).all():
+        if not np.isfinite(matrix.astype(dtype, copy=False)).all():
             raise QuantizationError(
                 f"its codes stand for numbers beyond {dtype}: take more bits, or grid 'amax'"
             )
