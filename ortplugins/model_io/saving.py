@@ -281,6 +281,8 @@ def check_absent(paths: Sequence[Path], overwrite: bool) -> None:
     for path in paths:
         if path.is_dir():
             raise IsADirectoryError(f"{path}: is a folder")
+        if path.exists() and not path.is_file():  # /dev/null, which we would replace
+            raise FileExistsError(f"{path}: is a device or a pipe; choose another output")
         if path.exists() and not overwrite:
             raise FileExistsError(f"{path}: exists; --force or overwrite=True overwrites it")
 

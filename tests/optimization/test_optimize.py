@@ -206,6 +206,9 @@ def test_an_existing_output_is_kept_unless_said_otherwise(tmp_path):
         ortplugins.optimize(path, path, overwrite=True)
     with pytest.raises(IsADirectoryError, match="is a folder"):
         ortplugins.optimize(path, output.parent, overwrite=True)
+    os.mkfifo(pipe := output.with_name("pipe"))
+    with pytest.raises(FileExistsError, match="pipe: is a device or a pipe"):
+        ortplugins.optimize(path, pipe, overwrite=True)
 
 
 def test_the_models_own_data_file_is_never_overwritten(tmp_path):
