@@ -114,7 +114,7 @@ class TokenRows:
             wide = np.expand_dims(ordered, others)
             return np.broadcast_to(wide, shape) if _fits(wide, shape) else None
         both = tuple(sorted((*mask.rows[1], *mask.tokens[1])))
-        if len(dims) != 1 or dims[0] != (1, both):
+        if dims != ((1, both),):
             return None
         length = shape[0] // max(1, len(kept))
         kept = kept[:, max(0, kept.shape[1] - length) :]

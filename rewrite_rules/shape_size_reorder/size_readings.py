@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import onnx_ir as ir
 
-from rewrite_rules.graph.nodes import all_nodes, subgraphs
+from rewrite_rules.graph.nodes import all_nodes, input_of, subgraphs
 from rewrite_rules.shapes.dimensions import Dim, Dims, Shape
 from rewrite_rules.shapes.node_facts import Integers
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
@@ -133,9 +133,6 @@ class _EarliestValues:
         self._places[value] = place
         if value.name == "":  # an output that is left out
             return
-        # A sequence, say, has no shape of its own.
-        if value.type is not None and not isinstance(value.type, ir.TensorType):
-            return
         shape = self._shapes.shape(value)
         self._first.setdefault((graph, "shape", shape), value)
         self._first.setdefault((graph, "count", self._shapes.count(value)), value)
@@ -181,8 +178,6 @@ class SizeReadings:
         if node.op_type in ("Shape", "Size"):
             source = node.inputs[0]
             return None if source is None else _Now(self._earliest.place(source), 1, source)
-        if self._shapes.integers(node.outputs[0]) is None:
-            return None
         inputs = [self._now[value] for value in node.inputs if value in self._now]
         place = max((now.place for now in inputs), default=-1)
         first = self._now.get(node.inputs[0]) if node.inputs[0] is not None else None
@@ -294,8 +289,8 @@ def _numbers(node: ir.Node, facts: ProvedShapes) -> Hashable:
     integers = facts.integers(node.outputs[0])
     if integers is not None and integers.known is not None:
         return integers
-    is_root = node.op_type in ("Shape", "Size")
-    if not is_root or not node.inputs or node.inputs[0] is None:
+    source = input_of(node, 0)
+    if node.op_type not in ("Shape", "Size") or source is None:
         return None
     span = (str(node.attributes[name]) for name in sorted(node.attributes))
-    return (node.op_type, facts.shape(node.inputs[0]), *span)
+    return (node.op_type, facts.shape(source), *span)
