@@ -16,7 +16,7 @@ import re
 import stat
 import time
 import warnings
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -280,46 +280,29 @@ def prune(
             "user that the directory belongs to, where it is mounted for writing"
         )
     abandoned = _remove_abandoned(cache)
-    chosen, in_use = choose(stored, max_size, older_than, time.time())
-    if everything:
-        chosen, in_use = list(stored), []
     removed: list[Entry] = []
-    left = [(item, "used a moment ago") for item in in_use]
-    for item in chosen:
+    left: list[tuple[Entry, str]] = []
+    now, size, gone = time.time(), sum(item.size for item in stored), 0
+    for item in sorted(stored, key=lambda item: item.last_used):
+        # If the clock was set back, uses lie in the future and nothing has expired.
+        expired = older_than is not None and now - item.last_used > older_than
+        expired |= everything or item.artifact is None  # of an earlier layout, or damaged
+        if not expired and (max_size is None or size <= max_size):
+            continue
+        if not everything and abs(now - item.last_used) < _OPENING_SECONDS:
+            left.append((item, "used a moment ago"))
+            continue
         try:
             if reason := _remove(cache, item):
                 left.append((item, reason))
-            else:
-                removed.append(item)
+                continue
+            removed.append(item)
         except FileNotFoundError:
-            stored.remove(item)  # another process has removed it
+            gone += 1  # another process has removed it
+        size -= item.size
     _prune_index(cache, whole=everything)
-    kept = [item for item in stored if item not in removed]
-    return PruneResult(
-        tuple(removed), tuple(left), abandoned, len(kept), sum(item.size for item in kept)
-    )
-
-
-def choose(
-    stored: Iterable[Entry], max_size: int | None, older_than: float | None, now: float
-) -> tuple[list[Entry], list[Entry]]:
-    """Return what to remove, least recently used first, and what someone may be opening."""
-    ordered = sorted(stored, key=lambda item: item.last_used)
-    size = sum(item.size for item in ordered)
-    chosen: list[Entry] = []
-    in_use: list[Entry] = []
-    for item in ordered:
-        # If the clock was set back, uses lie in the future and nothing has expired.
-        expired = older_than is not None and now - item.last_used > older_than
-        expired |= item.artifact is None  # of an earlier layout, or damaged
-        if not expired and (max_size is None or size <= max_size):
-            continue
-        if abs(now - item.last_used) < _OPENING_SECONDS:
-            in_use.append(item)
-        else:
-            chosen.append(item)
-            size -= item.size
-    return chosen, in_use
+    kept = len(stored) - len(removed) - gone
+    return PruneResult(tuple(removed), tuple(left), abandoned, kept, size)
 
 
 def _remove(cache: ArtifactCache, item: Entry) -> str:
