@@ -3,16 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "CalibrationError",
-    "MissingFileError",
-    "ModelFileError",
-    "OrtpluginsWarning",
-    "PassError",
-    "QuantizationError",
-    "UsageError",
-]
-
 
 class UsageError(ValueError):
     """An argument has a value that cannot be, or has no effect beside another; names it."""

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["OLDEST", "Version", "are_cpu_only", "parse_version"]
-
 import re
 from collections.abc import Iterable
 

@@ -3,10 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "Outcome", "PassContext", "Refusal", "Remark", "Remarks", "RewriteError",
-]  # fmt: skip
-
 import contextlib
 import dataclasses
 import enum
@@ -133,7 +129,7 @@ class PassContext:
             ``("CPUExecutionProvider",)``.
         onnxruntime: Major and minor version that the result is for; None for the newest.
         cpu_arena: Whether the session's memory on the CPU comes from an arena, which gives
-            nothing back; a pass that looks at it sets ``Pass.depends_on_arena``.
+            nothing back.
         final_graph: Whether no optimiser of onnxruntime will change the graph any more.
         session_settings: What sessions on the result have to be set to, for this model; a pass
             adds to it. As ``Pass.session_settings`` returns them, and after those.

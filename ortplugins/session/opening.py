@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -137,6 +138,7 @@ class Start:
         self._session, self._construct = session, construct
         (self._model, self._options), self._providers = given[:2], given[2:]
         self._kwargs, self._switched = kwargs, switched
+        self._entry = partial(stored, self._options)  # which is checked before it is used
         self._settings: Mapping[str, str] = {}  # what a hint sets for the session
 
     def open(self) -> Opened:
@@ -171,10 +173,6 @@ class Start:
             self._open_given(_STOCK)
             return _warned(f"the working directory cannot be read: {error}")
         return self._open_wanted(wanted, given)
-
-    def _entry(self, key: str) -> str | None:
-        """Return an entry of the options, or None when it was never set."""
-        return stored(self._options, key)
 
     def wanted(self, entries: Mapping[str, str], providers: Sequence[str]) -> Wanted:
         """Return everything that the cache entry depends on."""
