@@ -213,7 +213,7 @@ def check_type(operand: DequantizedOperand) -> None:
         if dtype not in _FLOATS:
             name = dtype.name.lower()
             raise Refusal("ORP105", f"the weight is cast to {name}: float32 and float16 fuse")
-    if any(dtype.bitwidth < operand.dtype.bitwidth for dtype in operand.casts[1:-1]):
+    if any(dtype.bitwidth < operand.dtype.bitwidth for dtype in operand.casts[1:]):
         raise NoKernel("ORP105", "the weight is rounded to float16 on its way")
     if ir.DataType.FLOAT16 in operand.casts and operand.may_exceed(_GREATEST_HALF):
         raise NoKernel("ORP105", "the weight is too great for float16 and becomes infinite")

@@ -75,7 +75,7 @@ def test_folds(name: str):
     """A case has the operators that are left, of the domain of each, with what they read."""
     case, options = FOLDS[name], {**FOLDS[name].settings}
     target = options.pop("target", "cpu")
-    merge = options.pop("law", "") == "Bridge"
+    merge = "Bridge" in (options.pop("law", ""), options.pop("beside", ""))
     opset = int(options.pop("opset", 21))
     before, after = (graph(case.nodes, **options, opset=opset) for _ in range(2))
     remarks = fold(after, target, merge)
@@ -187,6 +187,8 @@ DAMAGED = {
         "QuantizeLinear<output_dtype = 77>(x, s)",
         "output_dtype of 'Q' is 77, which is not a type",
     ),
+    "float16": (DQ, "DequantizeLinear<output_dtype = 10>(q, s, z)", "is float16, but the"),
+    "by float16": (Q, "QuantizeLinear<precision = 10>(x, s, z)", "is float16, but the"),
     "in blocks": (DQ, "DequantizeLinear<block_size = 2>(q, s, z)", "in blocks"),
     "an attribute of another kind": (
         DQ,
