@@ -135,10 +135,7 @@ def _quantize(model: ir.Model, caches: Sequence[Cache], scales: Sequence[Floats]
 
 def _scale(name: str, caches: Iterable[npt.NDArray[Any]]) -> Floats:
     """Return the scale of each channel [G * D] of a cache, ``[B, G, T, D]`` by sample."""
-    found = [
-        abs(array.astype(np.float32)).max(axis=(0, 2), initial=0).reshape(-1)
-        for array in caches
-    ]
+    found = [abs(array.astype(np.float32)).max(axis=(0, 2)).reshape(-1) for array in caches]
     if not np.isfinite(most := np.max(found, axis=0)).all():
         raise CalibrationError(
             f"cache {name!r} holds NaN or infinity for these samples: give others"

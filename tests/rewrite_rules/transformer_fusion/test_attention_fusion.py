@@ -464,6 +464,13 @@ def test_a_cache_is_shared_as_a_whole_or_not_at_all(model: onnx.ModelProto, reas
         ortplugins.optimize(model, passes=[ortplugins.TransformerFusion(kv_cache="shared")])
 
 
+def test_a_mask_that_shows_the_next_token_stops_a_run():
+    model = small_decoder("at = Add(positions, one)\nrows = Unsqueeze(at, one_axis)")
+    result, *_ = fused(model, kv_cache="shared")
+    with pytest.raises(Exception, match="mask_hides_later_tokens"):
+        run(result, decoder_feeds(model, Run(1, 3, 2), 1))
+
+
 def started(model: onnx.ModelProto) -> tuple[ortplugins.InferenceSession, list[str]]:
     """A session of the pass, and the reasons of its remarks."""
     so = options(ortplugins.TransformerFusion(), strict=True)
