@@ -41,6 +41,7 @@ class LoadedModel:
     model: ir.Model
     data_files: dict[str, Path]  # by their location in the model
     name: str
+    sources: frozenset[str]  # files that it was read from, or reads, with links resolved
 
 
 def read_model_file(path: str | os.PathLike[str]) -> bytes:
@@ -85,7 +86,11 @@ def load_model(
         content = mapped or read_model_file(model)
     else:
         return _from_memory(model)
-    return _load(content, folders, name)
+    loaded = _load(content, folders, name)
+    if isinstance(model, bytes):
+        return loaded
+    sources = loaded.sources | {os.path.realpath(model)}
+    return dataclasses.replace(loaded, sources=sources)
 
 
 def _from_memory(model: onnx.ModelProto | ir.Model) -> LoadedModel:
@@ -106,13 +111,14 @@ def _from_memory(model: onnx.ModelProto | ir.Model) -> LoadedModel:
                     f"{name}: tensor {tensor.name!r} has external data in "
                     f"{str(tensor.location)!r}, but a ModelProto knows no folder; give a path"
                 )
-    return LoadedModel(copy, {}, name)
+    return LoadedModel(copy, {}, name, frozenset(paths_of(copy)))
 
 
 def _load(content: bytes | onnx.ModelProto, folders: Sequence[str], name: str) -> LoadedModel:
     proto = _parsed(content, name) if isinstance(content, bytes) else content
     model = _deserialize(proto, name)
-    return LoadedModel(model, _bind_external_data(model, folders, name), name)
+    data_files = _bind_external_data(model, folders, name)
+    return LoadedModel(model, data_files, name, frozenset(paths_of(model)))
 
 
 def _parsed(content: bytes, name: str) -> onnx.ModelProto:
@@ -327,6 +333,13 @@ def initializer_tensors(model: ir.Model) -> Iterator[tuple[ir.Value, ir.TensorPr
         for value in graph.initializers.values():
             if value.const_value is not None:
                 yield value, value.const_value
+
+
+def paths_of(model: ir.Model) -> Iterator[str]:
+    """Yield the files that contain tensors of a model."""
+    for _, tensor in initializer_tensors(model):
+        if isinstance(tensor, ir.ExternalTensor):
+            yield os.path.realpath(tensor.path)
 
 
 def stored_bytes(tensor: ir.TensorProtocol) -> int:

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import onnx_ir as ir
@@ -19,10 +19,9 @@ from google.protobuf.message import EncodeError
 from ortplugins.errors import ModelFileError
 from ortplugins.model_io.loading import (
     LoadedModel,
-    ModelLike,
     has_kept_types,
     initializer_tensors,
-    is_path,
+    paths_of,
     relocated,
     stored_bytes,
     to_proto,
@@ -58,18 +57,17 @@ def scratch_within(folder: str | os.PathLike[str] | None) -> Iterator[str]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _staged_name(model: ir.Model, output: Path, *, overwrite: bool) -> str:
+def _staged_name(output: Path, used: Collection[str], *, overwrite: bool) -> str:
     """Return a name for the new model until it is in place; its data files begin with it.
 
     It is the output's own unless data files of that name exist which the new ones must not
-    replace: the model's own or, if ``output`` may exist, any, as until the new model is in
+    replace: those in use or, if ``output`` may exist, any, as until the new model is in
     place the old one reads them.
     """
-    used = {*_paths_of(model)}
 
     def is_free(name: str) -> bool:
         there = _data_of(output.with_name(name))
-        return not there or not (overwrite or used & {*map(os.path.realpath, there)})
+        return not there or not (overwrite or {*used} & {*map(os.path.realpath, there)})
 
     numbered = (f"{output.name}.{number}" for number in itertools.count(1))
     return next(filter(is_free, itertools.chain([output.name], numbered)))
@@ -89,6 +87,7 @@ def save_with_data(
     inline: bool = False,
     least_bytes: int = DATA_THRESHOLD,
     overwrite: bool = False,
+    sources: Collection[str] = (),
     data_folder: Path | None = None,
     finish: Callable[[Path], None] | None = None,
     progress: Progress | None = None,
@@ -104,6 +103,7 @@ def save_with_data(
         inline: Keep all tensors inside the .onnx file.
         least_bytes: Smaller tensors stay inside.
         overwrite: Whether the files may exist.
+        sources: Files of the model that this one was made from. They stay as they are.
         data_folder: Tensors in files of this folder stay there, and all others are stored
             inside the .onnx file. Sessions need the folder to find them.
         finish: Called with the path of the saved model, in a folder with only its files,
@@ -111,7 +111,8 @@ def save_with_data(
         progress: Called before each tensor.
     """
     folder = Path(os.path.realpath(output.parent))
-    name = _staged_name(model, output, overwrite=overwrite)
+    used = {*sources, *paths_of(model)}
+    name = _staged_name(output, used, overwrite=overwrite)
     with scratch_within(folder) as scratch:
         stays_in = data_folder or (folder if keep_in_place else None)
         leaving = None if inline or data_folder is not None else least_bytes
@@ -130,7 +131,7 @@ def save_with_data(
         check_absent(written, overwrite)
         for new, path in zip(made, written, strict=True):
             os.replace(new, path)
-    in_use = {*(folder / path.name for path in written), *map(Path, _paths_of(model))}
+    in_use = {*(folder / path.name for path in written), *map(Path, used)}
     for path in old - in_use:
         with contextlib.suppress(OSError):  # open in a process of Windows
             path.unlink()
@@ -158,13 +159,6 @@ def _old_data(output: Path) -> set[Path]:
             for path in found
             if path.name != f"{output.name}.data" or old.find(path.name.encode()) >= 0
         }
-
-
-def _paths_of(model: ir.Model) -> Iterator[str]:
-    """Yield the files that contain tensors of a model."""
-    for _, tensor in initializer_tensors(model):
-        if isinstance(tensor, ir.ExternalTensor):
-            yield os.path.realpath(tensor.path)
 
 
 def serialized(model: ir.Model) -> bytes:
@@ -287,10 +281,12 @@ def check_absent(paths: Sequence[Path], overwrite: bool) -> None:
             raise FileExistsError(f"{path}: exists; --force or overwrite=True overwrites it")
 
 
-def check_output(model: ModelLike, output: Path, overwrite: bool) -> None:
-    """Raise, before any work is done, if a model's output cannot be written."""
-    if is_path(model) and os.path.realpath(model) == os.path.realpath(output):
-        raise ModelFileError(f"{output}: is the model itself; choose another output")
+def check_output(loaded: LoadedModel, output: Path, overwrite: bool) -> None:
+    """Raise, before any work is done, if the output for a model cannot be written."""
+    if os.path.realpath(output) in loaded.sources:
+        raise ModelFileError(
+            f"{output}: is the model itself, or its data; choose another output"
+        )
     check_absent([output], overwrite)
     if not output.absolute().parent.is_dir():
         raise ModelFileError(f"{output}: its folder does not exist")

@@ -114,7 +114,7 @@ def build(
     later |= runs.take_part_in("finish")
     if output is not None and (runs.modified or later or not only_if_modified):
         finishing = request.bakes or runs.take_part_in("finish")
-        saving = {"keep_in_place": not finishing, **saving}
+        saving = {"keep_in_place": not finishing, "sources": loaded.sources, **saving}
         if placed is not None:
             saving["data_folder"] = placed.folder
         files = save_with_data(model, output, finish=finish, **saving)

@@ -107,9 +107,9 @@ def optimize(
     )
     target = written = None if output is None else Path(output)
     start = time.perf_counter()
-    if target is not None:
-        check_output(model, target, overwrite)
     loaded = request.load()
+    if target is not None:
+        check_output(loaded, target, overwrite)
     if external_data is None:
         external_data = has_data_file(loaded, loaded.model)
     finishing = bake or any(item.takes_part_in("finish") for item in request.plan.passes)

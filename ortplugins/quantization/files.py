@@ -73,9 +73,9 @@ class QuantizedFile:
             if self._target is not None and self._target.suffix != ".onnx":
                 self._folder = OutputFolder(source, self._target)
                 self._target /= model.relative_to(source)
-        if self._folder is None and self._target is not None:
-            check_output(model, self._target, overwrite)
         self.given, self.loaded = model, load_model(model, map_inline=True)
+        if self._folder is None and self._target is not None:
+            check_output(self.loaded, self._target, overwrite)
         self.model = self.loaded.model
         self._overwrite, self._progress = overwrite, progress
 
@@ -96,6 +96,7 @@ class QuantizedFile:
             self.model,
             inline=not has_data_file(self.loaded, self.model),
             overwrite=self._overwrite,
+            sources=self.loaded.sources,
             progress=self._progress,
         )
         if self._folder is None:

@@ -3,6 +3,7 @@
 
 import dataclasses
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -218,6 +219,17 @@ def test_the_models_own_data_file_is_never_overwritten(tmp_path):
     assert (tmp_path / "out.onnx.data").read_bytes() == before
     check(tmp_path / "out.onnx", ALIASABLE)
     check(path, ALIASABLE)
+
+
+def test_the_models_own_data_file_is_never_lost(tmp_path):
+    output, data = tmp_path / "out.onnx", tmp_path / "out.onnx.data"
+    path = save(WRITTEN, tmp_path, external_data=data.name)
+    with pytest.raises(ModelFileError, match=r"\.data: is the model itself, or its data"):
+        ortplugins.optimize(path, data, overwrite=True)
+    shutil.copy(path, output)  # which reads the data too, but is to be replaced
+    ortplugins.optimize(path, output, passes=[EXACT], external_data=True, overwrite=True)
+    for model in (path, output):
+        check(model, WRITTEN)
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
