@@ -13,8 +13,8 @@ from session_options.entries import (
     BUILTIN_PASSES,
     PASSES_KEY,
     PREFIX,
-    Lookup,
     enable_key,
+    given_entries,
     option_key,
     stored,
 )
@@ -60,7 +60,24 @@ class Plan(NamedTuple):
             OptionError: If an entry is unknown, names the nearest; or has an impossible value.
         """
         _check_keys(entries)
-        return _read(entries.get)
+        hint, others = (entries.get(key) or "" for key in (HINT_KEY, PASSES_KEY))
+        keys.check_choice(HINT_KEY, hint, _HINT)
+        enabling = {name: enable_key(name) for name in BUILTIN_PASSES}
+        named = [
+            n for n, key in enabling.items() if keys.parse_bool(key, entries.get(key, "0"))
+        ]
+        if hint and (named or others):
+            listed = ", ".join(filter(None, (*named, others)))
+            raise OptionError(f"{HINT_KEY} chooses the passes: leave it out, or {listed}")
+        classes = [find(name) for name in (PRESETS[hint].passes if hint else named)]
+        classes += loaded(others)
+        passes = [
+            each(**_given(entries, f"{PREFIX}.{each.name}", keys.options_of(each)))
+            for each in classes
+        ]
+        if not passes:
+            return cls()
+        return make_plan(passes, **_given(entries, PREFIX, GENERAL_OPTIONS))
 
 
 _GENERAL_HELP = {
@@ -113,36 +130,9 @@ def read(options: Any | None) -> Plan:
     Raises:
         OptionError: If an ortplugins entry has an impossible value; names key and value.
     """
-    return Plan() if options is None else _read(functools.partial(stored, options))
-
-
-def _read(entry: Lookup) -> Plan:
-    classes: list[type[Pass]] = []
-    hint = entry(HINT_KEY) or ""
-    keys.check_choice(HINT_KEY, hint, _HINT)
-    chosen = PRESETS[hint].passes if hint else ()
-    for name in BUILTIN_PASSES:
-        key = enable_key(name)
-        text = entry(key)
-        is_on = text is not None and keys.parse_bool(key, text)
-        if is_on and hint:
-            raise OptionError(
-                f"{HINT_KEY} chooses the passes, and {name!r} is switched on: leave one out"
-            )
-        if is_on or name in chosen:
-            classes.append(find(name))
-    if hint and entry(PASSES_KEY):
-        raise OptionError(f"{HINT_KEY} chooses the passes, and {PASSES_KEY}: leave one out")
-    classes += loaded(entry(PASSES_KEY) or "")
-    passes = [cls(**_read_options(entry, cls)) for cls in classes]
-    if not passes:
+    if options is None:
         return Plan()
-    general: dict[str, Any] = {}
-    for spec in GENERAL_OPTIONS:
-        key = f"{PREFIX}.{spec.name}"
-        if (text := entry(key)) is not None:
-            general[spec.name] = keys.parse_value(key, text, spec)
-    return make_plan(passes, **general)
+    return Plan.from_entries(given_entries(functools.partial(stored, options)))
 
 
 def _check_keys(entries: Mapping[str, str]) -> None:
@@ -311,10 +301,12 @@ def plan_from_settings(passes: Sequence[Pass | str], settings: Mapping[str, Scal
     return read_option_files(make_plan([*objects, *named]))
 
 
-def _read_options(entry: Lookup, cls: type[Pass]) -> dict[str, Any]:
-    values = {}
-    for spec in keys.options_of(cls):
-        key = option_key(cls.name, spec.name)
-        if (text := entry(key)) is not None:
-            values[spec.name] = keys.parse_value(key, text, spec)
-    return values
+def _given(
+    entries: Mapping[str, str], prefix: str, specs: Iterable[Option]
+) -> dict[str, Scalar]:
+    """Return the values of options whose keys begin with a prefix, of those that are set."""
+    return {
+        spec.name: keys.parse_value(key, entries[key], spec)
+        for spec in specs
+        if (key := f"{prefix}.{spec.name}") in entries
+    }
