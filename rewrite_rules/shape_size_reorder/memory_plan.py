@@ -156,5 +156,5 @@ def inner_bytes(node: ir.Node, parts: Sequence[tuple[int, int]]) -> int:
     """
     if node.op_type == "If":
         # A branch writes its outputs where those of the node are.
-        return max((peak - outputs for peak, outputs in parts), default=0)
+        return max(peak - outputs for peak, outputs in parts)
     return max((peak for peak, _ in parts), default=0)

@@ -85,11 +85,11 @@ def test_one_size_is_enough_for_all_dimensions_that_count_the_same(dims, shapes)
 
 
 def test_what_cannot_be_solved_names_one_dimension():
-    model = proto_of("""g (float[batch, points] cloud) => (float[batch, m, 77] y)
+    model = proto_of("""g (float[batch, seq] cloud) => (float[batch, m, 77] y)
         <int64[3] shape = {0, -1, 77}> { y = Reshape(cloud, shape) }""")
-    with pytest.raises(ModelFileError, match=r"give the size of 'points' \(--dims"):
+    with pytest.raises(ModelFileError, match=r"give the size of 'seq' \(--dims"):
         feeds_of(model)
-    (feed,) = feeds_of(model, dims={"points": 154})
+    (feed,) = feeds_of(model, dims={"seq": 154})
     assert feed["cloud"].shape == (1, 154)
 
 
