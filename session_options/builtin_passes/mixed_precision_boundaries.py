@@ -125,8 +125,5 @@ class MixedPrecisionBoundaries(Pass):
             unpack_constants,
         )
 
-        unpack_constants(model, self.float_limit_mb, context)
-
-    def takes_part_in(self, stage: str) -> bool:
-        """Whether there is something to do: other modes have no float regions."""
-        return super().takes_part_in(stage) and (stage != "rearrange" or self.mode == "float")
+        if self.mode == "float":  # other modes have no float regions
+            unpack_constants(model, self.float_limit_mb, context)
