@@ -220,12 +220,15 @@ LEVELS = [
     ("m = MatMul (x, W)  y = Add (m, b)", "auto", AS_FUSED),
     ("m = MatMul (x, W)  y = Add (z, m)", "auto", f"{NOT}its Add is not a bias [N])"),
     ("y = MatMul (x, W)  n = MatMul (x, W)", "auto", f"{NOT}the weight is shared)"),
+    ("V = DequantizeLinear (v, steps)  y = MatMul (x, V)", "auto", AS_FUSED),
 ]
 
 
 @pytest.mark.parametrize(("text", "level", "reason"), LEVELS)
 def test_remarks_name_the_level_and_why(text, level, reason):
-    more = {"constants": {"b": (16,)}, "inputs": {"z": (3, 16)}}
+    codes, steps = np.eye(64, 16, dtype=np.int8), np.ones(16, np.float32)
+    constants = {"b": (16,), "v": codes, "steps": steps}
+    more = {"constants": constants, "inputs": {"z": (3, 16)}}
     case = LayoutCase("levels", f"W = $w  {text}", Quantized((64, 16)), (3, 64), **more)
     fusion = ortplugins.DqMatMulNBitsFusion(accuracy_level=level)
     fired = ortplugins.optimize(case.build(), passes=[fusion]).report.fired
