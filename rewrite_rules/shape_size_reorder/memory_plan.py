@@ -47,7 +47,6 @@ _IN_PLACE |= {("com.microsoft", "FusedConv"): 3, ("com.microsoft.nchwc", "Conv")
 
 # No machine holds more.
 _MOST_BYTES = 1 << 40
-_STRING_BYTES = 32  # std::string of libstdc++ and libc++; short texts lie inside
 
 # (element bytes, dimensions): one may be written over another of the same.
 _Key = tuple[int, tuple[int, ...]]
@@ -138,9 +137,9 @@ class MemoryModel:
             self.unknown_values.append(value.name or "")
             return largest, None
         dtype = value.dtype if value.dtype is not None else ir.DataType.FLOAT
-        if dtype is ir.DataType.STRING:
-            return min(math.prod(sizes) * _STRING_BYTES, _MOST_BYTES), None
-        bits = 8 if dtype is ir.DataType.UNDEFINED else dtype.bitwidth
+        # What texts take isn't known; no net holds many.
+        has_no_width = dtype in (ir.DataType.UNDEFINED, ir.DataType.STRING)
+        bits = 8 if has_no_width else dtype.bitwidth
         return min(-(-math.prod(sizes) * bits // 8), _MOST_BYTES), (math.ceil(bits / 8), sizes)
 
 
