@@ -142,7 +142,7 @@ def save_with_data(
 
 
 def _old_data(output: Path) -> set[Path]:
-    """Return the data files that the current model at ``output`` reads or has left behind.
+    """Return the data files that the current model at ``output`` reads.
 
     Only files that we may have written count, by their names.
     """
@@ -153,12 +153,8 @@ def _old_data(output: Path) -> set[Path]:
         open(output, "rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as old,
     ):
-        # ``<output>.data`` may be the user's; numbered ones come from interrupted writers.
-        return {
-            path
-            for path in found
-            if path.name != f"{output.name}.data" or old.find(path.name.encode()) >= 0
-        }
+        # Others may be the user's, or those of an earlier output that has another name now.
+        return {path for path in found if old.find(os.fsencode(path.name)) >= 0}
 
 
 def serialized(model: ir.Model) -> bytes:

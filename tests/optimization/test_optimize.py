@@ -76,12 +76,28 @@ def test_what_is_overwritten_is_whole_whenever_a_writer_is_cut(tmp_path, monkeyp
         patch.setattr(os, "replace", cut)
         write(cases[1])
     check(output, cases[0])
+    abandoned = {*tmp_path.glob("*.data")} - {tmp_path / "out.onnx.data"}
     write(cases[2])
     check(output, cases[2])
-    (data,) = tmp_path.glob("*.data")  # neither the old one nor that of the writer
+    (data,) = {*tmp_path.glob("*.data")} - abandoned  # not the old one
     write(cases[1])
     check(output, cases[1])
     assert not data.exists()
+
+
+def test_outputs_that_were_renamed_keep_their_data(tmp_path):
+    cases = [dataclasses.replace(WRITTEN, seed=seed) for seed in range(4)]
+    output = tmp_path / "out.onnx"
+    for case in cases:
+        for _ in range(2):  # the second replaces the first, and its data
+            model = ir.to_proto(case.model())
+            ortplugins.optimize(
+                model, output, passes=[EXACT], external_data=True, overwrite=True
+            )
+        output.rename(tmp_path / f"{case.seed}.onnx")
+    for case in cases:
+        check(tmp_path / f"{case.seed}.onnx", case)
+    assert len([*tmp_path.glob("*.data")]) == len(cases)
 
 
 def test_data_that_the_output_does_not_read_stays(tmp_path):
