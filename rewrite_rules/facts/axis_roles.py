@@ -110,7 +110,10 @@ class AxisRoles:
             ) == ("floats", count):
                 return self.recipe(whole)
             # Some of the first places: 1 only where one is asked for.
-            case ("Slice", whole, (0, ()), end, 1) if bool(whole[1]) != bool(end[1]):
+            # An end that is no size is an element of an input, (value, index).
+            case ("Slice", whole, (0, ()), (int(), _) as end, 1) if bool(whole[1]) != bool(
+                end[1]
+            ):
                 count = whole[0] if end[1] else end[0]
                 return ("Min", (whole, end)) if count > 1 and end[0] > 0 else ("", ())
         return "", ()
