@@ -437,10 +437,11 @@ def _split(site: Site) -> list[Axes | Side]:
 def _slice(site: Site) -> Axes:
     axes = list(site.tokens())
     starts, ends, along, steps = site.slices()
-    whole = site.node.outputs[0]
+    if (sizes := site.flow.roles.dims(site.node.outputs[0])) is None:
+        raise Refusal(*UNFIT)
     for start, end, axis, step in zip(starts, ends, along, steps, strict=True):
         axis = axis_of(axis, len(axes))
-        after = (site.flow.roles.dims(whole) or ())[axis]
+        after = sizes[axis]
         in_front = start == known(0) and step == 1
         before = axes[axis]
         if in_front and site.sizes.is_of(before, after):
