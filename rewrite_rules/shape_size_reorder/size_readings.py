@@ -104,10 +104,8 @@ class _EarliestValues:
             graph = self._outer.get(graph)
         for graph in reversed(scopes):
             found = self._first.get((graph, kind, size))
-            if found is None:
-                continue
-            place = self.place(found)
-            if place < 0 or (graph is reader.graph and place <= self._node_places[reader]):
+            # What comes later than what a reader reads now is no better.
+            if found is not None and (graph is reader.graph or self.place(found) < 0):
                 return found
         return None
 
