@@ -283,6 +283,12 @@ def check_output(loaded: LoadedModel, output: Path, overwrite: bool) -> None:
         raise ModelFileError(
             f"{output}: is the model itself, or its data; choose another output"
         )
+    try:
+        os.fspath(output).encode()
+    except UnicodeEncodeError:
+        raise ModelFileError(
+            f"{output}: is not UTF-8, and onnxruntime opens no such file; rename it"
+        ) from None
     check_absent([output], overwrite)
     if not output.absolute().parent.is_dir():
         raise ModelFileError(f"{output}: its folder does not exist")

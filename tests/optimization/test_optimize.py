@@ -223,6 +223,8 @@ def test_an_existing_output_is_kept_unless_said_otherwise(tmp_path):
         ortplugins.optimize(path, path, overwrite=True)
     with pytest.raises(IsADirectoryError, match="is a folder"):
         ortplugins.optimize(path, output.parent, overwrite=True)
+    with pytest.raises(ModelFileError, match=r"\.onnx: is not UTF-8"):
+        ortplugins.optimize(path, output.with_name(os.fsdecode(b"\xff.onnx")))
     os.mkfifo(pipe := output.with_name("pipe"))
     with pytest.raises(FileExistsError, match="pipe: is a device or a pipe"):
         ortplugins.optimize(path, pipe, overwrite=True)
