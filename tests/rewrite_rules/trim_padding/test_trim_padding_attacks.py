@@ -183,6 +183,15 @@ def test_a_declared_shape_that_is_wrong_decides_nothing():
     assert "has sizes that do not follow from the length" in remark.reason
 
 
+def test_one_row_of_the_mask_may_stand_for_all_texts():
+    """What is packed is as long as the mask says for each text, so batches are compared."""
+    model = attack("labels")
+    feed = fed(model, ("111",) * 3, 0)
+    feed["attention_mask"] = feed["attention_mask"][:1]
+    (found, _), (expected, _) = (run(m, feed) for m in (only_proved(model, pack=True), model))
+    np.testing.assert_allclose(found[:, :3], expected[:, :3], rtol=1e-4, atol=1e-5)
+
+
 NAMES = (("s10", "s70"), ("s43", "s53"), ("s77", "s88"))
 MASK_OF_ONE_NAME = (("batch", "sequence"), ("n", "n"), ("s77", "s88"))
 ONE_NAME = (("batch", "sequence"),) * 3
