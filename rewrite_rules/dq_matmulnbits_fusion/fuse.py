@@ -116,11 +116,7 @@ def _quantizes_constant(node: ir.Node) -> bool:
 
 def _uses(node: ir.Node, run: FusionRun) -> Iterator[Refusal]:
     """Yield what the output feeds, through renaming nodes, unless the rules reported it."""
-
-    def follows(reader: ir.Node) -> bool:
-        return is_layout_op(reader) and not run.was_reported(reader, node)
-
-    for value in renamed_values(node.outputs[0], follows):
+    for value in renamed_values(node.outputs[0]):
         if value.is_graph_output():
             yield Refusal("ORP116", f"output {value.name!r} is a graph output")
         for reader, index in value.uses():
