@@ -68,15 +68,15 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
 }
 
 # Entries that say where the cache is, what to do on an error and how to build: the optimised
-# model does not depend on them.
+# model does not depend on them. With the values of those that starts from the cache read, too.
 VERIFY_KEY = f"{PREFIX}.prepacked_weights.verify"
-WITHOUT_EFFECT = (
-    CACHE_DIR_KEY,
-    CACHE_LIMIT_KEY,
-    STRICT_KEY,
-    VERIFY_KEY,
-    f"{PREFIX}.prepacked_weights.timeout",
-)
+WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
+    CACHE_DIR_KEY: (),
+    CACHE_LIMIT_KEY: (),
+    STRICT_KEY: ("0", "1"),
+    VERIFY_KEY: ("size", "digest"),
+    f"{PREFIX}.prepacked_weights.timeout": (),
+}
 
 # Entries of onnxruntime that change what its optimisers do, and where external data is.
 DATA_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
@@ -130,6 +130,14 @@ def is_default(key: str, text: str) -> bool:
     if key in _GENERAL_DEFAULTS:
         return _GENERAL_DEFAULTS[key] == text
     return OPTIONS.get(name, {}).get(option) == text
+
+
+def is_without_effect(key: str, text: str) -> bool:
+    """Whether the optimised model does not depend on an entry.
+
+    An invalid one counts: then nothing is found, and the build says what is wrong.
+    """
+    return key in WITHOUT_EFFECT and text in (WITHOUT_EFFECT[key] or (text,))
 
 
 _ENABLING = {enable_key(name): name for name in BUILTIN_PASSES}

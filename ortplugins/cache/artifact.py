@@ -31,8 +31,8 @@ from session_options.entries import (
     PASSES_KEY,
     STRICT_KEY,
     VERIFY_KEY,
-    WITHOUT_EFFECT,
     is_default,
+    is_without_effect,
 )
 
 # Layout of the cache; another number is another cache.
@@ -119,7 +119,9 @@ class Wanted:
         entries = sorted(
             (key, text)
             for key, text in self.entries.items()
-            if not (key in WITHOUT_EFFECT or key == DATA_FOLDER_KEY or is_default(key, text))
+            if not (
+                is_without_effect(key, text) or key == DATA_FOLDER_KEY or is_default(key, text)
+            )
         )
         return repr((
             (_FORMAT, __version__, onnxruntime.__version__, processor()),

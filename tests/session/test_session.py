@@ -344,6 +344,15 @@ def test_overridden_dimensions_are_respected(model_path):
     assert source(model_path) == "cache"
 
 
+@pytest.mark.parametrize("entry", ["strict", "prepacked_weights.verify"])
+def test_a_start_from_the_cache_refuses_invalid_entries_too(model_path, entry):
+    so = options(EXACT, ortplugins.PrepackedWeights())
+    assert source(model_path, so) == "built"
+    so.add_session_config_entry(f"ortplugins.{entry}", "true")
+    with pytest.raises(ortplugins.OptionError, match=f"{entry} is 'true'"):
+        start(model_path, so)
+
+
 def test_an_initializer_added_by_hand_is_respected(model_path):
     assert source(model_path) == "built"
     scales = np.ascontiguousarray(dataclasses.replace(CASE, seed=9).arrays()[1].T)
