@@ -120,7 +120,7 @@ def _uses(node: ir.Node, run: FusionRun) -> Iterator[Refusal]:
         if value.is_graph_output():
             yield Refusal("ORP116", f"output {value.name!r} is a graph output")
         for reader, index in value.uses():
-            renames = index == 0 and len(reader.outputs) == 1 and is_layout_op(reader)
+            renames = index == 0 and is_layout_op(reader)
             if not renames and not run.was_reported(reader, node):
                 what = f"it feeds input {index} of {reader.op_type} {label(reader)!r}"
                 if computes_in_integers(reader):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -281,14 +281,12 @@ def is_layout_op(node: ir.Node) -> bool:
     return node.op_type in _RENAMING and node.domain == ""
 
 
-def renamed_values(
-    value: ir.Value, follows: Callable[[ir.Node], bool] = is_layout_op
-) -> list[ir.Value]:
-    """Return a value, and what nodes that are followed make of it, their first input."""
-    found, seen = [value], {value}
+def renamed_values(value: ir.Value) -> list[ir.Value]:
+    """Return a value, and what nodes that only lay it out otherwise make of it."""
+    found, seen = [value], {value}  # a damaged graph may have a cycle
     for each in found:  # grows
         for node, index in each.uses():
-            if index == 0 and len(node.outputs) == 1 and follows(node):
+            if index == 0 and is_layout_op(node):
                 found += [out for out in node.outputs if out not in seen]
                 seen.update(node.outputs)
     return found
