@@ -67,7 +67,17 @@ def _read(page: str, section: str, what: str) -> tuple[float, float, str]:
     _, _, rest = page.partition(f"<!-- {section} -->")
     body, _, _ = rest.partition(f"<!-- end of {section} -->")
     number = r"([0-9.e+]+) (\w+)"
-    row = re.search(rf"\| {re.escape(what)} \|[^|]*\|[^|]*\| {number} \| {number} \|", body)
+    row = re.search(rf"\| {re.escape(what)} \|[^|]*\| {number} \| {number} \|", body)
     if row is None:
         raise ValueError(f"section {section!r} has no figure {what!r}")
-    return float(row[1]), float(row[3]), row[2]
+    (ours, unit), (theirs, _) = (
+        _in_small_units(row[1], row[2]),
+        _in_small_units(row[3], row[4]),
+    )
+    return ours, theirs, unit
+
+
+def _in_small_units(number: str, unit: str) -> tuple[float, str]:
+    """Return milliseconds and megabytes, whichever unit the page has."""
+    smaller = {"s": "ms", "GB": "MB"}
+    return float(number) * (1000 if unit in smaller else 1), smaller.get(unit, unit)
