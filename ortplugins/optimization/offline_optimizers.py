@@ -19,6 +19,7 @@ from ortplugins.optimization.request import BuildRequest
 from ortplugins.runtime.copied_options import DATA_FOLDER_KEY
 from ortplugins.runtime.stock_session import open_model
 from rewrite_rules.graph.parameters import contents
+from rewrite_rules.shape_size_reorder.onnxruntime_orders import PLACE
 
 # Merges a sum and the LayerNormalization after it into a kernel that works element by element:
 # it takes 1.1 to 3.2 times as long (1.31.1, 1 to 1,024 rows of 384 and 576).
@@ -62,10 +63,12 @@ def bake(source: Path, request: BuildRequest, data_folder: Path | None = None) -
 
 
 def give_shapes_back(before: ir.Model, after: ir.Model) -> None:
-    """Restore the shapes of intermediate values, which onnxruntime does not save.
+    """Restore the shapes of intermediate values, which onnxruntime does not save, and places.
 
-    Without them, its memory planner takes most of the start of a large graph.
+    Without them, its memory planner takes most of the start of a large graph. A place is where
+    a node was in the file; onnxruntime writes nodes in an order of its own.
     """
+    places = {v.name: i for i, node in enumerate(before.graph) for v in node.outputs if v.name}
     shaped: dict[str | None, ir.Value] = {
         value.name: value
         for node in before.graph
@@ -73,6 +76,9 @@ def give_shapes_back(before: ir.Model, after: ir.Model) -> None:
         if value.name and value.shape is not None
     }
     for node in after.graph:
+        found = [places[value.name] for value in node.outputs if value.name in places]
+        if found:
+            node.meta[PLACE] = max(found)
         for index, value in enumerate(node.outputs):
             known = shaped.get(value.name)
             # After a Transpose was moved, the same name may stand for another tensor, so the

@@ -30,6 +30,9 @@ import onnx_ir as ir
 
 from rewrite_rules.graph.nodes import captures, is_constant
 
+# In ``Node.meta``: the position of the node, or of the last that it stands for, in the file
+# that onnxruntime's optimisers read. They write nodes in the order of a default session.
+PLACE = "ortplugins.place"
 # What PRIORITY_BASED runs as soon as it can; it does not look at domains.
 _SHAPE_READERS = frozenset({"Shape", "Size"})
 
@@ -87,6 +90,17 @@ class Dependencies:
     def priority(self) -> list[int]:
         """Return the order of a session with ``PRIORITY_BASED``."""
         return self.shapes_first(range(len(self.nodes)))
+
+    def as_exported(self) -> list[int]:
+        """Return the order of the file before onnxruntime's optimisers, where they ran.
+
+        New nodes follow what they read.
+        """
+        places: list[int] = []
+        for node, producers in zip(self.nodes, self.producers, strict=True):
+            after = max((places[producer] for producer in producers), default=0)
+            places.append(node.meta.get(PLACE, after))
+        return sorted(range(len(places)), key=places.__getitem__)
 
     def shapes_first(self, order: Iterable[int]) -> list[int]:
         """Return an order in which each Shape and Size runs as soon as it can.

@@ -436,3 +436,14 @@ def test_tensors_of_more_than_2_to_the_63_bytes_have_a_place():
     assert not any(
         "failed" in str(remark.reason) for item in report.passes for remark in item.remarks
     )
+
+
+@pytest.mark.parametrize("bake", [False, True])
+def test_the_order_of_the_file_is_not_lost_where_onnxruntime_optimises_it(tmp_path, bake):
+    onnx.save(GRAPHS["gradient"](), tmp_path / "model.onnx")
+    so = onnxruntime.SessionOptions()
+    ortplugins.configure(so, ortplugins.ShapeSizeReorder(), bake=bake)
+    session = ortplugins.InferenceSession(tmp_path / "model.onnx", so, providers=CPU)
+    (peaks,) = (x.reason for x in session.ortplugins_report.fired if x.node == "graph")
+    ours, default, _ = map(float, re.findall(r"([0-9.]+) MB", peaks))
+    assert ours < 0.5 * default
