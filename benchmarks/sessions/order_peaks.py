@@ -83,7 +83,7 @@ def measure_order_peaks(folder: Path, rounds: int) -> list[Figure]:
             what = f"arena {'on' if arena else 'off'}, {runs}"
             median = statistics.median(item.to_default(arena, which) for item in branching)
             figures.append(
-                _ratio(f"branching graphs, {what}: median peak to default", median, 0.75)
+                _ratio(f"branching graphs, {what}: median to default", median, 0.75)
             )
             for kind, items in (
                 ("branching graphs", branching),

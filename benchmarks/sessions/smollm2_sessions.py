@@ -36,7 +36,7 @@ def measure_smollm2(folder: Path, rounds: int) -> list[Figure]:
     return [
         _figure("[N,K] + Transpose: ms per token", turned, "step_milliseconds", "ms", 0.1),
         _figure(
-            "[N,K] + Transpose: ms per token, beside a model quantised to MatMulNBits",
+            "[N,K] + Transpose: ms per token, beside MatMulNBits",
             turned,
             "step_milliseconds",
             "ms",
