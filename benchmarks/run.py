@@ -87,7 +87,7 @@ _PRINTED = {
     "start_cost": r"nothing fires, (?!float32/model|minilm-l6)",
     "exactness": r"level 4",
     "prepacked": r"parallel|process that has it built|128 tokens|prefill|first build",
-    "order_peaks": r"graphs, .*first run \(|real nets, .*first|^nodes |^Shapes|^20000|an order",
+    "order_peaks": r"first run \(|real nets, .*first|^nodes |^Shapes|^20000|an order",
     "mixed_precision": r"time to plan",
     "transformer_fusion": r"shared, beside o|of 512|nodes executed|differ|on 10,000|cached",
     "builder": r"prompt of 512|at 16, kv",

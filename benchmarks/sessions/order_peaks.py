@@ -92,7 +92,7 @@ def measure_order_peaks(folder: Path, rounds: int) -> list[Figure]:
                 worst = max(items, key=lambda item: item.to_better(arena, which))
                 figures.append(
                     _ratio(
-                        f"{kind}, {what}: peak ({worst.name})",
+                        f"{kind}, {what} ({worst.name})",
                         worst.to_better(arena, which),
                         1.02,
                     )
