@@ -23,7 +23,6 @@ class Option(NamedTuple):
     default: Scalar
     help: str
     choices: tuple[Scalar, ...] = ()
-    may_name_file: bool = False
     least: int | None = None
 
 
@@ -32,7 +31,6 @@ def option(
     help: str,
     *,
     choices: Iterable[Scalar] = (),
-    may_name_file: bool = False,
     least: int | None = None,
 ) -> Any:
     """Declare a field of a pass class.
@@ -41,12 +39,11 @@ def option(
         default: Value when nothing is set; its type is the option's type.
         help: One sentence for documentation and command line.
         choices: Allowed values; empty when any of the type will do.
-        may_name_file: Whether ``"@<path>"`` stands for a file's text; ``ortplugins`` reads it.
         least: The smallest number allowed; None for any that is finite.
     """
     import dataclasses
 
-    declared = Option("", default, help, tuple(choices), may_name_file, least)
+    declared = Option("", default, help, tuple(choices), least)
     return dataclasses.field(default=default, metadata={"option": declared})
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,9 +23,6 @@ from session_options.passes import Pass
 from session_options.presets import PRESETS
 from session_options.registry import find, load, loaded, place_of
 
-# Bytes of an option's file: an override takes about 200, and the largest models have some
-# 10,000 activations.
-_LARGEST = 16 << 20
 # Bytes of a session entry's value; onnxruntime says so in a RuntimeError.
 _LONGEST_VALUE = 8192
 
@@ -53,8 +49,6 @@ class Plan(NamedTuple):
     @classmethod
     def from_entries(cls, entries: Mapping[str, str]) -> Plan:
         """Read the plan that session entries describe; others than ours are left alone.
-
-        Options that name a file keep its name; see :func:`read_option_files`.
 
         Raises:
             OptionError: If an entry is unknown, names the nearest; or has an impossible value.
@@ -152,55 +146,6 @@ def _check_keys(entries: Mapping[str, str]) -> None:
             raise OptionError(f"unknown option {key!r}: {keys.closest(name, general)}")
 
 
-def read_plan(entries: Mapping[str, str]) -> Plan:
-    """Read the plan that session entries describe, and the files they name."""
-    return read_option_files(Plan.from_entries(entries))
-
-
-def read_option_files(plan: Plan) -> Plan:
-    """Replace options that name a file, ``@file.json``, by the file's text.
-
-    Done once, where a plan enters ``ortplugins``: everything after it, the key of the cache
-    entry above all, sees the content and not the name, so a file that changes is noticed.
-    """
-    return plan._replace(passes=tuple(map(_with_files_read, plan.passes)))
-
-
-def _with_files_read(item: Pass) -> Pass:
-    for spec in keys.options_of(type(item)):
-        value = getattr(item, spec.name)
-        if not spec.may_name_file or not value.startswith("@"):
-            continue
-        text = file_text(value[1:], f"{option_key(item.name, spec.name)} is {value!r}")
-        import dataclasses
-
-        try:
-            item = dataclasses.replace(item, **{spec.name: text})  # type: ignore[type-var]
-        except OptionError as error:
-            raise OptionError(f"file {value[1:]!r}: {error}") from None
-    return item
-
-
-def file_text(name: str, what: str) -> str:
-    """Return the text of an option that lies in a file; ``what`` is the option in messages."""
-    try:
-        with open(os.path.expanduser(name), "rb") as file:
-            content = file.read(_LARGEST + 1)
-    except (OSError, RuntimeError, ValueError) as error:  # no home folder; a NUL
-        reason = getattr(error, "strerror", None) or error
-        raise OptionError(f"{what}: the file can't be read: {reason}") from None
-    if len(content) > _LARGEST:
-        raise OptionError(f"{what}: the file has more than {_LARGEST >> 20} MiB")
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise OptionError(f"{what}: the file is not UTF-8 text: {error.reason}") from None
-    if text.startswith("@") or not text.strip():
-        held = "names another one" if text.strip() else "is empty"
-        raise OptionError(f"{what}: the file {held}; it has to hold the option's text")
-    return text
-
-
 def configure(options: Any, *passes: Pass, **general: Scalar) -> None:
     """Write passes and their options into ``SessionOptions``, checked.
 
@@ -219,7 +164,7 @@ def configure(options: Any, *passes: Pass, **general: Scalar) -> None:
         if (size := len(text.encode())) > _LONGEST_VALUE:
             raise OptionError(
                 f"{key} has {size:,} bytes, and session entries end at {_LONGEST_VALUE:,}: "
-                'put the text into a file and give "@file.json", where an option takes one'
+                "optimize() and enabled() take any length"
             )
         if "\0" in text:  # onnxruntime would cut the value there
             raise OptionError(f"{key} is {text!r}: holds a NUL")
@@ -291,14 +236,11 @@ def _entries_of_pass(item: Pass) -> dict[str, str]:
 
 
 def plan_from_settings(passes: Sequence[Pass | str], settings: Mapping[str, Scalar]) -> Plan:
-    """Make a plan from passes, or their names with ``{"<pass>.<option>": value}``.
-
-    Files that options name are read.
-    """
+    """Make a plan from passes, or their names with ``{"<pass>.<option>": value}``."""
     objects = [item for item in passes if isinstance(item, Pass)]
     others = [item for item in passes if not isinstance(item, Pass)]
     named = Plan.from_entries(entries_of(others, settings)).passes
-    return read_option_files(make_plan([*objects, *named]))
+    return make_plan([*objects, *named])
 
 
 def _given(

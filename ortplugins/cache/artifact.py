@@ -126,7 +126,6 @@ class Wanted:
         return repr((
             (_FORMAT, __version__, onnxruntime.__version__, processor()),
             entries,
-            [digest_of(_content(text[1:])) for _, text in entries if text.startswith("@")],
             _versions(self.entries.get(PASSES_KEY)),
             (self.providers, self.level, self.disabled, self.cpu_arena),
         ))  # fmt: skip

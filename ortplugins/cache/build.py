@@ -187,9 +187,9 @@ def read_request(wanted: Wanted) -> BuildRequest:
     from ortplugins.optimization.request import BuildRequest
     from rewrite_rules.onnxruntime_version import are_cpu_only
     from session_options.entries import OF_ONNXRUNTIME
-    from session_options.plan import read_plan
+    from session_options.plan import Plan
 
-    plan = read_plan(wanted.entries)
+    plan = Plan.from_entries(wanted.entries)
     entries = tuple(x for x in wanted.entries.items() if x[0] in OF_ONNXRUNTIME)
     runs_any = wanted.level != "ORT_DISABLE_ALL"
     return BuildRequest(
@@ -209,9 +209,9 @@ def _made_by_child(wanted: Wanted, folder: Path) -> dict[str, Any] | None:
     """Run :func:`make_entry` in a child; return None if this process has to do it."""
     import subprocess
 
-    from session_options.plan import read_plan
+    from session_options.plan import Plan
 
-    plan = read_plan(wanted.entries)  # errors are raised here
+    plan = Plan.from_entries(wanted.entries)  # errors are raised here
     python = child_python("build")
     if python is None or os.environ.get(_IN_PROCESS) == "1":
         return None

@@ -27,7 +27,7 @@ from ortplugins.session.opening import Start
 from session_options import OptionError, Pass
 from session_options.caller_warnings import is_ours
 from session_options.environment import environment_entries
-from session_options.plan import entries_of, read_plan
+from session_options.plan import Plan, entries_of
 
 # What one call has switched on, as session entries.
 Entries = dict[str, str]
@@ -53,7 +53,7 @@ def enable(*passes: Pass, **general: bool | str) -> None:
 
 def enable_entries(entries: Mapping[str, str]) -> None:
     """Do as :func:`enable` for passes that are given as session entries."""
-    read_plan(entries)  # errors are reported now, not deep inside a library
+    Plan.from_entries(entries)  # errors are reported now, not deep inside a library
     _patch.set_base({**entries})
 
 
@@ -97,7 +97,7 @@ def _switched(passes: Sequence[Pass], general: Mapping[str, bool | str]) -> Entr
     # What a program names counts instead of its environment.
     entries = {} if passes or general.get("hint") else environment_entries()
     entries |= entries_of(passes, **general)
-    read_plan(entries)  # errors are reported now, not deep inside a library
+    Plan.from_entries(entries)  # errors are reported now, not deep inside a library
     return entries
 
 

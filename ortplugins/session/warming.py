@@ -22,7 +22,7 @@ from ortplugins.runtime.stock_session import optimization_level_of
 from ortplugins.session.opening import Start
 from session_options import DqMatMulNBitsFusion, OptionError, Pass, PrepackedWeights
 from session_options.entries import CACHE_DIR_KEY, given_entries, stored
-from session_options.plan import entries_of, read_plan
+from session_options.plan import Plan, entries_of
 
 _PROVIDERS = ("CPUExecutionProvider",)
 DEFAULT_PASSES = (DqMatMulNBitsFusion.name, PrepackedWeights.name)
@@ -113,7 +113,7 @@ def _prepare(
     """Return the options of the sessions to come."""
     prepared = onnxruntime.SessionOptions()
     entries = {**(session_entries or {}), **entries_of(passes, options or {})}
-    read_plan(entries)  # errors are raised now
+    Plan.from_entries(entries)  # errors are raised now
     for key, text in entries.items():
         try:
             prepared.add_session_config_entry(key, text)

@@ -79,8 +79,8 @@ def quantize_static_mixed(
         model_output: File to write; large tensors go to ``<output>.data``.
         data: Samples, each a dict of input names and arrays: an object with ``get_next()``, an
             iterable, or paths of ``.npz`` files.
-        overrides: onnxruntime's ``TensorQuantOverrides``, as a dict, as JSON, or as
-            ``@file.json``; by names of the float model.
+        overrides: onnxruntime's ``TensorQuantOverrides``, as a dict or as JSON; by names of
+            the float model.
         promote: Tensors to give 16 bits, and nodes whose inputs and outputs get them; by names
             of the float model.
         budget: Cosine of the outputs to those of unquantised activations that is to be

@@ -36,9 +36,7 @@ class MixedPrecisionBoundaries(Pass):
     overrides: str | Mapping[str, Any] = option(
         "",
         "Types, scales, ranges and conversions of single tensors, in the schema of "
-        "onnxruntime's TensorQuantOverrides: JSON, or @file.json (session entries end at "
-        "8,192 bytes); in Python a dict as well.",
-        may_name_file=True,
+        "onnxruntime's TensorQuantOverrides: JSON; in Python a dict as well.",
     )
     promote: str = option(
         "",
@@ -71,7 +69,7 @@ class MixedPrecisionBoundaries(Pass):
 
     def __post_init__(self) -> None:
         """Check the options; bring overrides into their canonical form."""
-        if self.overrides and not self.overrides_file:
+        if self.overrides:
             from rewrite_rules.mixed_precision_boundaries.tensor_overrides import OverrideError
             from session_options.override_json import format_overrides
 
@@ -85,12 +83,6 @@ class MixedPrecisionBoundaries(Pass):
             object.__setattr__(self, "overrides", "")
         super().__post_init__()
 
-    @property
-    def overrides_file(self) -> str:
-        """The path that ``overrides`` names, empty if it names none."""
-        is_named = isinstance(self.overrides, str) and self.overrides.startswith("@")
-        return str(self.overrides)[1:] if is_named else ""
-
     def rewrite(self, model: ir.Model, context: PassContext) -> None:
         """Place boundaries and fold pairs; see :mod:`.place`."""
         from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
@@ -100,9 +92,6 @@ class MixedPrecisionBoundaries(Pass):
         )
         from session_options.override_json import read_overrides
 
-        key = option_key(self.name, "overrides")
-        if self.overrides_file:
-            raise OptionError(f"{key} is {self.overrides!r}, and nobody has read that file")
         options = BoundaryOptions(
             overrides=read_overrides(self.overrides or "{}"),
             promote=frozenset(filter(None, map(str.strip, self.promote.split(",")))),

@@ -25,7 +25,6 @@ from onnxruntime import InferenceSession as EarlyBound
 import ortplugins
 from ortplugins import (
     DqMatMulNBitsFusion,
-    MixedPrecisionBoundaries,
     OptionError,
     OrtpluginsWarning,
     PrepackedWeights,
@@ -290,16 +289,15 @@ def test_a_broken_artifact_is_no_provider_fallback(model_path, strict, capfd, mo
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_options_that_went_wrong_meanwhile(model_path, tmp_path, strict):
-    file = tmp_path / "overrides.json"
-    file.write_text("{}")
-    with ortplugins.enabled(MixedPrecisionBoundaries(overrides=f"@{file}"), strict=strict):
-        file.unlink()
+def test_options_that_went_wrong_meanwhile(model_path, strict, monkeypatch):
+    name = "ORTPLUGINS_CACHE_LIMIT"
+    with ortplugins.enabled(EXACT, strict=strict):
+        monkeypatch.setenv(name, "much")
         if strict:
-            with pytest.raises(OptionError, match=str(file)):
+            with pytest.raises(OptionError, match=name):
                 open_stock(model_path)
         else:
-            with pytest.warns(OrtpluginsWarning, match=f"{file}.*the untouched model runs"):
+            with pytest.warns(OrtpluginsWarning, match=f"{name}.*the untouched model runs"):
                 assert source(open_stock(model_path)) == "untouched"
 
 

@@ -320,7 +320,7 @@ def test_the_command_does_the_same(tmp_path, monkeypatch):
     overrides = {"d": [{"quant_type": "QUInt16"}]}
     Path("overrides.json").write_text(json.dumps(overrides))
     files = ["model.onnx", "-o", "out.onnx", "--samples", "samples.npz"]
-    settings = ["--overrides", "@overrides.json", "--no-per-channel"]
+    settings = ["--overrides", "overrides.json", "--no-per-channel"]
     arguments = ["quantize-static", *files, *settings]
     shown = printed(*arguments, "-v")
     assert "d: uint8 -> uint16" in shown and "wrote out.onnx" in shown

@@ -10,7 +10,6 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from builders.command_line import printed
 from builders.sessions import CPU, options
 from builders.text_cases import text_cases
 from onnxruntime.quantization import QuantType
@@ -24,7 +23,6 @@ from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
 )
 from session_options import MixedPrecisionBoundaries, OptionError
 from session_options.override_json import read_overrides
-from session_options.plan import make_plan, read_option_files
 
 UINT8, INT8, UINT16, INT16 = (
     ir.DataType.UINT8,
@@ -177,49 +175,13 @@ def test_the_pass_checks_its_options(options, words):
         MixedPrecisionBoundaries(**options)
 
 
-def test_what_is_too_long_for_an_entry_belongs_into_a_file(tmp_path):
+def test_what_is_too_long_for_an_entry_is_for_files():
     so = onnxruntime.SessionOptions()
     chosen = MixedPrecisionBoundaries(overrides=LONG)
-    with pytest.raises(OptionError, match=rf'{KEY} has 1\d,\d+ bytes.*8,192.*"@file.json"'):
+    with pytest.raises(OptionError, match=rf"{KEY} has 1\d,\d+ bytes.*8,192.*optimize\(\)"):
         ortplugins.configure(so, chosen)
     with pytest.raises(RuntimeError):  # nothing was stored
         so.get_session_config_entry("ortplugins.enable_mixed_precision_boundaries")
-    file = tmp_path / "long.json"
-    file.write_text(json.dumps(LONG))
-    ortplugins.configure(so, MixedPrecisionBoundaries(overrides=f"@{file}"))
-    assert read_option_files(ortplugins.read(so)).passes == (chosen,)
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (None, "the file can't be read: No such file or directory"),
-        (b"\xff\xfe{}", "the file is not UTF-8 text"),
-        (b"", "the file is empty"),
-        (b"@other.json", "the file names another one"),
-        (b"quant_type: QUInt16", "overrides are not JSON"),
-        (b'{"t": [{"rmxa": 1}]}', "did you mean 'rmax'"),
-        (b" " * (16 << 20) + b"{}", "more than 16 MiB"),
-    ],
-    ids=["missing", "not UTF-8", "empty", "nested", "no JSON", "no overrides", "large"],
-)
-def test_files_that_hold_no_overrides_are_named(tmp_path, monkeypatch, content, words):
-    monkeypatch.chdir(tmp_path)
-    if content is not None:
-        Path("o.json").write_bytes(content)
-    plan = make_plan([MixedPrecisionBoundaries(overrides="@o.json")])
-    with pytest.raises(OptionError) as caught:
-        read_option_files(plan)
-    assert KEY in str(caught.value)
-    assert "o.json'" in str(caught.value)
-    assert words in str(caught.value)
-
-
-def test_a_file_that_nobody_read_is_no_empty_one():
-    model = ir.from_onnx_text(CHAIN)
-    context: Any = None
-    with pytest.raises(OptionError, match="nobody has read that file"):
-        MixedPrecisionBoundaries(overrides="@o.json").rewrite(model, context)
 
 
 QDQ = """<ir_version: 10, opset_import: ["": 21]>
@@ -236,35 +198,6 @@ def model_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     ir.save(ir.from_onnx_text(QDQ), tmp_path / "m.onnx")
     return tmp_path / "m.onnx"
-
-
-def test_the_cache_notices_when_the_file_changes(model_path, cache_dir):
-    so, file = options(MixedPrecisionBoundaries(overrides="@o.json")), Path("o.json")
-    for text, expected, entries in (
-        ('{"a": [{"quant_type": "uint16"}]}', "built", 1),
-        ('{"a": [{"quant_type": "uint16"}]}', "cache", 1),
-        ('{"a": [{"quant_type": "int16"}]}', "built", 2),
-    ):
-        file.write_text(text)
-        session = ortplugins.InferenceSession(model_path, so, providers=CPU)
-        assert so.get_session_config_entry(KEY) == "@o.json"  # as it went in
-        assert session.ortplugins_report.source == expected
-        assert len([*(cache_dir / "entries").iterdir()]) == entries
-    file.unlink()
-    with pytest.raises(OptionError, match=r"o\.json': the file can't be read"):
-        ortplugins.InferenceSession(model_path, so, providers=CPU)
-
-
-def test_the_command_line_reads_the_file(model_path):
-    Path("o.json").write_text('{"a": [{"quant_type": "uint16"}]}')
-    arguments = ["optimize", model_path, "-o", "out.onnx"]
-    arguments += ["--pass", "mixed_precision_boundaries"]
-    arguments += ["--set", "mixed_precision_boundaries.overrides=@o.json"]
-    printed(*arguments)
-    types = {
-        node.inputs[2].dtype for node in ir.load("out.onnx").graph if "Linear" in node.op_type
-    }
-    assert UINT16 in types
 
 
 def test_a_model_that_cannot_follow_is_left_and_says_why(model_path):
