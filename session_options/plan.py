@@ -159,17 +159,33 @@ def configure(options: Any, *passes: Pass, **general: Scalar) -> None:
         OptionError: If a pass is not registered or comes twice, an option is unknown, or its
             value is longer than a session entry may be.
     """
-    entries = entries_of(passes, **general)
+    write_entries(options, entries_of(passes, **general))
+
+
+def write_entries(options: Any, entries: Mapping[str, str]) -> None:
+    """Write session entries into ``SessionOptions``.
+
+    Raises:
+        OptionError: If onnxruntime would refuse one, or cut its value.
+    """
     for key, text in entries.items():
-        if (size := len(text.encode())) > _LONGEST_VALUE:
+        entry = f"session entry {key!r} is {text!r}"
+        try:
+            _, size = key.encode(), len(text.encode())
+        except UnicodeEncodeError:
+            raise OptionError(f"{entry}: not UTF-8") from None
+        if size > _LONGEST_VALUE:
             raise OptionError(
                 f"{key} has {size:,} bytes, and session entries end at {_LONGEST_VALUE:,}: "
                 "optimize() and enabled() take any length"
             )
         if "\0" in text:  # onnxruntime would cut the value there
-            raise OptionError(f"{key} is {text!r}: holds a NUL")
+            raise OptionError(f"{entry}: holds a NUL")
     for key, text in entries.items():
-        options.add_session_config_entry(key, text)
+        try:
+            options.add_session_config_entry(key, text)
+        except RuntimeError as error:
+            raise OptionError(f"session entry {key!r} is {text!r}: {error}") from None
 
 
 def entries_of(

@@ -22,7 +22,7 @@ from ortplugins.runtime.stock_session import optimization_level_of
 from ortplugins.session.opening import Start
 from session_options import DqMatMulNBitsFusion, OptionError, Pass, PrepackedWeights
 from session_options.entries import CACHE_DIR_KEY, given_entries, stored
-from session_options.plan import Plan, entries_of
+from session_options.plan import Plan, entries_of, write_entries
 
 _PROVIDERS = ("CPUExecutionProvider",)
 DEFAULT_PASSES = (DqMatMulNBitsFusion.name, PrepackedWeights.name)
@@ -114,11 +114,7 @@ def _prepare(
     prepared = onnxruntime.SessionOptions()
     entries = {**(session_entries or {}), **entries_of(passes, options or {})}
     Plan.from_entries(entries)  # errors are raised now
-    for key, text in entries.items():
-        try:
-            prepared.add_session_config_entry(key, text)
-        except RuntimeError as error:
-            raise OptionError(f"session entry {key!r} = {text!r}: {error}") from None
+    write_entries(prepared, entries)
     prepared.graph_optimization_level = optimization_level_of(optimization_level)
     if cache_dir is not None:
         prepared.add_session_config_entry(CACHE_DIR_KEY, os.path.abspath(cache_dir))
