@@ -23,34 +23,31 @@ _IMAGES = (1, 64)
 _IMAGE_BOUND = 5.0  # milliseconds that 100 MB may add
 # Milliseconds that the first session of a process may add, and a later one.
 _BOUNDS = (5.0, 3.0)
-# A process of a user, who has imported onnxruntime and nothing else. What the constructor of
-# onnxruntime takes within ours counts for onnxruntime.
+# A process of a user, who has imported onnxruntime and nothing else: with passes, or plain, on
+# the model that the others open in the end.
 _STARTS = """
 import sys, time
 import onnxruntime
-construct, native = onnxruntime.InferenceSession.__init__, []
-def timed(*args, **kwargs):
-    start = time.thread_time()
-    construct(*args, **kwargs)
-    native.append(time.thread_time() - start)
-onnxruntime.InferenceSession.__init__ = timed
+model, level, cache, passes, *early = sys.argv[1:]
 def made():
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
-    options.add_session_config_entry("ortplugins.cache_dir", sys.argv[2])
-    for name in sys.argv[3].split():
+    options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
+    options.add_session_config_entry("ortplugins.cache_dir", cache)
+    for name in passes.split():
         options.add_session_config_entry("ortplugins.enable_" + name, "1")
     return options
-early = [made() for _ in range(3)] if sys.argv[5:] else []
+early = [made() for _ in range(3)] if early else []
 for number in range(3):
     start = time.thread_time()
-    import ortplugins
+    made_by = onnxruntime
+    if passes:
+        import ortplugins as made_by
     options = early.pop() if early else made()
-    providers = ["CPUExecutionProvider"]
-    session = ortplugins.InferenceSession(sys.argv[1], options, providers=providers)
-    print(time.thread_time() - start - sum(native))
-    native.clear()
-assert session.ortplugins_report.source == sys.argv[4], session.ortplugins_report
+    session = made_by.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    print(time.thread_time() - start)
+if passes:
+    print(session.ortplugins_report.source, session.ortplugins_report.artifact)
 """
 
 
@@ -60,17 +57,14 @@ def measure_processor_time(folder: Path, rounds: int) -> list[Figure]:
     write_chain(model, _PAIRS, _WIDTH, _WIDTH, "axis0")
     time.sleep(SETTLED_SECONDS)
     figures = []
-    for what, arguments in {
-        "hit": ("dq_matmulnbits_fusion", "cache"),
-        "packed weights": ("dq_matmulnbits_fusion prepacked_weights", "cache"),
-        "nothing fires": ("trim_padding", "untouched"),
-        "options older than the import": ("dq_matmulnbits_fusion", "cache", "early"),
+    for what, (source, *arguments) in {
+        "hit": ("cache", "dq_matmulnbits_fusion"),
+        "packed weights": ("cache", "dq_matmulnbits_fusion prepacked_weights"),
+        "nothing fires": ("untouched", "trim_padding"),
+        "options older than the import": ("cache", "dq_matmulnbits_fusion", "early"),
     }.items():
-        found = [_starts(model, folder / "cache", *arguments) for _ in range(_PROCESSES + 2)]
-        first, later = (min(times) for times in zip(*found[2:], strict=True))
-        for name, least, bound in zip(
-            ("first", "later"), (first, later), _BOUNDS, strict=True
-        ):
+        added = _added(_PROCESSES, source, model, folder / "cache", *arguments)
+        for name, least, bound in zip(("first", "later"), added, _BOUNDS, strict=True):
             text = f"{what}, {name} session of a process"
             figures.append(Figure(text, 1e3 * least, unit="ms", bound=bound))
     return [*figures, *_in_images(folder)]
@@ -89,9 +83,9 @@ def _in_images(folder: Path) -> list[Figure]:
         assert not result.error, result.error
         _copy_as_layer(image)
         time.sleep(SETTLED_SECONDS)
-        arguments = model, cache, "dq_matmulnbits_fusion", "cache"
-        found = [_starts(*arguments, reads_only=True) for _ in range(_PROCESSES // 2)]
-        times.append(1e3 * min(first for first, _ in found))
+        arguments = model, cache, "dq_matmulnbits_fusion"
+        first, _ = _added(_PROCESSES // 2, "cache", *arguments, reads_only=True)
+        times.append(1e3 * first)
     (small, large), (less, more) = sizes, times
     each = (more - less) / (large - small)
     return [
@@ -112,10 +106,37 @@ def _copy_as_layer(image: Path) -> None:
         path.chmod(path.stat().st_mode & ~0o222)
 
 
-def _starts(
-    model: Path, cache: Path, *arguments: str, reads_only: bool = False
+def _added(
+    processes: int, source: str, model: Path, cache: Path, *arguments: str, **how: bool
 ) -> tuple[float, float]:
-    """Return the seconds of the first session of a process, and of a later one.
+    """Return the seconds that the first session of a process takes longer than a plain one.
+
+    And those of a later session. Processes take turns with plain ones; the least counts.
+    """
+    _starts(model, cache, *arguments, **how)  # which builds
+    ours, plain = [], []
+    for _ in range(processes):
+        times, opened = _starts(model, cache, *arguments, **how)
+        found, _, artifact = opened.partition(" ")
+        assert found == source, opened
+        ours.append(times)
+        baked = {"level": "ORT_DISABLE_ALL"} if artifact else {}
+        plain.append(_starts(Path(artifact or model), cache, "", **baked, **how)[0])
+    first, later = (
+        min(pair[number] for pair in ours) - min(pair[number] for pair in plain)
+        for number in range(2)
+    )
+    return first, later
+
+
+def _starts(
+    model: Path,
+    cache: Path,
+    *arguments: str,
+    level: str = "ORT_ENABLE_ALL",
+    reads_only: bool = False,
+) -> tuple[tuple[float, float], str]:
+    """Return the seconds of the first and of a later session of a process, and what it opened.
 
     Modes do not bind root: a process that only reads has no capabilities.
     """
@@ -124,11 +145,11 @@ def _starts(
     environment = child_environment("benchmark")
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     done = subprocess.run(
-        [*alone, sys.executable, "-c", _STARTS, str(model), str(cache), *arguments],
+        [*alone, sys.executable, "-c", _STARTS, str(model), level, str(cache), *arguments],
         env=environment,
         capture_output=True,
         text=True,
         check=True,
     )
-    first, *others = map(float, done.stdout.split())
-    return first, min(others)
+    first, second, third, *opened = done.stdout.splitlines()
+    return (float(first), min(float(second), float(third))), "".join(opened)
