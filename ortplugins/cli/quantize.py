@@ -86,7 +86,7 @@ def quantize(
     model: opt.ModelOrFolder,
     /,
     *,
-    output: Annotated[Path | None, Parameter(alias="-o")] = None,
+    output: opt.Output | None = None,
     chosen: ChosenRecipe = ChosenRecipe(),
     given: opt.GivenSamples = opt.GivenSamples(),
     providers: Annotated[tuple[str, ...], Parameter("--provider")] = (),
@@ -99,7 +99,6 @@ def quantize(
     encoder8 quantises an encoder's activations, too; kv-cache a decoder's cache.
 
     Args:
-        output: File to write; for a folder, a folder.
         providers: Execution provider that runs samples; repeatable.
         dry_run: Print what would be quantised; write nothing.
     """

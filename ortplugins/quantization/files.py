@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from ortplugins.model_io.loading import (
     load_model,
     same_kind,
 )
-from ortplugins.model_io.model_folder import OutputFolder, model_in
+from ortplugins.model_io.model_folder import model_in
 from ortplugins.model_io.saving import (
     Progress,
     check_output,
@@ -67,14 +66,9 @@ class QuantizedFile:
         """Load a file, a folder with one, or an object, which is copied; check the output."""
         self._target = None if output is None else Path(output)
         self._beside = None if output is None else Path(output).absolute().parent
-        self._folder: OutputFolder | None = None
-        if is_path(model) and os.path.isdir(model):
-            source, model = Path(model), model_in(model)
-            if self._target is not None and self._target.suffix != ".onnx":
-                self._folder = OutputFolder(source, self._target)
-                self._target /= model.relative_to(source)
-        self.given, self.loaded = model, load_model(model, map_inline=True)
-        if self._folder is None and self._target is not None:
+        self.given = model_in(model) if is_path(model) else model
+        self.loaded = load_model(self.given, map_inline=True)
+        if self._target is not None:
             check_output(self.loaded, self._target, overwrite)
         self.model = self.loaded.model
         self._overwrite, self._progress = overwrite, progress
@@ -91,21 +85,15 @@ class QuantizedFile:
         if self._target is None:
             _into_memory(self.model)
             return QuantizeResult(None, report, same_kind(self.given, self.model))
-        save = functools.partial(
-            save_with_data,
+        save_with_data(
             self.model,
+            self._target,
             inline=not has_data_file(self.loaded, self.model),
             overwrite=self._overwrite,
             sources=self.loaded.sources,
             progress=self._progress,
         )
-        if self._folder is None:
-            save(self._target)
-            return QuantizeResult(self._target, report, same_kind(self.given, self.model))
-        data = self.loaded.data_files.values()
-        with self._folder.staged(Path(self.loaded.name), without=data) as staged:
-            save(staged)
-        return QuantizeResult(self._target, report, load_model(self._target).model)
+        return QuantizeResult(self._target, report, same_kind(self.given, self.model))
 
 
 def _into_memory(model: ir.Model) -> None:

@@ -109,7 +109,7 @@ def quantize_encoder8(
 
     Args:
         model: As of :func:`.quantize`, like all others that are not below.
-        output: File or folder to write.
+        output: File to write.
         calibration_data_reader: Samples.
         calibration_providers: Execution providers that run them.
         least_cosine: Least cosine, 0 to 1, of a layer's output to the float layer's, on

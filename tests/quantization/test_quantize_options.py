@@ -75,13 +75,11 @@ def test_patterns_mean_weights_and_modules_too(pattern, named, opset):
     assert [row.bits for row in rows] == [4, 8]
 
 
-MATRIX, STACK = normal(D, D), normal(4, D, D)
-# A line or several, what they read, and what the report says of each operator.
-
-
 def test_numbers_of_numpy_are_settings():
     text = f"g (float[T, {D}] x) => (float[T, {D}] y) {{ y = MatMul(x, W) }}"
-    result = quantize(model_of(text, {"W": MATRIX}), block_size=np.int64(16), bits=np.int8(4))
+    result = quantize(
+        model_of(text, {"W": normal(D, D)}), block_size=np.int64(16), bits=np.int8(4)
+    )
     assert result.report.nodes[0].block_size == 16
     ir.to_proto(result.model)
 

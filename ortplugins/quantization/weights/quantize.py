@@ -89,8 +89,7 @@ def quantize(
     Args:
         model: Path of an .onnx file or of a folder with one, ``onnx.ModelProto`` or
             ``onnx_ir.Model``; not changed. Weights of a path are mapped, never read whole.
-        output: File to write; its data goes to ``<output>.data``. For a folder, a folder to
-            write, unless it ends with ``.onnx``: tokenizer and configurations go along.
+        output: File to write; its data goes to ``<output>.data``.
         recipe: Which weights are quantised, and how: a :class:`Recipe`, the path of one in
             YAML, or ``"small"``, ``"balanced"`` or ``"best"``. By default 4 bits in blocks of
             32, rounded to nearest.
