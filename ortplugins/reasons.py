@@ -194,7 +194,7 @@ REASONS: Mapping[str, Mapping[str, str]] = {
         ),
         "ORP705": (
             "The process that packs was stopped: more memory or disk, no limit on processes"
-            " (ulimit -u, seccomp), or a greater timeout."
+            " (ulimit -u, seccomp)."
         ),
         "ORP706": (
             "Frozen and embedded programs (PyInstaller, uWSGI): set ORTPLUGINS_PYTHON to an"
@@ -235,8 +235,8 @@ REASONS: Mapping[str, Mapping[str, str]] = {
             "overriding free dimensions."
         ),
         "ORP908": (
-            "A child process was killed or took too long: more memory, a greater timeout, "
-            "or ortplugins cache warm ahead."
+            "A child process was killed or took too long: more memory, or ortplugins cache "
+            "warm ahead."
         ),
         "ORP911": (
             "Give samples (calibration_data_reader, --samples or --text), shorter ones "

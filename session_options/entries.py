@@ -64,7 +64,7 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
     },
     "conv_fusion": {},
     "shape_size_reorder": {"dims": ""},
-    "prepacked_weights": {"verify": "size", "timeout": "1800"},
+    "prepacked_weights": {"verify": "size"},
 }
 
 # Entries that say where the cache is, what to do on an error and how to build: the optimised
@@ -75,7 +75,6 @@ WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
     CACHE_LIMIT_KEY: (),
     STRICT_KEY: ("0", "1"),
     VERIFY_KEY: ("size", "digest"),
-    f"{PREFIX}.prepacked_weights.timeout": (),
 }
 
 # Entries of onnxruntime that change what its optimisers do, and where external data is.

@@ -81,13 +81,6 @@ class Pass:
         """
         return types.MappingProxyType({})
 
-    def child_seconds(self) -> int | None:
-        """Return how many seconds the child process that builds the model may take.
-
-        The greatest of the passes' limits counts; None, the default, sets none.
-        """
-        return None
-
     def takes_part_in(self, stage: str) -> bool:
         """Whether the class overrides a stage: "rewrite", "rearrange" or "finish"."""
         return getattr(type(self), stage) is not getattr(Pass, stage)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # Errors that are passed on from the child.
 _ERRORS = {cls.__name__: cls for cls in (MissingFileError, ModelFileError, PassError, OSError)}
 _ERROR_CHARACTERS = 500
-_SECONDS = 3600  # for a child, if no pass sets a limit
+_SECONDS = 7200  # that a child may take
 _IN_PROCESS = "ORTPLUGINS_BUILD_IN_PROCESS"
 
 
@@ -211,12 +211,10 @@ def _made_by_child(wanted: Wanted, folder: Path) -> dict[str, Any] | None:
 
     from session_options.plan import Plan
 
-    plan = Plan.from_entries(wanted.entries)  # errors are raised here
+    Plan.from_entries(wanted.entries)  # errors are raised here
     python = child_python("build")
     if python is None or os.environ.get(_IN_PROCESS) == "1":
         return None
-    limits = (item.child_seconds() for item in plan.passes)
-    seconds = max((limit for limit in limits if limit is not None), default=_SECONDS)
     content = wanted.model if isinstance(wanted.model, bytes) else b""
     job = {
         "model": None if content else wanted.model,
@@ -232,12 +230,12 @@ def _made_by_child(wanted: Wanted, folder: Path) -> dict[str, Any] | None:
             input=json.dumps(job).encode() + b"\n" + content,
             capture_output=True,
             env=child_environment("build", scratch=folder.parent),
-            timeout=seconds,
+            timeout=_SECONDS,
             check=False,
         )
     except subprocess.TimeoutExpired:
         raise PassError(
-            f"the process that optimises the model took more than {seconds} s and was "
+            f"the process that optimises the model took more than {_SECONDS} s and was "
             "stopped [ORP908]"
         ) from None
     except OSError:

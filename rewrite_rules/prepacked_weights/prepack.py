@@ -28,6 +28,7 @@ _DATA_SUFFIX = ".data"
 _NOTHING = "no kernel of this model packs weights that can be kept"
 # Of a child's error output, in a remark.
 _ERROR_CHARACTERS = 300
+_SECONDS = 3600  # that packing may take
 
 
 class PackingError(RuntimeError):
@@ -37,22 +38,22 @@ class PackingError(RuntimeError):
         super().__init__(f"{text} [ORP705]")
 
 
-def prepack(model_path: Path, context: PassContext, *, seconds: int) -> None:
+def prepack(model_path: Path, context: PassContext) -> None:
     """Pack the weights of a saved model, in place.
 
     Raises:
-        PackingError: If the process that packs is killed, or takes more than ``seconds``.
+        PackingError: If the process that packs is killed, or takes more than an hour.
     """
     name = "model"
     try:
-        outcome = _prepack(model_path, context, seconds)
+        outcome = _prepack(model_path, context)
     except Refusal as refusal:
         context.remarks.refused(name, refusal)
     else:
         context.remarks.fired(name, outcome)
 
 
-def _prepack(model_path: Path, context: PassContext, seconds: int) -> str:
+def _prepack(model_path: Path, context: PassContext) -> str:
     import onnx
 
     if not context.cpu_only:
@@ -71,7 +72,7 @@ def _prepack(model_path: Path, context: PassContext, seconds: int) -> str:
     before = sum(file.stat().st_size for file in model_path.parent.iterdir())
     with tempfile.TemporaryDirectory(prefix=".prepack-", dir=model_path.parent) as scratch:
         folder = Path(scratch)
-        result = _run_child(model_path, folder, seconds, context)
+        result = _run_child(model_path, folder, context)
         _check(result)
         _replace(model_path, folder)
     if others := result["without_row"]:
@@ -87,9 +88,7 @@ def _prepack(model_path: Path, context: PassContext, seconds: int) -> str:
     )
 
 
-def _run_child(
-    model_path: Path, folder: Path, seconds: int, context: PassContext
-) -> dict[str, Any]:
+def _run_child(model_path: Path, folder: Path, context: PassContext) -> dict[str, Any]:
     if context.child_python is None:
         raise Refusal(
             "ORP706", "no Python interpreter to pack with: set ORTPLUGINS_PYTHON to one"
@@ -111,12 +110,12 @@ def _run_child(
             stdin=theirs,
             encoding="utf-8",
             errors="replace",
-            timeout=seconds,
+            timeout=_SECONDS,
             env=environment,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise PackingError(f"packing took more than {seconds} s and was stopped") from None
+        raise PackingError(f"packing took more than {_SECONDS} s and was stopped") from None
     except OSError as error:
         raise PackingError(f"the packing process could not be started: {error}") from error
     finally:

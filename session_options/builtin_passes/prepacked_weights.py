@@ -29,16 +29,9 @@ class PrepackedWeights(Pass):
         "1.32, onnxruntime silently computes wrong numbers from damaged packed weights.",
         choices=("size", "digest"),
     )
-    timeout: int = option(
-        1800, "Seconds that packing may take before it is given up.", least=1
-    )
 
     def finish(self, model_path: Path, context: PassContext) -> None:
         """Pack in place; see :mod:`.prepack`."""
         from rewrite_rules.prepacked_weights.prepack import prepack
 
-        prepack(model_path, context, seconds=self.timeout)
-
-    def child_seconds(self) -> int:
-        """The time for packing, and as much for what comes before, ten minutes at least."""
-        return self.timeout + max(600, self.timeout)
+        prepack(model_path, context)

@@ -24,9 +24,11 @@ from builders.sessions import CPU, backdate, files, options, save, start
 
 import ortplugins
 from ortplugins import DqMatMulNBitsFusion, OrtpluginsWarning, PrepackedWeights
+from ortplugins.cache import build
 from ortplugins.cache.artifact import changed_files
 from ortplugins.cache.store import ArtifactCache
 from rewrite_rules.onnxruntime_version import parse_version
+from rewrite_rules.prepacked_weights import prepack
 from rewrite_rules.prepacked_weights.records import read_records
 
 CASE = DequantizedMatMul(512, 256, 32)
@@ -60,10 +62,12 @@ class Faults:
     patch: pytest.MonkeyPatch
 
     def start(
-        self, cache: Path | None = None, **prepack: Any
+        self, cache: Path | None = None, verify: str = "size"
     ) -> tuple[ortplugins.InferenceSession, str]:
         """Open a session; return what it warned of and remarked, too."""
-        so = options(FUSION, PrepackedWeights(**prepack), cache_dir=str(cache or self.cache))
+        so = options(
+            FUSION, PrepackedWeights(verify=verify), cache_dir=str(cache or self.cache)
+        )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             session = ortplugins.InferenceSession(self.path, so, providers=CPU)
@@ -304,10 +308,12 @@ def test_a_cache_of_another_user_is_refused(warm: Faults, empty: bool):
 )
 def test_a_child_that_fails(faults: Faults, module: str, action: str, reported: str):
     faults.sabotage(module, action)
-    if module == BUILDING:
-        limit = 4 if "sleep" in action else 60
-        faults.patch.setattr(PrepackedWeights, "child_seconds", lambda _: limit)
-    session, text = faults.start(timeout=2 if "sleep" in action else 60)
+    if "sleep" in action:
+        faults.patch.setattr(build, "_SECONDS", 4)
+        faults.patch.setattr(prepack, "_SECONDS", 2)
+        if module == PACKING:  # whose limit is the building process's
+            faults.patch.setenv("ORTPLUGINS_BUILD_IN_PROCESS", "1")
+    session, text = faults.start()
     faults.check(session)
     assert not blobs_in_use(text)
     assert reported in text
@@ -319,7 +325,8 @@ def test_a_child_that_fails(faults: Faults, module: str, action: str, reported: 
     (faults.folder / "site" / "sitecustomize.py").unlink()
     for folder in faults.cache.glob("entries/*"):
         backdate(folder, 100_000)
-    faults.patch.setattr(PrepackedWeights, "child_seconds", lambda _: 60)
+    for changed in (build, prepack):
+        faults.patch.setattr(changed, "_SECONDS", 60)
     session, text = faults.start()
     faults.check(session)
     assert blobs_in_use(text) == 1

@@ -201,7 +201,7 @@ def remarks_of(path: Path, providers: Sequence[str] = CPU, final: bool = True) -
     remarks = Remarks("prepacked_weights")
     child = sys.executable, child_environment("prepacked_weights")
     context = PassContext(remarks, providers, final_graph=final, child_python=child)
-    prepack(path, context, seconds=120)
+    prepack(path, context)
     assert not list(path.parent.glob(".*")), "scratch files are gone"
     return [*remarks]
 
