@@ -43,17 +43,13 @@ from rewrite_rules.dq_matmulnbits_fusion.matmul_operands import (
     read_product,
     write_column_bias,
 )
-from rewrite_rules.facts.integer_groups import computes_in_integers
-from rewrite_rules.graph.nodes import is_dequantize_linear, label, producer
+from rewrite_rules.facts.integer_groups import computes_in_integers, dequantized
+from rewrite_rules.graph.nodes import input_of, label, producer
 from rewrite_rules.graph.parameters import constant
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.weights.dequantized_operand import BlockQuantizedWeight as Weight
 from rewrite_rules.weights.dequantized_operand import DequantizedOperand, NoKernel
 
-# Operators that onnxruntime moves a DequantizeLinear past before it fuses QLinearMatMul.
-_TRANSPARENT = frozenset(
-    {"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
-)
 _EIGHT_BITS = (ir.DataType.INT8, ir.DataType.UINT8)
 
 
@@ -64,7 +60,8 @@ class MatMulByWeight(OperandRule):
 
     def _plan(self, node: ir.Node, chain: list[ir.Node], operand: DequantizedOperand) -> Emit:
         product, run = read_product(node), self._run
-        if operand.bits == 8 and _is_dequantized(product.x):
+        in_integers = operand.bits == 8 and _is_dequantized(product.x)
+        if in_integers and operand.suits_integers(product.k_axis):
             raise Refusal(
                 "ORP115",
                 "its other operand is dequantised too: onnxruntime has kernels for that "
@@ -227,17 +224,10 @@ def _scalar(op: Any, number: float, dtype: ir.DataType) -> ir.Value:
 
 def _is_dequantized(value: ir.Value | None) -> bool:
     """Whether a value is an activation that was quantised to 8 bits."""
-    seen = set()
-    while value is not None and (node := value.producer()) is not None and node not in seen:
-        seen.add(node)
-        if is_dequantize_linear(node):
-            codes, *rest = [*node.inputs, None]
-            if codes is None or constant(codes) is not None:
-                return False
-            zero_point = constant(rest[1]) if len(rest) > 1 else None
-            dtype = codes.dtype if zero_point is None else zero_point.dtype
-            return dtype is None or dtype in _EIGHT_BITS
-        if node.op_type not in _TRANSPARENT or not node.inputs:
-            return False
-        value = node.inputs[0]
-    return False
+    node = dequantized(value)
+    codes = None if node is None else input_of(node, 0)
+    if node is None or codes is None or constant(codes) is not None:
+        return False
+    zero_point = constant(input_of(node, 2))
+    dtype = codes.dtype if zero_point is None else zero_point.dtype
+    return dtype is None or dtype in _EIGHT_BITS

@@ -4,28 +4,44 @@
     DequantizeLinear* -> operator -> Relu or Clip? -> QuantizeLinear*
 
 It makes one operator of integers of such a group; a Relu or Clip disappears before, if the
-codes end where it does.
+codes end where it does. Copies disappear, too, and Q and DQ are taken past data movement, so
+that either may stand between.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import onnx_ir as ir
 
-from rewrite_rules.graph.nodes import dequantizer, input_of, is_quantize_linear, made_by
-from rewrite_rules.graph.parameters import constant, source_of
+from rewrite_rules.graph.int8_moves import MOVES
+from rewrite_rules.graph.nodes import (
+    dequantizer,
+    input_of,
+    is_dequantize_linear,
+    is_quantize_linear,
+)
+from rewrite_rules.graph.parameters import constant
 
 _EPSILON = float(np.finfo(np.float32).eps)  # as in onnxruntime's clip_quantizelinear.cc
 
 
 def computes_in_integers(node: ir.Node) -> bool:
-    """Whether all that a node reads is dequantised, and all that reads it quantises."""
+    """Whether all that a node reads is dequantised, and all that reads it quantises.
+
+    Data movement counts as what reads its result.
+    """
+    if _moves(node):
+        readers = [*_readers(node.outputs[0])]
+        return bool(readers) and all(
+            reader is not None and not _moves(reader) and computes_in_integers(reader)
+            for reader in readers
+        )
     # A bias is quantised by onnxruntime, if it is not yet.
     read = [value for value in node.inputs if value is not None and constant(value) is None]
-    makers = [dequantizer(source_of(value)) for value in read]
-    codes = [maker.inputs[0] for maker in makers if maker is not None]
+    codes = [maker.inputs[0] for maker in map(dequantized, read) if maker is not None]
     # Outputs that nothing reads, or that were left out, say nothing of the group.
     written = [value for value in node.outputs if value.uses() or value.is_graph_output()]
     return (
@@ -36,18 +52,52 @@ def computes_in_integers(node: ir.Node) -> bool:
     )
 
 
+def dequantized(value: ir.Value | None) -> ir.Node | None:
+    """Return the DequantizeLinear behind a value and what copies or moves it; else None."""
+    seen = set[ir.Value]()  # a damaged graph may have a cycle
+    while value is not None and value not in seen:
+        seen.add(value)
+        node = value.producer()
+        if node is None or is_dequantize_linear(node) or not _moves(node):
+            break
+        value = node.inputs[0]
+    return dequantizer(value)
+
+
+def _moves(node: ir.Node) -> bool:
+    """Whether a node goes as a copy, or Q and DQ are taken past it."""
+    if node.domain or not node.inputs or node.inputs[0] is None:
+        return False
+    return node.op_type in MOVES or node.op_type in ("Dropout", "Identity")
+
+
+def _readers(value: ir.Value) -> Iterator[ir.Node | None]:
+    """Yield what reads a value or what is moved of it; None for a caller."""
+    found, seen = [value], {value}
+    for each in found:  # grows
+        if each.is_graph_output():
+            yield None
+        for node, index in each.uses():
+            if index or not _moves(node):
+                yield node
+            elif node.outputs[0] not in seen:
+                found.append(node.outputs[0])
+                seen.add(node.outputs[0])
+
+
 def _is_quantised(value: ir.Value) -> bool:
     """Whether nothing but QuantizeLinear reads a value, or a Relu or Clip that goes."""
-    readers = [*value.consumers()]
-    if value.is_graph_output() or not readers:
-        return False
-    if all(map(is_quantize_linear, readers)):
-        return True
-    clip, result = readers[0], readers[0].outputs[0]
-    if len(readers) > 1 or not made_by(result, "Clip", "Relu") or result.is_graph_output():
-        return False
-    behind = [*result.consumers()]
-    return bool(behind) and all(is_quantize_linear(q) and _ends_in(q, clip) for q in behind)
+    readers = [*_readers(value)]
+    clip = readers[0] if len(readers) == 1 else None
+    if clip is None or clip.domain or clip.op_type not in ("Clip", "Relu"):
+        return bool(readers) and all(
+            node is not None and is_quantize_linear(node) for node in readers
+        )
+    behind = [*_readers(clip.outputs[0])]
+    return bool(behind) and all(
+        node is not None and is_quantize_linear(node) and _ends_in(node, clip)
+        for node in behind
+    )
 
 
 def _ends_in(quantize: ir.Node, clip: ir.Node) -> bool:

@@ -17,7 +17,8 @@ from rewrite_rules.graph.parameters import constant
 OPSET = 21
 """The first one with the defect."""
 
-_MOVES = frozenset({"MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"})
+MOVES = frozenset({"MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"})
+"""Operators that onnxruntime takes QuantizeLinear and DequantizeLinear past."""
 
 
 def move_int8_codes(model: ir.Model) -> None:
@@ -42,7 +43,7 @@ def _moved(dequantize: ir.Node) -> list[ir.Node]:
     made = list[ir.Node]()
     codes, *grid = dequantize.inputs
     for reader, index in dequantize.outputs[0].uses():
-        if reader.op_type not in _MOVES or reader.domain or index or len(reader.outputs) > 1:
+        if reader.op_type not in MOVES or reader.domain or index or len(reader.outputs) > 1:
             continue
         inputs, attributes = [codes, *reader.inputs[1:]], reader.attributes.values()
         move = ir.Node("", reader.op_type, inputs, attributes, name=reader.name)

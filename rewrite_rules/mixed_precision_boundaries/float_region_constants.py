@@ -16,13 +16,13 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript.rewriter import MatchContext, RewriteRuleClassBase
 
-from rewrite_rules.facts.integer_groups import computes_in_integers
+from rewrite_rules.facts.integer_groups import computes_in_integers, dequantized
 from rewrite_rules.graph.initializers import DerivedInitializers
 from rewrite_rules.graph.nodes import label, producer
 from rewrite_rules.graph.parameters import int_attribute, source_of
 from rewrite_rules.graph.rule_set import DispatchingRuleSet, own
 from rewrite_rules.remarks import PassContext, Refusal
-from rewrite_rules.weights.dequantized_operand import read_operand
+from rewrite_rules.weights.dequantized_operand import DequantizedOperand, read_operand
 from rewrite_rules.weights.float_constant import FloatConstants
 
 
@@ -58,6 +58,9 @@ class UnpackedConstant(RewriteRuleClassBase):
         node = producer(out)
         try:
             operand = read_operand([node])
+            if operand.bits == 8 and any(_would_fail(use, operand) for use in self._readers):
+                self._operand = operand
+                return True
             if int_attribute(node, "block_size", 0) or operand.bits < 8:
                 raise Refusal(
                     "ORP315", f"{operand.layout}: for MatMulNBits, see dq_matmulnbits_fusion"
@@ -80,6 +83,21 @@ class UnpackedConstant(RewriteRuleClassBase):
                 f"{_called(producer(out))}: a float constant, as this computes in float",
             )
         return out
+
+
+def _would_fail(use: Any, operand: DequantizedOperand) -> bool:
+    """Whether onnxruntime makes one operator of two codes of which no kernel takes these.
+
+    Without a QuantizeLinear behind, that is MatMulIntegerToFloat or QGemm.
+    """
+    node, index = use
+    others = node.inputs[:2]
+    if node.op_type not in ("Gemm", "MatMul") or None in map(dequantized, others):
+        return False
+    k_axis = int_attribute(node, "transB", 0)
+    return operand.scale_tensor.size > 1 and not (
+        index == 1 and operand.suits_integers(k_axis)
+    )
 
 
 def _called(node: ir.Node) -> str:

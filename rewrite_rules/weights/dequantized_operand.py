@@ -148,6 +148,16 @@ class DequantizedOperand:
         k_stored = k_axis ^ self.is_turned
         return BlockQuantizedWeight(self, runs[k_stored], runs[1 - k_stored], k_stored)
 
+    def suits_integers(self, k_axis: int) -> bool:
+        """Whether the right one of two codes may have its scales: one, or one for a column.
+
+        onnxruntime looks at no scales before it takes MatMulIntegerToFloat or QGemm.
+        """
+        if len(self.shape) != 2:
+            return True
+        weight = self.matrix(k_axis)
+        return weight.one_block and (weight.n.block == 1 or weight.n.has_one_scale)
+
     def stored_scales(self) -> npt.NDArray[Any]:
         """The scales, flat, as they are stored."""
         return packed_bytes(self.scale_tensor).view(self.scale_tensor.dtype.numpy())

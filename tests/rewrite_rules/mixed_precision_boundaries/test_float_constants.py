@@ -85,6 +85,15 @@ BETWEEN = [
     ("r = Clip(p, , six)", 128, True),
     ("least = ReduceMin<keepdims = 0>(x) r = Clip(p, least)", 0, False),
     ("r = Tanh(p)", 128, False),
+    # Copies go, and Q and DQ are taken past what only moves data.
+    ("r = Identity(p)", 128, True),
+    ("r = Dropout(p)", 128, True),
+    ("h = Cast<to = 10>(p) r = Cast<to = 1>(h)", 128, False),
+    ("r = Transpose<perm = [0, 1]>(p)", 128, True),
+    ("u = Unsqueeze(p, first) r = Squeeze(u, first)", 128, True),
+    ("r = Reshape(p, sizes)", 128, True),
+    ("i = Identity(p) u = Relu(i) r = Reshape(u, sizes)", 0, True),
+    ("r = Flatten(p)", 128, False),
 ]
 
 
@@ -98,7 +107,8 @@ def test_what_onnxruntime_computes_in_integers_keeps_its_codes(
         f"""{between}
         [qp] pq = QuantizeLinear({"r" if between else "p"}, a, z2)""",
     )
-    numbers = "float none = {0}, float five = {5}, float six = {6}"
+    numbers = """float none = {0}, float five = {5}, float six = {6}, int64[1] first = {0},
+     int64[2] sizes = {2, 2}"""
     text = text.replace("<int8", f"<{numbers}, uint8 z2 = {{{zero_point}}}, int8", 1)
     session(model_of(text), optimised=True, final=tmp_path / "final.onnx")
     final = {node.op_type for node in onnx.load(tmp_path / "final.onnx").graph.node}
@@ -106,6 +116,70 @@ def test_what_onnxruntime_computes_in_integers_keeps_its_codes(
     model, remarks = unpacked(text)
     dequantized = [node.op_type for node in model.graph].count("DequantizeLinear")
     assert (dequantized, len(remarks)) == ((3, 0) if in_integers else (2, 1))
+
+
+@pytest.mark.parametrize("side", ["(codes, a, zero)", "(w, s, z)"])
+@pytest.mark.parametrize("move", ["Identity(u)", "Dropout(u)", "Transpose<perm = [1, 0]>(u)"])
+def test_moved_operands_of_integers_keep_their_codes(tmp_path, move, side):
+    text = QUANTISED.replace(f"DequantizeLinear{side}", f"{move} ", 1)
+    text = text.replace(
+        "[dqx] d" if "codes" in side else "[dq] v",
+        f"""
+        [dq_moved] u = DequantizeLinear{side}
+        {"d" if "codes" in side else "v"}""",
+    )
+    if "Transpose" in move:
+        text = text.replace(
+            "float[2, 3] x", "float[3, 2] x" if "codes" in side else "float[2, 2] x"
+        )
+    session(model_of(text), optimised=True, final=tmp_path / "final.onnx")
+    final = {node.op_type for node in onnx.load(tmp_path / "final.onnx").graph.node}
+    assert "QLinearMatMul" in final
+    _, remarks = unpacked(text)
+    assert not list(remarks)
+
+
+# Where nothing quantises a product of codes, onnxruntime makes MatMulIntegerToFloat or QGemm,
+# without a look at scales that their kernels don't take.
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("limit_mb", [0, 9])
+@pytest.mark.parametrize(
+    ("scales", "axis", "product"),
+    [
+        ((4, 64), "axis = 0, block_size = 16", "MatMul(d, v)"),
+        ((64, 4), "axis = 1, block_size = 16", "MatMul(d, v)"),
+        ((64,), "axis = 0", "MatMul(d, v)"),
+        ((1, 64), "axis = 0, block_size = 64", "MatMul(d, v)"),
+        ((64,), "axis = 1", "MatMul(v, t)"),
+        ((4, 64), "axis = 0, block_size = 16", "Gemm(d, v)"),
+        ((64,), "axis = 1", "Gemm<transB = 1>(d, v)"),
+        ((64,), "axis = 0", "Gemm<transB = 1>(d, v)"),
+    ],
+)
+def test_a_product_in_float_runs_whatever_scales_its_weight_has(
+    scales, axis, product, limit_mb, fuse
+):
+    rng = np.random.default_rng(0)
+    constants = {
+        "w": rng.integers(-64, 65, (64, 64), np.int8),
+        "s": rng.random(scales, np.float32) / 100,
+        "a": np.float32(0.05),
+        "z": np.uint8(128),
+    }
+    text = f"""c = QuantizeLinear(x, a, z)  d = DequantizeLinear(c, a, z)
+        t = Transpose<perm = [1, 0]>(d)
+        v = DequantizeLinear<{axis}>(w, s)  p = {product}
+        q = QuantizeLinear(p, a, z)  y = DequantizeLinear(q, a, z)"""
+    model = text_model(text, constants, {"x": (1, [3, 64])})
+    asked = [
+        ortplugins.MixedPrecisionBoundaries(promote="p", mode="float", float_limit_mb=limit_mb)
+    ]
+    if fuse:
+        asked.append(ortplugins.DqMatMulNBitsFusion(accuracy_level=0))
+    result = ortplugins.optimize(model, passes=asked).model
+    feeds = {"x": normal(3, 64)}
+    exact = run(result, feeds)[0]
+    assert run(result, feeds, optimised=True)[0] == pytest.approx(exact, abs=1e-3)
 
 
 @pytest.mark.parametrize(
