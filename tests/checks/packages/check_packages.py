@@ -8,9 +8,11 @@ all-MiniLM-L6-v2 from a wheel.
 """
 
 import json
+import shutil
 import subprocess
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -87,8 +89,7 @@ def float_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def int4_model(float_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same, its MatMuls in int4 in the layout that onnxruntime runs in float."""
     folder = tmp_path_factory.mktemp("minilm-int4") / "model"
-    quantize(float_model, folder, quant_format="QDQ_transposed")
-    return folder
+    return quantized_folder(float_model, folder, quant_format="QDQ_transposed")
 
 
 @pytest.fixture(scope="session")
@@ -132,8 +133,14 @@ def decoder_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (source / "genai_config.json").write_text(
         json.dumps({"model": {**about, "decoder": described}, "search": shared})
     )
-    target = source.with_name("int4")
-    quantize(source, target, block_size=16)
+    return quantized_folder(source, source.with_name("int4"), block_size=16)
+
+
+def quantized_folder(source: Path, target: Path, **settings: Any) -> Path:
+    """Copy a folder, its model in int4."""
+    shutil.copytree(source, target)
+    (model,) = source.rglob("*.onnx")
+    quantize(model, target / model.relative_to(source), overwrite=True, **settings)
     return target
 
 

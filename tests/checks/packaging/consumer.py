@@ -45,7 +45,7 @@ def use() -> str:
     report: ortplugins.Report = result.report
     quantized = quantize("model.onnx", "int4.onnx", rules={"a": {"bits": 8}})
     mixed = ortplugins.quantize_static_mixed("a.onnx", "b.onnx", [{"x": np.zeros(3)}])
-    with ortplugins.enabled(ortplugins.PrepackedWeights(timeout=10)):
+    with ortplugins.enabled(ortplugins.PrepackedWeights(verify="digest")):
         session = ortplugins.InferenceSession("model.onnx", providers=["CPUExecutionProvider"])
     text: str = session.ortplugins_report.to_json()
     return f"{names} {fired} {report} {quantized.report} {mixed.report} {text}"
