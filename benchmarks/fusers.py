@@ -3,11 +3,10 @@
 
 python -m benchmarks.fusers FOLDER
 
-FOLDER holds exports, ``<model>-<exporter>-<attention>.onnx``, and beside each a .json with its
+FOLDER holds exports, ``<model>-<exporter>-<attention>.onnx``, each with a .json of its
 ``heads`` and ``hidden`` size, which transformers.optimizer takes as arguments. Every result
-runs beside the file on made-up inputs: prompts, and single tokens after a cache. Prints the
-table of docs/transformer-fusion.md, and a line for each result that is wrong or could not be
-had.
+and the file run on the same made-up inputs: prompts, and single tokens after a cache. Prints
+the table of docs/transformer-fusion.md, and a line for each result that is wrong or missing.
 """
 
 from __future__ import annotations

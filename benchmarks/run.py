@@ -3,7 +3,7 @@
 
 python -m benchmarks.run [--rounds N] [--only NAME]...
 
-Each benchmark replaces its section of the page, and the picture beside it; the others
+Each benchmark replaces its section of the page, and the picture with it; the others
 stay. Exits with 1 when a bound is missed.
 """
 
@@ -61,24 +61,24 @@ BENCHMARKS: dict[str, Callable[[Path, int], list[Figure]]] = {
 # Need other packages, and are run by name: make bench-quantizers, make bench-peers.
 _WITH_PEERS = ("runtimes",)
 TITLES = {
-    "smollm2": "SmolLM2-135M-Instruct, int4 block 32, plain onnxruntime beside ortplugins",
-    "start_cost": "What a start costs beside onnxruntime's own",
+    "smollm2": "SmolLM2-135M-Instruct, int4 block 32: plain onnxruntime vs. ortplugins",
+    "start_cost": "What a start costs beyond onnxruntime's own",
     "processor_time": "Processor time that a start adds to onnxruntime's own",
     "exactness": "Greatest difference to ORT_DISABLE_ALL over the greatest output",
-    "prepacked": "Packed weights in the file, beside onnxruntime on the QDQ file",
-    "order_peaks": "Memory while a model runs, beside onnxruntime's two orders",
+    "prepacked": "Packed weights in the file vs. onnxruntime on the QDQ file",
+    "order_peaks": "Memory while a model runs vs. onnxruntime's two orders",
     "large_models": "1.34 GB of int4 weights, peak private memory of the process",
     "mixed_precision": "8-bit QDQ models, a quarter of the activations promoted",
-    "trim_padding": "Padded batches on MiniLM-L6, beside plain onnxruntime",
-    "transformer_fusion": "SmolLM2-135M and MiniLM-L6, fused beside plain onnxruntime",
-    "builder": "SmolLM2-135M, fused beside the graph of onnxruntime-genai's builder",
-    "encoder_sizes": "Encoders of three sizes, fused beside plain onnxruntime: what is slower",
-    "long_texts": "Layers of encoders on long texts, fused beside plain onnxruntime",
-    "encoder8": "Sentence encoders by encoder8, beside float and other 8 bits",
-    "runtimes": "Nets of six kinds, tuned for latency, beside onnxruntime and OpenVINO",
-    "conv_fusion": "Convolution nets, folded, beside plain onnxruntime",
-    "rapidocr": "rapidocr's pipeline under `ortplugins run`, a page of 14 lines, beside plain",
-    "passes": "Each pass with default options, beside plain onnxruntime",
+    "trim_padding": "Padded batches on MiniLM-L6 vs. plain onnxruntime",
+    "transformer_fusion": "SmolLM2-135M and MiniLM-L6, fused vs. plain onnxruntime",
+    "builder": "SmolLM2-135M, fused vs. the graph of onnxruntime-genai's builder",
+    "encoder_sizes": "Encoders of three sizes, fused vs. plain onnxruntime: what is slower",
+    "long_texts": "Layers of encoders on long texts, fused vs. plain onnxruntime",
+    "encoder8": "Sentence encoders by encoder8 vs. float and other 8 bits",
+    "runtimes": "Nets of six kinds, tuned for latency, vs. onnxruntime and OpenVINO",
+    "conv_fusion": "Convolution nets, folded, vs. plain onnxruntime",
+    "rapidocr": "rapidocr's pipeline under `ortplugins run`, a page of 14 lines, vs. plain",
+    "passes": "Each pass with default options vs. plain onnxruntime",
 }
 # What has a section of its own: the pattern of its figures, and the section's name.
 _APART = {"transformer_fusion": ("builder's graph", "builder")}
@@ -89,11 +89,11 @@ _PRINTED = {
     "prepacked": r"parallel|process that has it built|128 tokens|prefill|first build",
     "order_peaks": r"first run \(|real nets, .*first|^nodes |^Shapes|^20000|an order",
     "mixed_precision": r"time to plan",
-    "transformer_fusion": r"shared, beside o|of 512|nodes executed|differ|on 10,000|cached",
+    "transformer_fusion": r"shared, vs. o|of 512|nodes executed|differ|on 10,000|cached",
     "builder": r"prompt of 512|at 16, kv",
     "long_texts": r"1 x 16|x 512: memory",
-    "conv_fusion": r"as it is|: start$|greatest difference|Reorder|beside OpenVINO",
-    "encoder8": r"ranking|of logits|right labels|beside OpenVINO",
+    "conv_fusion": r"as it is|: start$|greatest difference|Reorder|vs. OpenVINO",
+    "encoder8": r"ranking|of logits|right labels|vs. OpenVINO",
     "runtimes": r"error$|float32$|encoder8",
 }
 _ROWS = 12
@@ -101,12 +101,12 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 PICTURES = "benchmarks"
 HEAD = """# Benchmarks
 
-Made by `make bench`; every section tells when and on what. Beside other quantisers:
+Measured by `make bench`; each section gives the command, date and machine. Other quantisers:
 [Quantising: figures](quantization-figures.md).
 
-Shared machines: compare the ratios, not the times. Everything in one table was measured in one
-run, configurations interleaved, each in a process of its own, medians of the rounds. Private
-memory is resident memory that no file backs (RssAnon), in 10**6 bytes.
+The machines are shared: compare ratios, not times. A table comes from one run.
+Configurations take turns, each in a process of its own; figures are medians of the
+rounds. Private memory is RssAnon.
 """
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Time and accuracy beside onnxruntime and OpenVINO, on one net of each kind."""
+"""Time and accuracy against onnxruntime and OpenVINO, on one net of each kind."""
 
 from __future__ import annotations
 
@@ -67,12 +67,10 @@ def _net(net: Net, folder: Path, rounds: int) -> Iterator[Figure]:
     for what, ours in candidates.items():
         pair = measure([ours, plain], feed, rounds=rounds, runs=20, seconds=1.0, lockstep=True)
         times = [_MS * item.run.median if item.run else math.nan for item in pair]
-        yield Figure.beside(f"{name}, {what}: run beside onnxruntime", times, "ms")
+        yield Figure.versus(f"{name}, {what}: run vs. onnxruntime", times, "ms")
         for precision, given in _PRECISIONS.items():
             both = beside_openvino(ours, net.path, feed, folder, rounds, given)
-            yield Figure.beside(
-                f"{name}, {what}: run beside OpenVINO, {precision}", both, "ms"
-            )
+            yield Figure.versus(f"{name}, {what}: run vs. OpenVINO, {precision}", both, "ms")
         yield Figure(f"{name}, {what}: error", difference(exact, _outputs(ours, feed)[0]))
     for precision, given in _PRECISIONS.items():
         error = difference(exact, outputs_of_openvino(net.path, feed, given)[0])

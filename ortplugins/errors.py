@@ -5,7 +5,7 @@ from __future__ import annotations
 
 
 class UsageError(ValueError):
-    """An argument has a value that cannot be, or has no effect beside another; names it."""
+    """An argument is out of range, or has no effect with another one; names it."""
 
 
 class ModelFileError(ValueError):

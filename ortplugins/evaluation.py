@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Judges a model of text: by itself, or beside the float model that it was made of.
+"""Judges a model of text: by itself, or against the float model it was made from.
 
 For each token t of a window but the first, with p the float model's distribution after the
 tokens before it and q the other's:
@@ -48,9 +48,9 @@ class Evaluation:
 
     Attributes:
         names: The model's, and the float model's where one was given.
-        bytes: Of the .onnx file of each, and its data.
+        bytes: Size of each .onnx file and its data.
         count: How many tokens were predicted, or texts compared.
-        perplexity: For language models: of the text, for each; empty for encoders.
+        perplexity: Of each language model on the text; empty for encoders.
         kl_divergence: Mean over the tokens of the Kullback-Leibler divergence from the float
             model's distribution to the model's, in nats.
         top1_agreement: How often both models rank the same token first, 0 to 1.
@@ -98,7 +98,7 @@ def evaluate(
             :func:`.optimize` returned, or a session, which is run with its own settings.
         against: The float model, in the same way; it may have other inputs.
         text: Path of a file, UTF-8.
-        tokenizer: Path of a ``tokenizer.json``; by default the one beside the model.
+        tokenizer: Path of a ``tokenizer.json``; by default the one next to the model.
         tokens: How much of the text a language model reads, from its start, in whole windows.
         window: Tokens of a window, the BOS token included where the tokenizer has one; all but
             the first are predicted. Windows do not overlap. A model of fixed length has its
@@ -114,7 +114,7 @@ def evaluate(
 
     Raises:
         MissingFileError, ModelFileError: If a model or folder cannot be used, fails, or gives
-            NaN, or an encoder has no float model beside it.
+            NaN, or an encoder has no float model to compare with.
         CalibrationError: If text or tokenizer cannot be used, the text is too short, or a
             token is not a row of the model's table.
         UsageError: If an argument is out of range, no tokenizer is given or found, or a
@@ -128,7 +128,7 @@ def evaluate(
         tokenizer = next(filter(None, map(tokenizer_beside, paths)), None)
         if tokenizer is None:
             raise UsageError(
-                "no tokenizer.json beside the model: give the path of a tokenizer"
+                "no tokenizer.json next to the model: give the path of a tokenizer"
             )
     encoder = TextTokenizer(Path(tokenizer))
     with scratch_folder() as folder:
@@ -288,7 +288,7 @@ def _encoder(
 ) -> dict[str, Any]:
     if len(models) == 1:
         raise ModelFileError(
-            f"{models[0].name}: is an encoder, which is judged beside its float model: give it"
+            f"{models[0].name}: is an encoder, judged against its float model: give that one"
         )
     found = [each for each in text.split("\n\n") if len(each) > _SHORTEST]
     if len(found) < 2:

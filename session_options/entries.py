@@ -37,7 +37,7 @@ BUILTIN_PASSES: dict[str, str | type] = {
     "prepacked_weights": f"{_PACKAGE}.prepacked_weights:PrepackedWeights",
 }
 
-# Of each of our passes, the options and their defaults as session entries.
+# Options of each of our passes, with their defaults as session entries.
 OPTIONS: Mapping[str, Mapping[str, str]] = {
     "trim_padding": {"multiple": "1", "mask": "", "pack": "0"},
     "mixed_precision_boundaries": {

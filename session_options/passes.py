@@ -44,8 +44,8 @@ class Pass:
         name: Lower snake case; gives the session keys. Unique.
         summary: One line of help.
         position: Smaller runs earlier; 50 unless said otherwise.
-        version: Of what the class does, where modules beside its own do the work: a cache
-            entry is built again if it, or the module's file, changes.
+        version: Change it when modules other than the class's own do the work and change: a
+            cache entry is built again if it, or the class's module, changes.
     """
 
     name: ClassVar[str]

@@ -196,7 +196,7 @@ def entries_of(
 ) -> dict[str, str]:
     """Return the session entries of passes and of options that belong to none.
 
-    Of a pass that is given as an object they are all its options; of one that is given by its
+    For a pass given as an object they are all its options; for one that is given by its
     name, or as ``"module:class"``, those in ``settings``, ``{"<pass>.<option>": value}``.
     """
     specs = {spec.name: spec for spec in GENERAL_OPTIONS}

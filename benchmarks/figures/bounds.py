@@ -31,7 +31,7 @@ class Figure:
     difference: bool = False
 
     @classmethod
-    def beside(
+    def versus(
         cls, what: str, both: Iterable[float], unit: str = "", bound: float = math.nan
     ) -> Figure:
         """Return the figure of a pair, ours first."""

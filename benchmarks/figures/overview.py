@@ -39,7 +39,7 @@ def overview(page: str) -> str:
     """
     found = [(label, *_read(page, section, what)) for section, what, label in ROWS]
     height = _ROW * len(found) + 26
-    title = "Plain onnxruntime beside ortplugins: start, time and memory"
+    title = "Plain onnxruntime vs. ortplugins: start, time and memory"
     size = f'width="{_WIDTH}" viewBox="0 0 {_WIDTH} {height}"'
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size}>',

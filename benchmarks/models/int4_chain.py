@@ -21,7 +21,7 @@ def write_chain(
     """Write x -> (MatMul [width, hidden] -> MatMul [hidden, width]) x layers, block 32.
 
     Args:
-        path: The .onnx file; the data goes beside it.
+        path: The .onnx file; the data goes next to it.
         layers: Number of pairs.
         width: Size of the input and output.
         hidden: Size between the two of a pair.

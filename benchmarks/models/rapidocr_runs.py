@@ -15,7 +15,7 @@ from benchmarks.models.corpus import CACHE
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PROGRAM = Path(__file__).with_name("read_page.py")
-# Beside the onnxruntime and numpy of this environment.
+# In addition to the onnxruntime and numpy of this environment.
 _REQUIREMENTS = (
     "rapidocr-onnxruntime==1.4.4",
     "opencv-python-headless==5.0.0.93",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A decoder's KV cache in int8 beside float: bytes, time of a token, perplexity.
+"""A decoder's KV cache in int8 vs. float: bytes, time of a token, perplexity.
 
 python -m benchmarks.quantizers.kv_cache DECODER.onnx TOKENIZER.json [--contexts 512 4096]
 

@@ -3,7 +3,7 @@
 
 ``.cache/quantizer-peers/venv`` is made at the first call; ORTPLUGINS_PEERS names the Python of
 one that is there already. ModelOpt's own extra [onnx] asks for onnxruntime-gpu 1.24, onnx 1.21
-and CUDA: what it imports on a CPU is listed here instead, beside the versions that ours uses.
+and CUDA: what it imports on a CPU is listed here instead, with the versions that ours uses.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ class Task:
 
 
 def bits_of_codes(report: QuantizeReport) -> float:
-    """Return the bits of a quantised weight, scales included, floats beside them left out."""
+    """Return the bits of a quantised weight, scales included, floats left out."""
     rows = [row for row in report.quantized if row.bytes_after]
     return 8 * sum(row.bytes_after for row in rows) / sum(row.K * row.N for row in rows)
 
@@ -291,7 +291,7 @@ def perplexity_figures(found: Sequence[Quality], whole: bool) -> list[Figure]:
                 figures.append(Figure(what, best.perplexities[0], bound=bound))
     differences = [q.difference for q in found if not math.isnan(q.difference)]
     if differences:
-        what = f"logits of {len(differences)} models, fused beside plain onnxruntime"
+        what = f"logits of {len(differences)} models, fused vs. plain onnxruntime"
         figures.append(Figure(what, max(differences), bound=1e-5))
     return figures
 
@@ -308,7 +308,7 @@ def check_sessions(layers: int | None) -> Figure:
         untouched = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         expected = run(untouched, ids)
         difference = np.abs(run(plain_session(path), ids) - expected).max()
-    what = "logits, plain onnxruntime as used here beside ORT_DISABLE_ALL"
+    what = "logits, plain onnxruntime as used here vs. ORT_DISABLE_ALL"
     return Figure(what, float(difference / np.abs(expected).max()), bound=1e-5)
 
 

@@ -33,7 +33,7 @@ class Job:
         tool: One of :data:`TOOLS`.
         model: The float model, at opset 21.
         output: File to write.
-        external: Whether its tensors go to a file beside it.
+        external: Whether its tensors go to a file next to it.
         calibration: A .npz file, arrays with the samples along their first axis; or empty.
         block_size: Of symmetric int4 codes.
         exclude: Regular expressions of nodes that stay in float, anchored at the start.

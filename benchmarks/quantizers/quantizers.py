@@ -54,7 +54,7 @@ class Case:
         title: As the table calls it.
         model: The file.
         samples: A .npz file, stacked.
-        external: Whether tensors go beside the result.
+        external: Whether tensors go next to the result.
         head: The node that stays in float, if any.
     """
 
@@ -187,7 +187,7 @@ def compare(case: Case, method: str, found: dict[str, Measured]) -> list[Figure]
             bounds[1],
         ),
     ]
-    # Beside the best, the others have no bound.
+    # Only the best has a bound.
     for name in theirs:
         if name != fastest:
             figures.append(Figure(f"{what}: time, {name}", seconds[OURS], seconds[name], "s"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What convolution nets cost with and without ConvFusion, and beside OpenVINO if installed."""
+"""Costs of convolution nets with and without ConvFusion, and of OpenVINO if installed."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from ortplugins.measurement.measure import Candidate, measure
 from session_options.plan import entries_of
 
 _PASS = ortplugins.ConvFusion.name
-# Greatest ratio of a run, beside plain onnxruntime; of the other nets, of all, and of starts.
+# Greatest ratio of a run to plain onnxruntime; of the other nets, of all, and of starts.
 _RUNS = {
     "ch_PP-OCRv4_rec_infer": 0.76,
     "ch_PP-OCRv4_det_infer": 0.75,
     "open_nsfw": 0.72,
 }
 _OTHERS, _MEAN, _START = 1.01, 0.85, 0.8
-# Beside OpenVINO in float32.
-_BESIDE_OPENVINO = 1.05
+# Ratio to OpenVINO in float32.
+_TO_OPENVINO = 1.05
 # Of rapidocr's pipeline, its own work on images included.
 _PAGE = 0.75
 _SETTINGS = {"intra_op_num_threads": 2}
@@ -64,8 +64,8 @@ def measure_conv_fusion(folder: Path, rounds: int) -> list[Figure]:
         found = [run, start, *written]
         if net.name in _RUNS and importlib.util.find_spec("openvino") is not None:
             pair = beside_openvino(_ours(net, folder), net.path, net.feeds(), folder, rounds)
-            what = f"{net.name}: run beside OpenVINO"
-            found.append(Figure.beside(what, pair, "ms", _BESIDE_OPENVINO))
+            what = f"{net.name}: run vs. OpenVINO"
+            found.append(Figure.versus(what, pair, "ms", _TO_OPENVINO))
         for figure in found:
             print(figure.what, f"{figure.compared:.3g}", flush=True)
         figures += found
@@ -78,7 +78,7 @@ def measure_conv_fusion(folder: Path, rounds: int) -> list[Figure]:
 
 
 def measure_rapidocr(folder: Path, rounds: int) -> list[Figure]:
-    """Measure rapidocr's own pipeline under ``ortplugins run``, beside the same without."""
+    """Measure rapidocr's own pipeline under ``ortplugins run``, and without."""
     passes = {"ours": [_PASS], "theirs": []}
     for chosen in passes.values():  # builds the entries, and is not counted
         read_page(folder / "cache", chosen)
@@ -98,13 +98,13 @@ def measure_rapidocr(folder: Path, rounds: int) -> list[Figure]:
         if line[0] != line[1]
     ]
     return [
-        Figure.beside(
+        Figure.versus(
             "a page, end to end", pair(lambda page: page["seconds"][0]), "ms", _PAGE
         ),
-        Figure.beside(
+        Figure.versus(
             "a page, processor time", pair(lambda page: page["seconds"][1]), "ms", _PAGE
         ),
-        Figure.beside(
+        Figure.versus(
             "start of its three sessions", pair(lambda page: page["start"]), "ms", _START
         ),
         Figure("lines that read otherwise", float(len(differing)), bound=0),
@@ -127,8 +127,8 @@ def _beside_onnxruntime(
         for spreads in ([item.run for item in found], [item.start for item in found])
     )
     return (
-        Figure.beside(f"{net.name}: run", run, "ms", bound),
-        Figure.beside(f"{net.name}: start", start, "ms"),
+        Figure.versus(f"{net.name}: run", run, "ms", bound),
+        Figure.versus(f"{net.name}: start", start, "ms"),
     )
 
 
@@ -143,7 +143,7 @@ def _written(net: Net, folder: Path) -> Iterator[Figure]:
     worst = max(map(difference, before, after))
     yield Figure(f"{net.name}: greatest difference to ORT_DISABLE_ALL", worst)
     counts = (float(_reorders(path, folder)) for path in (folded, net.path))
-    yield Figure.beside(f"{net.name}: Reorder nodes", counts)
+    yield Figure.versus(f"{net.name}: Reorder nodes", counts)
 
 
 def exact_outputs(path: Path, feed: dict[str, np.ndarray]) -> list[np.ndarray]:

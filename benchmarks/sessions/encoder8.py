@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Encoders by encoder8: time and accuracy, beside float and other 8 bits."""
+"""Encoders by encoder8: time and accuracy, against float and other 8 bits."""
 
 from __future__ import annotations
 
@@ -95,14 +95,14 @@ def _encoder(
     ):
         pair = measure([one, plain], feed, rounds=rounds, runs=10, lockstep=True)
         times = [_MS * item.run.median if item.run else float("nan") for item in pair]
-        yield Figure.beside(f"{name}, {what}", times, "ms", bound)
+        yield Figure.versus(f"{name}, {what}", times, "ms", bound)
     others = [("OpenVINO", path)] if importlib.util.find_spec("openvino") else []
     if others and importlib.util.find_spec("nncf"):
         others.append(("OpenVINO, int8 by nncf", _by_nncf(path, samples, folder)))
     for what, model in others:
         both = beside_openvino(eight, model, full, folder, rounds, precision="")
-        what = f"{name}, encoder8, 8 x 128 tokens: run beside {what}"
-        yield Figure.beside(what, both, "ms")
+        what = f"{name}, encoder8, 8 x 128 tokens: run vs. {what}"
+        yield Figure.versus(what, both, "ms")
     if len(others) > 1:
         lost = 1 - _cosine_to(path, others[1][1], samples[:16])
         yield Figure(f"{name}, int8 by nncf: 1 - cosine on calibrated texts", lost)

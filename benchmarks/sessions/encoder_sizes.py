@@ -72,6 +72,6 @@ def _encoder(name: str, path: Path, most: int, folder: Path) -> Iterator[Figure]
             math.nan if each.run is None else 1e3 * each.run.median for each in found
         )
         noise = abs(again / plain - 1)
-        beside = min(plain, again)
+        fastest = min(plain, again)
         what = f"{name}, {texts} x {length:,}"
-        yield Figure.beside(what, (fused, beside), "ms", _BOUND + noise)
+        yield Figure.versus(what, (fused, fastest), "ms", _BOUND + noise)

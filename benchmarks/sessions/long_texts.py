@@ -76,9 +76,9 @@ def _encoder(
             lockstep=True,
         )
         times = [math.nan if each.run is None else each.run.median * _MS for each in found]
-        yield Figure.beside(f"{name}, {texts.what}: run", times, "ms", bound)
+        yield Figure.versus(f"{name}, {texts.what}: run", times, "ms", bound)
         memory = map(_of_runs, found)
-        yield Figure.beside(
+        yield Figure.versus(
             f"{name}, {texts.what}: memory of a run", memory, "MB", texts.memory
         )
 

@@ -98,7 +98,7 @@ def _measure_minilm(folder: Path, rounds: int) -> list[Figure]:
     )
     name = f"MiniLM-L6, {len(plan.promoted)} of {plan.activations}"
     figures.append(Figure(f"{name}: 1 - cosine of embeddings, 16 bits", after, bound=0.005))
-    figures.append(Figure(f"{name}: the same beside all u8", after, before))
+    figures.append(Figure(f"{name}: the same vs. all u8", after, before))
     figures += _beside_random(name, net, plan)
     figures.append(Figure(f"{name}: time to plan, 8 samples", seconds, unit="s", bound=60))
     item = ortplugins.MixedPrecisionBoundaries(promote=",".join(plan.promoted), mode="float")
@@ -113,7 +113,7 @@ def _measure_minilm(folder: Path, rounds: int) -> list[Figure]:
         loss = net.loss(_run(_session(path, optimised=True), net.feeds))
         figures.append(Figure(f"{name} {how}: 1 - cosine of embeddings", loss, bound=0.005))
         ours, theirs = _interleaved(path, net.quantized, net.feeds[:8], rounds)
-        figures.append(Figure(f"{name} {how}: time beside u8", ours, theirs, "ms", bound))
+        figures.append(Figure(f"{name} {how}: time vs. u8", ours, theirs, "ms", bound))
     return figures
 
 
@@ -141,7 +141,7 @@ def _measure_classifier(folder: Path) -> list[Figure]:
     before = classifier.error(frozenset())
     after = classifier.error(frozenset(plan.promoted))
     return [
-        Figure(f"{name}: error beside all i8", after, before, bound=0.5),
+        Figure(f"{name}: error vs. all i8", after, before, bound=0.5),
         *_beside_random(name, classifier, plan),
     ]
 
@@ -209,12 +209,12 @@ def _beside_random(name: str, net: _Net, plan: PrecisionPlan) -> list[Figure]:
     ours = net.error(frozenset(plan.promoted))
     return [
         Figure(
-            f"{name}: error beside {_SEEDS} random choices",
+            f"{name}: error vs. {_SEEDS} random choices",
             ours,
             statistics.mean(errors),
             bound=1.0,
         ),
-        Figure(f"{name}: beside the best of these", ours, min(errors), bound=1.0),
+        Figure(f"{name}: vs. the best of these", ours, min(errors), bound=1.0),
     ]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Memory while a model runs: onnxruntime's two orders beside ShapeSizeReorder's.
+"""Memory while a model runs: onnxruntime's two orders and ShapeSizeReorder's.
 
 Peaks are those of the process, as the operating system tells them, above what it held when the
 session was open: of the first run, and of four runs, as a server makes them. Each session has
@@ -47,7 +47,7 @@ class Measured:
         name: What tables call it.
         branching: Whether it is one of :mod:`branching_graphs`.
         peaks: MB of the first run and of four runs, by order and whether the arena is on.
-        slower: Time of a run beside onnxruntime's default.
+        slower: Time of a run vs. onnxruntime's default.
         same: Whether outputs are bit-equal.
         ordered: Whether the pass had anything to do.
         out_of_place: Nodes that ran at another place than the file has them at.

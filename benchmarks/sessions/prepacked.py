@@ -119,7 +119,7 @@ def _measure(
         ),
         *(
             Figure(
-                f"{name}: {phase}, beside the same graph without blobs",
+                f"{name}: {phase}, vs. the same graph without blobs",
                 _middle(of["packed"].run, "ms"),
                 _middle(of["fused"].run, "ms"),
                 "ms",
@@ -131,7 +131,7 @@ def _measure(
             f"{name}: first build", first_seconds, _middle(decode["plain"].start, "s"), "s"
         ),
         Figure(
-            f"{name}: private peak of a process that has it built, beside a warm start",
+            f"{name}: private peak of a process that has it built, vs. a warm start",
             first_peak / 1e6,
             _middle(warm.peak_private, "MB"),
             "MB",

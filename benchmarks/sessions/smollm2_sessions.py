@@ -36,13 +36,13 @@ def measure_smollm2(folder: Path, rounds: int) -> list[Figure]:
     return [
         _figure("[N,K] + Transpose: ms per token", turned, "step_milliseconds", "ms", 0.1),
         _figure(
-            "[N,K] + Transpose: ms per token, beside MatMulNBits",
+            "[N,K] + Transpose: ms per token, vs. MatMulNBits",
             turned,
             "step_milliseconds",
             "ms",
             1.1,
             ours=OURS_LONG,
-            beside=MATMULNBITS,
+            against=MATMULNBITS,
         ),
         _figure("[N,K] + Transpose: start", turned, "start_seconds", "s"),
         _figure(
@@ -112,7 +112,7 @@ def _figure(
     unit: str,
     bound: float = float("nan"),
     ours: str = SECOND,
-    beside: str = PLAIN,
+    against: str = PLAIN,
 ) -> Figure:
-    mine, theirs = (getattr(rows[name], field) for name in (ours, beside))
+    mine, theirs = (getattr(rows[name], field) for name in (ours, against))
     return Figure(what, mine, theirs, unit, bound)

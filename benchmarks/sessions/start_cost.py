@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What a start costs beside onnxruntime's own, in fresh processes that take turns."""
+"""What a start costs beyond onnxruntime's own, in fresh processes that take turns."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _hits(folder: Path, rounds: int) -> list[Figure]:
                 started = process.open(ours)
             assert started.report is not None and started.report["source"] == source
         assert HEAVY.isdisjoint(started.modules)  # of the second process: a hit
-        what = f"hit beside onnxruntime on the artifact, SmolLM2 {model.layout}"
+        what = f"hit vs. onnxruntime on the artifact, SmolLM2 {model.layout}"
         figures.append(_added(what, model.path, folder / "start-cost", rounds, bound=8))
     return figures
 
@@ -71,7 +71,7 @@ def _nothing_fires(folder: Path, rounds: int) -> list[Figure]:
 
 
 def _added(what: str, model: Path, cache: Path, rounds: int, *, bound: float) -> Figure:
-    """Return what a start takes beside onnxruntime's constructor within it."""
+    """Return what a start takes beyond onnxruntime's constructor within it."""
     entries = entries_of(FUSION, cache_dir=str(cache), strict=True)
     found = []
     for _ in range(rounds + 1):
@@ -98,7 +98,7 @@ def _first_starts(folder: Path, rounds: int) -> list[Figure]:
             firsts.append(_start(Candidate(path, settings={**THREADS, **entries})))
         what = f"first start, SmolLM2 float, {', '.join(passes)}"
         times = (statistics.median(seconds[1:]) for seconds in (firsts, stock))
-        figures.append(Figure.beside(what, times, "s", bound))
+        figures.append(Figure.versus(what, times, "s", bound))
     return figures
 
 

@@ -4,7 +4,7 @@
 ORTPLUGINS_SMOLLM2 names a folder of exports: ``plain-kv/model.onnx`` by torch.onnx.export; of
 onnxruntime-genai's builder, if they are there, ``genai-fp32`` and ``genai-int4-unshared``; if
 it is there, ``gemma/model.onnx`` as tests/data/make_gemma.py makes it.
-Without it the demo's own graph is measured: it repeats no keys, and nothing stands beside it.
+Without it the demo's own graph is measured: it repeats no keys, and has no peer.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _STEPS = "benchmarks.models.decoder_steps"
 _TOKENS, _WRITTEN = 12, 64
 # 0.97 of its tokens per second.
 _SAME = 1.03
-# Context: greatest ratios of a token's time, beside plain onnxruntime and the builder's graph.
+# Context: greatest ratios of a token's time to plain onnxruntime and the builder's graph.
 _CONTEXTS = {16: (0.75, 1.05), 512: (0.62, 0.85), 1536: (0.5, 0.65)}
 _GEMMA_CONTEXTS = {16: (math.nan, math.nan), 512: (0.75, math.nan), 1536: (0.6, math.nan)}
 _FLOAT_CONTEXTS = dict.fromkeys(_CONTEXTS, (math.nan, _SAME))
 _UNBOUND = dict.fromkeys(_CONTEXTS, (math.nan, math.nan))
 _PROMPTS = (512, 1536)
 _MAX_NODES = 350
-_BESIDE = {"plain": "onnxruntime", "builder": "the builder's graph"}
+_OTHERS = {"plain": "onnxruntime", "builder": "the builder's graph"}
 _MS = 1e3
 # A session's threads spin for a while after a run, on the cores of the next one.
 _PAUSE_SECONDS = 0.05
@@ -220,7 +220,7 @@ def _time_figures(
     others = ("plain", "builder") if decoder.builder else ("plain",)
     for index, other in enumerate(others):
         for context, bounds in decoder.contexts.items():
-            what = f"{decoder.name}: a token at {context}, beside {_BESIDE[other]}"
+            what = f"{decoder.name}: a token at {context}, vs. {_OTHERS[other]}"
             times = [tokens[name, context] * _MS for name in ("ours", other)]
             figures.append(Figure(what, times[0], times[1], "ms", bounds[index]))
             if decoder.shares:
@@ -228,7 +228,7 @@ def _time_figures(
                 shared = tokens["shared", context] * _MS
                 figures.append(Figure(what, shared, times[1], "ms", bounds[index]))
         for context in _PROMPTS:
-            what = f"{decoder.name}: a prompt of {context}, beside {_BESIDE[other]}"
+            what = f"{decoder.name}: a prompt of {context}, vs. {_OTHERS[other]}"
             times = [prefill[name, context] * _MS for name in ("ours", other)]
             figures.append(Figure(what, times[0], times[1], "ms", _SAME if index else 1.0))
     return figures

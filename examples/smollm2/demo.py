@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""SmolLM2-135M, quantised to int4 QDQ: plain onnxruntime beside ortplugins, a table each.
+"""SmolLM2-135M, quantised to int4 QDQ: plain onnxruntime and ortplugins, a table each.
 
 python -m examples.smollm2.demo [--work DIR] [--tokens N]
 """
@@ -37,7 +37,7 @@ QUESTION = "What is the capital of France?"
 LAYOUTS = {"axis0": "[K, N], blocks along axis 0", "transposed": "[N, K] + Transpose"}
 FORMATS = {"axis0": "QDQ", "transposed": "QDQ_transposed"}
 
-# What onnxruntime itself offers for such models, beside its defaults.
+# What onnxruntime itself offers for such models, besides its defaults.
 OWN_SETTINGS: Mapping[str, Mapping[str, str]] = {
     "defaults": {},
     "fusion flag": {"session.enable_dq_matmulnbits_fusion": "1"},

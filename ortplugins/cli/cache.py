@@ -124,7 +124,7 @@ def warm(
 
     Args:
         session_entries: Entry of the sessions' SessionOptions, KEY=VALUE; repeatable.
-        optimization_level: Of the sessions: disable, basic, extended, layout or all.
+        optimization_level: The sessions' level: disable, basic, extended, layout or all.
         arena: Whether the sessions have an arena for memory on the CPU.
     """
     from ortplugins.session.warming import warm as build

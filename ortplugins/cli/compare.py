@@ -58,7 +58,7 @@ def compare(
     from ortplugins.measurement.compare import compare
 
     if b is not None:
-        opt.refuse("beside B", **{"pass": passes, "set": settings})
+        opt.refuse("with B", **{"pass": passes, "set": settings})
     elif not passes:
         raise UsageError("B is missing: give a second model, or --pass NAME")
     if given.text is not None or given.samples:

@@ -39,7 +39,7 @@ def evaluate(
     Args:
         against: The float model, or its folder, to compare with.
         text: The text, in UTF-8.
-        tokenizer: tokenizer.json; by default the one beside the model.
+        tokenizer: tokenizer.json; by default the one next to the model.
         tokens: Language models: how many tokens of the text to read.
         window: Language models: tokens of one run.
         texts: Encoders: paragraphs to embed.
@@ -65,7 +65,7 @@ def evaluate(
 
 
 def print_evaluation(found: Evaluation) -> None:
-    """Print the figures that apply, those of the float model beside them."""
+    """Print the figures that apply, with those of the float model."""
 
     def row(name: str, show: str, *values: float) -> tuple[str, ...]:
         shown = ["" if math.isnan(value) else format(value, show) for value in values]

@@ -79,7 +79,7 @@ def inspect(
 ) -> None:
     """Print what passes would do to a model, and why not; write nothing.
 
-    Of a model without quantised weights, it names all passes for speed that would fire.
+    For a model without quantised weights, it names all passes for speed that would fire.
     Without a model, it lists the passes and their options, as session keys.
     """
     printing.check()

@@ -106,7 +106,7 @@ class GivenSamples:
         Path | None, Parameter(help="A text, whose windows are samples, read by --tokenizer.")
     ] = None
     tokenizer: Annotated[
-        Path | None, Parameter(help="tokenizer.json; by default the one beside the model.")
+        Path | None, Parameter(help="tokenizer.json; by default the one next to the model.")
     ] = None
 
     count: Annotated[
@@ -124,7 +124,7 @@ class GivenSamples:
 
         tokenizer = self.tokenizer or tokenizer_beside(model)
         if tokenizer is None:
-            raise UsageError("--tokenizer: none beside the model; give its path")
+            raise UsageError("--tokenizer: none next to the model; give its path")
         more = {} if self.count is None else {"count": self.count}
         return TextSamples(self.text, tokenizer, **more)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ortplugins.quantization import QuantizeReport, QuantizeResult
 
 
-# Of a text, what is evaluated on and not calibrated on, at least.
+# Least share of a text that is evaluated on and not calibrated on.
 _HELD_BACK = 1 / 3
 _LEAST_SHARE = 0.001  # of all weights, for a line of its own
 # What has a function of its own, and which settings.
@@ -71,7 +71,7 @@ class ChosenRecipe:
     settings: Annotated[tuple[str, ...], Parameter("--set")] = ()
 
     def changes(self) -> dict[str, Any]:
-        """Return what is set beside the recipe."""
+        """Return the settings that change the recipe."""
         names = ("method", "bits", "block_size", "is_symmetric")
         given = {name: getattr(self, name) for name in names}
         changes = {name: value for name, value in given.items() if value is not None}
@@ -167,7 +167,7 @@ def _finish(
 
 
 def _evaluate(path: Path | None, floats: Path, source: object) -> Any:
-    """Return an Evaluation beside the float model, on text that was held back, or why not.
+    """Return an Evaluation against the float model, on text that was held back, or why not.
 
     None where nothing was written, or calibrated on a text.
     """

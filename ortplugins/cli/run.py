@@ -29,7 +29,7 @@ def start(name: str, arguments: Sequence[str], is_module: bool) -> None:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     sys.argv = [name, *arguments]
-    if not sys.flags.safe_path:  # modules beside the program, instead of beside our command
+    if not sys.flags.safe_path:  # modules next to the program, instead of next to our command
         sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(name))
     if is_module:
         runpy.run_module(name, run_name="__main__", alter_sys=True)

@@ -27,7 +27,7 @@ def tune(
     samples: Path | None = None,
     format: opt.Format = "text",
 ) -> None:
-    """Measure passes and session settings beside plain onnxruntime; write nothing.
+    """Measure passes and session settings against plain onnxruntime; write nothing.
 
     Args:
         hint: What has to gain.

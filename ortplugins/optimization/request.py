@@ -25,7 +25,7 @@ class BuildRequest(NamedTuple):
     source: ModelLike | bytes
     plan: Plan
     providers: tuple[str, ...] = ("CPUExecutionProvider",)  # in order of precedence
-    data_folder: str | None = None  # where external data is; None for beside the model
+    data_folder: str | None = None  # where external data is; None for the model's own folder
     # onnxruntime's own optimisers, as sessions run them: the level, the disabled ones by name,
     # and entries that they read.
     level: str = "ORT_ENABLE_ALL"

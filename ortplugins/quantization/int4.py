@@ -22,8 +22,8 @@ The searches take a ``wa_pack``,
 
     [(activation with .name, weight TensorProto, is weight [N, K], type, ...)]
 
-samples ``inputs``, name to array, ``augmented_onnx_path``, which the weights' data lies
-beside, and a ``session`` with ``run([activation], feed)``.
+samples ``inputs``, name to array, ``augmented_onnx_path``, next to which the weights'
+data lies, and a ``session`` with ``run([activation], feed)``.
 """
 
 from __future__ import annotations
@@ -376,8 +376,8 @@ def clip_search(
 ) -> None:
     """Fill in a clip helper: for each block, the squared error of what it adds to products.
 
-    Of an activation ``[..., K]`` that is longer, ``max_tokens`` and up to twice as many tokens
-    are taken, evenly spread.
+    From an activation ``[..., K]`` with more tokens, ``max_tokens`` to twice as many are
+    taken, evenly spread.
     """
     size = awq_clip.block_size
     tokens = x.reshape(-1, x.shape[-1])
@@ -485,7 +485,7 @@ def get_x_w_mean_for_subgraph(
         _matrix(wa_pack[i][1], wa_pack[i][2], augmented_onnx_path) for i in wa_pack_idx_list
     ]
     together = np.concatenate(weights, axis=1)
-    # Of adjacent rows, unlike :func:`get_weight_scale`'s.
+    # Blocks of adjacent rows, unlike :func:`get_weight_scale`'s.
     size = BlockFormat(block_size=block_size).size_along(len(together))
     blocks = np.abs(in_blocks(together, size))
     relative = (blocks / (blocks.max(axis=1, keepdims=True) + 1e-6)).reshape(
@@ -511,7 +511,7 @@ def get_parent_child_nodes_map(
 ) -> tuple[dict[str, list[onnx.NodeProto]], dict[str, list[onnx.NodeProto]]]:
     """Return the nodes of a ``wa_pack`` by what makes their activation; readers by tensor.
 
-    Of graph inputs the former is called ``"root_0"``.
+    The producer of a graph input is called ``"root_0"``.
     """
     producers = {name: node.name for node in graph.node for name in node.output}
     consumers: dict[str, list[onnx.NodeProto]] = {}

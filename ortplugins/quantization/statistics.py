@@ -87,7 +87,7 @@ def statistics_of(
             same whenever it is called.
         name: The activation's, for errors.
         k: Size of its last axis.
-        axes: Of the Gram matrix: 2, 1 for its diagonal, 0 for none.
+        axes: Axes of the Gram matrix: 2, 1 for its diagonal, 0 for none.
         gram_tokens: About how many tokens, at random, count for the Gram matrix.
         max_tokens: How many tokens are kept.
         zeros: Makes the Gram matrix, of its shape; in memory by default.

@@ -5,11 +5,11 @@
                       + MatMul(Gather(x, channels), W[channels])
 
 Activations have one range for the whole tensor, that of the calibration's tokens: what a text
-becomes does not depend on the texts beside it in a batch, nor on padding, and numbers beyond
+becomes does not depend on the other texts of a batch, nor on padding, and numbers beyond
 the range are clipped. A few input channels of encoders are many times as large as the others
 and would stretch it. Scales s of the channels make up for that where a Mul costs less, or goes
 into the norm before (SmoothQuant, Xiao et al., arXiv 2211.10438); else these channels are
-multiplied in float, beside the rest (LLM.int8(), Dettmers et al., arXiv 2208.07339).
+multiplied in float, apart from the rest (LLM.int8(), Dettmers et al., arXiv 2208.07339).
 
 Codes of weights are symmetric, with one scale per column. Kernels of onnxruntime for x86
 without VNNI add two products in 16 bits, and saturate. So no two codes of one sign among four
@@ -165,7 +165,7 @@ def _quantize_products(plan: WeightPlan, least_cosine: float, walk: Walk) -> lis
             continue
         found = choose(known.tokens, [float_matrix(use) for use in uses])
         for use, error in zip(uses, found.errors, strict=True):
-            # Of two vectors that differ by a right-angled error of this relative size.
+            # Cosine of two vectors whose difference, at right angles, has this size.
             row, cosine = rows[use], 1 / math.sqrt(1 + error * error)
             if cosine >= least_cosine:  # NaN is not known to be near
                 row.bits, row.block_size, row.method = 8, -1, "w8a8"
@@ -216,7 +216,7 @@ def choose(tokens: Floats, weights: Sequence[Floats]) -> QuantizedProducts:
     counts = [count for count in _OUTLIERS if count <= len(order) // 8]
     picked = [measured(None, np.sort(order[:count])) for count in counts]
     tried = [min(scaled, key=lambda found: found.error), *picked]
-    # A Mul goes over the activation once; what is multiplied beside is written and added.
+    # A Mul goes over the activation once; what is multiplied apart is written and added.
     if sum(weight.shape[1] for weight in weights) * 2 < len(order):
         tried = [*tried[1:], tried[0]]
     for found in tried:

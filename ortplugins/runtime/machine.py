@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """What runs here: processor, machine, versions of packages, and the memory of a process.
 
-Of a process, as Linux tells it in /proc, in bytes:
+Memory of a process in bytes, as Linux reports it in /proc:
 
 private   resident memory that no file backs (RssAnon): the heap, the stacks, pages that were
           written to. Each process has its own, whatever others map. Private_Clean of

@@ -69,7 +69,7 @@ def warm(
         cache_dir: A cache directory that every user may read, for an image; by default the
             cache that a session here would use.
         session_entries: Further entries of the sessions' options.
-        optimization_level: Of the sessions: ``"disable"``, ``"basic"``, ``"extended"``,
+        optimization_level: The sessions' level: ``"disable"``, ``"basic"``, ``"extended"``,
             ``"layout"`` or ``"all"``, which is onnxruntime's default.
         disabled_optimizers: The sessions' argument of that name.
         arena: The sessions' ``enable_cpu_mem_arena``.

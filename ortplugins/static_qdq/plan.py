@@ -268,7 +268,7 @@ def _measured(
     progress: Progress | None,
     settings: Sequence[Collection[str]],
 ) -> list[Deviation]:
-    """Measure each setting, the switches that are on, beside all switched off."""
+    """Measure each setting, the switches that are on, against all switched off."""
     names = [item.name for item in session.get_outputs() if item.type in _COMPARED]
     if not names:
         raise QuantizationError(

@@ -46,7 +46,7 @@ def predictions(path: str, windows) -> np.ndarray:
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_language_model_beside_its_float_model():
+def test_a_language_model_against_its_float_model():
     quantize("float/model.onnx", "int4.onnx", block_size=16)
     found = ortplugins.evaluate("int4.onnx", "float", text="text.txt", window=16, tokens=64)
     # Each window begins with BOS; none ends with EOS.
@@ -78,7 +78,7 @@ def test_a_language_model_beside_its_float_model():
 
 
 @pytest.mark.usefixtures("folder")
-def test_an_encoder_beside_its_float_model():
+def test_an_encoder_against_its_float_model():
     onnx.save(encoder(), "float/model.onnx")
     texts = [" ".join(row) for row in RNG.choice(WORDS[3:], (6, 60))]
     Path("text.txt").write_text("\n\n".join(["A short one.", *texts]))
@@ -135,7 +135,7 @@ GENAI, SHORT = decoder("genai"), {"window": 16}
         (with_nan(), SHORT, ModelFileError, "output 'logits' has NaN"),
         (decoder("torch"), SHORT, ModelFileError, "not a causal language model"),
         (without_logits(), SHORT, ModelFileError, "has no float output"),
-        (encoder(), {}, ModelFileError, "is judged beside its float model"),
+        (encoder(), {}, ModelFileError, "judged against its float model"),
     ],
 )
 @pytest.mark.usefixtures("folder")
@@ -178,4 +178,4 @@ def test_the_command_takes_folders_of_one_model():
     Path("float/model.onnx").unlink()
     assert "no .onnx file" in refused(*arguments)
     Path("float/tokenizer.json").unlink()
-    assert "no tokenizer.json beside" in refused(*arguments)
+    assert "no tokenizer.json next to" in refused(*arguments)

@@ -47,8 +47,8 @@ Doubles = npt.NDArray[np.float64]
 ALPHAS = tuple(a / 10 for a in range(11))
 # Around the best of those, so far off on both sides.
 _REFINEMENT = 0.05
-# Of the columns, one in so many is looked at, but not fewer nor more than so many in all: on a
-# wide weight each takes K * K operations for each alpha.
+# One column in so many is looked at, within these bounds on their number: on a wide weight
+# each takes K * K operations for each alpha.
 _COLUMN_STRIDE, _MIN_COLUMNS, _MAX_COLUMNS = 8, 64, 160
 # s is kept within so many times of 1, so that neither x / s nor s W leaves its type.
 _GREATEST_SCALE = 1e4

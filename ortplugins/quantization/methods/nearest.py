@@ -20,7 +20,7 @@ Without the stretch a block of weights that are all far from 0 has a zero point 
 codes, and clipping that one moves every weight.
 
 Searched scales, of all grids but "amax", below 8 bits: the range is tried at a few ratios, an
-asymmetric one also with the zero points beside it, each with the scale that then fits its
+asymmetric one also with the neighbouring zero points, each with the scale that then fits its
 codes, less the zero point, best,
 
     scale = sum(|w| q w) / sum(|w| q q)     the least sum of |w| (scale q - w)**2
@@ -54,7 +54,7 @@ import numpy.typing as npt
 
 from ortplugins.errors import QuantizationError
 
-# Of the range of a block; the first of those with the same error wins.
+# Ratios that a block's range is tried at; of those with equal errors the first wins.
 _RATIOS = (1.0, 0.95, 0.9, 0.85, 1.05)
 _SHIFTS = (0, -1, 1)  # of a zero point
 # Floats of a strip of a block: what stays in the cache.

@@ -34,7 +34,7 @@ from rewrite_rules.graph.nodes import remove_unused
 from rewrite_rules.graph.parameters import float_attribute, int_attribute
 from rewrite_rules.weights.bit_packing import pack_rows
 
-# Of tensors within a file: a cache line, which is enough for every vector instruction.
+# Tensors in a file start at a cache line, which is enough for every vector instruction.
 _ALIGNMENT = 64
 # Bytes of codes that are packed at a time.
 _CHUNK_BYTES = 1 << 22
@@ -45,7 +45,7 @@ def store_codes(
 ) -> None:
     """Append the codes of a weight to a file; note them, and report the errors.
 
-    The file lies beside the output, and has all codes before the output is written. Without
+    The file lies next to the output, and has all codes before the output is written. Without
     one they stay in memory.
     """
     form, kind = weight.form, f"{'' if weight.form.is_symmetric else 'U'}INT"

@@ -58,7 +58,7 @@ class Weight:
 
     @property
     def name(self) -> str:
-        """Of the initializer."""
+        """The name of the initializer."""
         return self.uses[0].weight.name or ""
 
     @property

@@ -4,7 +4,7 @@
 find the weights -> one walk in the graph's order, and for each activation in it
     statistics, from the model quantised so far
         -> the codes of each weight that reads it, chosen by any executor
-        -> appended to a file beside the output
+        -> appended to a file next to the output
 -> DequantizeLinear, and the activations divided whose weights were scaled
 """
 

@@ -34,7 +34,7 @@ ROUTER = "it chooses experts (a rule ':router': {keep_float: false} quantises it
 ROTATION = "its rows, as cosines of positions, multiply all that is rotated"
 
 _KERNEL_BLOCK_SIZES = (16, 32, 64, 128, 256, -1)
-# Of a rule: fields of a weight's form, and the others.
+# What a rule may set: fields of a weight's form, and others.
 _FORM = ("bits", "block_size", "is_symmetric")
 _OTHERS = ("method", "keep_float")
 # What a recipe and the form of a weight have in common.
@@ -201,8 +201,8 @@ def _means(pattern: str, use: WeightUse) -> bool:
     return any(matches(pattern, name) for name in use.names) or pattern in use.roles
 
 
-# 4 bits cost most in the head. Rows of most models hold whole blocks of 64: of a tied table
-# GatherBlockQuantized and MatMulNBits then read the same codes.
+# 4 bits cost most in the head. Rows of most models hold whole blocks of 64, so that
+# GatherBlockQuantized and MatMulNBits read the same codes of a tied table.
 _FINE = {"bits": 8, "block_size": 64, "method": "rtn"}
 _BALANCED = Recipe(
     method="gptq",

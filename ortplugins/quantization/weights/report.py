@@ -19,7 +19,7 @@ class NodeReport:
         weight: Name of the initializer.
         K: Size along which the blocks run; 0 for a node that was refused.
         N: Number of columns; 0 likewise.
-        bits: Of the codes; 0 where the weight stays in float.
+        bits: Bits of a code; 0 where the weight stays in float.
         block_size: -1 for a scale per column; 0 likewise.
         method: What was done: ``"rtn"``, ``"awq_lite"`` and so on; empty likewise.
         folded: Where the activation is divided by scales of its channels: ``"folded"`` into
@@ -27,7 +27,7 @@ class NodeReport:
         weight_error: Frobenius norm of the difference over the weight's; NaN where it was not
             measured.
         output_error: The same of the node's product with sampled tokens; NaN likewise.
-        bytes_before: Of the float weight; several nodes may read it.
+        bytes_before: Bytes of the float weight; several nodes may read it.
         bytes_after: Of codes, scales and zero points, or of the float weight that stays.
         reason: Why it was refused, or what else to know.
     """
@@ -115,7 +115,7 @@ class QuantizeReport:
 
     @property
     def bits_per_weight(self) -> float:
-        """Of weights of MatMul, Gemm and Gather: codes, scales, floats that stay; or NaN."""
+        """Codes, scales and floats that stay, per weight of a product or table; or NaN."""
         sizes = {node.weight: node.K * node.N for node in self.nodes if node.K}
         stored = {n.form: n.bytes_after for n in self.nodes if n.weight in sizes}
         elements = sum(sizes.values())

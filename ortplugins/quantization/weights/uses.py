@@ -103,7 +103,7 @@ class WeightUse:
     @functools.cached_property
     def is_rotation(self) -> bool:
         """Whether a table has cosines or sines of positions, which multiply activations."""
-        # Of position 0 all are 1, or all 0.
+        # At position 0 all cosines are 1 and all sines 0.
         return (
             self.activation is None
             and self.stored_k_last
@@ -299,7 +299,7 @@ def _no_statistics(activation: ir.Value, main: ir.Graph) -> str | None:
 
 
 def _check_not_beside_codes(node: ir.Node) -> None:
-    """Refuse channels that :func:`.quantize_encoder8` multiplies in float, beside codes."""
+    """Refuse channels that :func:`.quantize_encoder8` multiplies in float, next to codes."""
     for reader, index in node.outputs[0].uses():
         other = reader.inputs[1 - index] if reader.op_type == "Add" else None
         beside = None if other is None else other.producer()
