@@ -78,10 +78,6 @@ REASONS: Mapping[str, Mapping[str, str]] = {
     "Activations that keep their type (mixed_precision_boundaries)": {
         "ORP301": "Quantise activations per tensor: neither in blocks nor per axis.",
         "ORP302": "Two grids meet here already: name another tensor.",
-        "ORP303": (
-            "A QLinear operator, an input or an output reads the codes: promote what is "
-            "around it."
-        ),
         "ORP304": (
             "A region is promoted whole or not at all: the text after the colon names the "
             "tensor that prevents it."
@@ -96,14 +92,10 @@ REASONS: Mapping[str, Mapping[str, str]] = {
             'in mode "float".'
         ),
         "ORP309": "Scale or zero point is invalid: quantise again.",
-        "ORP310": "8 bits become 16 of the same sign: uint8 to QUInt16, int8 to QInt16.",
+        "ORP310": "16 bits become no 8: quantise the float model to 8 bits first.",
         "ORP311": (
             "Only tensors of the type of their scale are rewritten: run shape inference; "
             "remove Casts, output_dtype and precision."
-        ),
-        "ORP312": (
-            "Complete the override: scale and zero_point, or finite rmin and rmax in this "
-            "order."
         ),
         "ORP313": "Convert the model by onnx.version_converter, to opset 11 or newer.",
         "ORP315": "Add dq_matmulnbits_fusion, which reads the codes of 4-bit weights.",

@@ -156,13 +156,13 @@ def quantize_static_mixed(
     with file.scratch() as scratch:
         if not is_quantized:
             method = settings["calibrate_method"]
-            # Its grid, or that of an override, may have negative values.
-            below_0 = overrides or method is CalibrationMethod.Distribution
+            # Its grid may have negative values.
+            below_0 = method is CalibrationMethod.Distribution
             model, floats = quantize_to_eight_bits(
                 model,
                 scratch,
                 samples,
-                keep_relu=bool(below_0 or promote or plans),
+                keep_relu=bool(below_0 or overrides or promote or plans),
                 nodes_to_exclude=excluded,
                 **settings,
             )

@@ -88,12 +88,12 @@ class QuantizeRule(BoundaryRule):
 
 
 class Inside(QuantizeRule):
-    """``Q(x, a)`` -> ``Q(x, b)``: a tensor that is only read as b, or on another grid."""
+    """``Q(x, a)`` -> ``Q(x, b)``: a tensor that is only read as b."""
 
     def fits(self, node: ir.Node, plan: TensorPlan) -> bool:
         """Whether all codes change."""
-        changes = plan.grid(plan.produced) != plan.tensor.grid
-        return plan.produced != FLOAT and changes and not _keeps_codes(plan)
+        changes = plan.produced not in (FLOAT, plan.tensor.grid.dtype)
+        return changes and not _keeps_codes(plan)
 
     def rewrite(self, op: Any, x: ir.Value, out: ir.Value) -> ir.Value:
         node, made = producer(out), self._boundaries
@@ -124,11 +124,9 @@ class Entry(BoundaryRule):
     """``DQ(codes, a)`` -> ``DQ(Q(DQ(codes, a), b), b)`` for each type b that it is read as."""
 
     def fits(self, node: ir.Node, plan: TensorPlan) -> bool:
-        """Whether anything reads another type or grid."""
+        """Whether anything reads another type."""
         types = _readers(node, plan).keys() or {plan.produced}
-        return plan.produced != FLOAT and any(
-            plan.grid(dtype) != plan.tensor.grid for dtype in types
-        )
+        return plan.produced != FLOAT and types != {plan.tensor.grid.dtype}
 
     def rewrite(self, op: Any, codes: ir.Value, out: ir.Value) -> ir.Value:
         node, made = producer(out), self._boundaries

@@ -7,7 +7,7 @@
     exit    P -> Q16 -+-> DQ16 -> C in the region
                       +-> DQ16' -> Q8 -> DQ8 -> others
 
-In three steps: a plan of types and grids, finished before anything is written, so that a
+In three steps: a plan of types, finished before anything is written, so that a
 region that is refused leaves no trace; Q and DQ at each change of type, by
 :mod:`.boundary_rules`; :mod:`.fold_rules`.
 The 16-bit grid at an entry holds every value of the 8-bit one
@@ -33,7 +33,6 @@ from rewrite_rules.graph.nodes import (
 )
 from rewrite_rules.mixed_precision_boundaries.boundary_nodes import Boundaries
 from rewrite_rules.mixed_precision_boundaries.boundary_rules import write_boundaries
-from rewrite_rules.mixed_precision_boundaries.grids import choose_grids
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
     QuantizedGraph,
     QuantizedTensor,
@@ -53,7 +52,6 @@ from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
     OverrideError,
     Overrides,
     TensorOverride,
-    check_overrides,
 )
 from rewrite_rules.remarks import PassContext, Refusal, Remarks
 
@@ -68,7 +66,7 @@ class BoundaryOptions:
     """What of a model is to be of which precision.
 
     Attributes:
-        overrides: Types and parameters of single tensors.
+        overrides: Types of single tensors.
         promote: Tensors or nodes that are to have 16 bits, signed where all activations of the
             model are; a name of both means the tensor.
         mode: ``"int16"``, or ``"float"``: where 16 bits are asked for, nothing is quantised.
@@ -105,7 +103,7 @@ def place_boundaries(model: ir.Model, options: BoundaryOptions, context: PassCon
     ready = []
     for region in regions:
         try:
-            _complete(graph, region, groups, overridden, options)
+            _complete(graph, region, groups, options)
         except Refusal as refusal:
             for seed in region.seeds:
                 context.remarks.refused(seed, refusal)
@@ -123,13 +121,11 @@ def _complete(
     graph: QuantizedGraph,
     region: Region,
     groups: Groups,
-    overridden: Overridden,
     options: BoundaryOptions,
 ) -> None:
-    """Choose the grids and constants of a region; refused where the graph forbids it."""
+    """Choose the constants of a region; refused where the graph forbids it."""
     if region.refusal is not None:
         raise region.refusal
-    choose_grids(region, groups, overridden)
     for plan in region.plans.values():
         plan.clipped = _may_clip(graph, plan.tensor)
         _check_plan(graph, plan)
@@ -158,13 +154,11 @@ def _add(boundaries: Boundaries, region: Region, remarks: Remarks) -> None:
 
 def _check_plan(graph: QuantizedGraph, plan: TensorPlan) -> None:
     tensor, own = plan.tensor, plan.tensor.grid.dtype
-    fixed = tensor.quantize is None or tensor.codes_are_read
-    if fixed and plan.grid(own) != tensor.grid:
-        raise Refusal(
-            "ORP303",
-            f"codes {tensor.codes.name!r} are read or fed as they are, by {tensor.grid}: "
-            "their parameters can't change",
-        )
+    for dtype in sorted(plan.types() - {ir.DataType.FLOAT}):
+        try:
+            plan.grid(dtype)
+        except Refusal as refusal:
+            raise Refusal(refusal.code, f"tensor {tensor.name!r}: {refusal}") from None
     if plan.produced == ir.DataType.FLOAT and plan.types() - {own, ir.DataType.FLOAT}:
         raise Refusal(
             "ORP305", f"tensor {tensor.name!r} would be float and of another type at once"
@@ -223,17 +217,14 @@ def _checked_overrides(
     graph: QuantizedGraph, options: BoundaryOptions, context: PassContext
 ) -> Overridden:
     """The overrides of activations; tensors that stay for a reason get a remark."""
-    if not options.overrides:
-        return {}
-    activations, asked = graph.activations(), dict(options.overrides)
-    for name in [name for name in asked if name in graph.stay and name not in activations]:
-        context.remarks.refused(name, graph.stay[name])
-        del asked[name]
-    check_overrides(asked, activations, graph.by_label)
     found: dict[QuantizedTensor, tuple[str, TensorOverride]] = {}
-    for name, override in asked.items():
+    for name, override in options.overrides.items():
+        if name in graph.stay and name not in graph.by_name:
+            context.remarks.refused(name, graph.stay[name])
+            continue
+        _check_override(name, override, graph)
         wanted = _as_float(override) if options.mode == "float" else override
-        for tensor in graph.by_name.get(name, ()):
+        for tensor in graph.by_name[name]:
             other, before = found.setdefault(tensor, (name, wanted))
             if wanted != before:
                 raise OverrideError(
@@ -241,6 +232,30 @@ def _checked_overrides(
                     f"names of tensor {tensor.name!r}; keep one"
                 )
     return found
+
+
+def _check_override(name: str, override: TensorOverride, graph: QuantizedGraph) -> None:
+    """Raise an OverrideError for a name that the model has not, or no other type."""
+    where, tensors = f"override of tensor {name!r}", graph.by_name.get(name, ())
+    if not tensors:
+        hint = did_you_mean(name, [*graph.by_name])
+        raise OverrideError(
+            f"{where}: no activation of that name is quantised in the model{hint}"
+        )
+    own = {override.quant_type or tensor.grid.dtype for tensor in tensors}
+    if override.convert is not None and override.convert in own:
+        raise OverrideError(
+            f"{where}: 'convert' is to {type_name(override.convert)}, which is the tensor's "
+            "own type; give another, or leave it out"
+        )
+    consumers = (node for tensor in tensors for node in tensor.consumers())
+    readers = {label(node) for node in consumers if not is_quantize_linear(node)}
+    for node in sorted((override.recv_nodes or frozenset()) - readers):
+        hint = "" if node in graph.by_label else did_you_mean(node, [*graph.by_label])
+        listed = ", ".join(map(repr, sorted(readers))) or "no node"
+        raise OverrideError(
+            f"{where}: 'recv_nodes': no node {node!r} reads it{hint}; {listed} does"
+        )
 
 
 def _checked_promotions(
@@ -271,13 +286,13 @@ def _wide_type(graph: QuantizedGraph) -> ir.DataType:
     return ir.DataType.INT16 if signed else ir.DataType.UINT16
 
 
-def _as_float(entry: TensorOverride) -> TensorOverride:
-    """An entry whose 16-bit types are float."""
-    quant_type = entry.quant_type
-    if quant_type is not None and quant_type.bitwidth == 16:
-        quant_type = ir.DataType.FLOAT
-    convert = None if entry.convert is None else _as_float(entry.convert)
-    return dataclasses.replace(entry, quant_type=quant_type, convert=convert)
+def _as_float(override: TensorOverride) -> TensorOverride:
+    """An override whose 16-bit types are float."""
+    quant_type, convert = (
+        ir.DataType.FLOAT if dtype is not None and dtype.bitwidth == 16 else dtype
+        for dtype in (override.quant_type, override.convert)
+    )
+    return TensorOverride(quant_type, convert, override.recv_nodes)
 
 
 def _changes(plan: TensorPlan) -> Iterator[str]:
@@ -290,8 +305,6 @@ def _changes(plan: TensorPlan) -> Iterator[str]:
             return  # all that read it read what is there
     if plan.produced != own:
         yield f"{type_name(own)} -> {produced}"
-    elif plan.grid(own) != tensor.grid:
-        yield f"{tensor.grid} -> {plan.grid(own)}"
     others: dict[ir.DataType, list[str]] = {}
     for node, dtype in plan.reads.items():
         # What is dequantised is float already.

@@ -48,34 +48,6 @@ class QuantizationGrid:
                 f"{self.dtype.name.lower()}",
             )
 
-    @staticmethod
-    def of_range(
-        dtype: ir.DataType, rmin: float, rmax: float, symmetric: bool = False
-    ) -> QuantizationGrid:
-        """Return the grid that onnxruntime's quantiser gives a range of values.
-
-        ``compute_scale_zp`` of onnxruntime/quantization/quant_utils.py. Refused: a range that
-        is not finite, or whose scale is too small.
-        """
-        if not (np.isfinite(rmin) and np.isfinite(rmax) and rmin <= rmax):
-            raise Refusal("ORP312", f"{rmin}..{rmax} is not a range of values")
-        low, high = int(dtype.min), int(dtype.max)
-        rmin, rmax = min(rmin, 0.0), max(rmax, 0.0)
-        if symmetric:
-            rmax = max(-rmin, rmax)
-            rmin = -rmax
-            low = -high if low < 0 else low
-        scale = (rmax - rmin) / (high - low)
-        if scale < _LEAST:
-            if rmax > rmin:
-                # onnxruntime gives it the scale 1, which leaves nothing of the values.
-                raise Refusal(
-                    "ORP308", f"scale {scale:.3g} of {rmin}..{rmax} is not a normal float32"
-                )
-            return QuantizationGrid(dtype, np.float32(1.0), 0)
-        middle = np.round((low + high) / 2) if symmetric else np.round(low - rmin / scale)
-        return QuantizationGrid(dtype, np.float32(scale), int(middle))
-
     @property
     def low(self) -> int:
         return int(self.dtype.min)

@@ -32,7 +32,6 @@ from rewrite_rules.graph.parameters import (
     type_attribute,
 )
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
-from rewrite_rules.mixed_precision_boundaries.tensor_overrides import Activation
 from rewrite_rules.remarks import Refusal
 
 # Their constants are quantised like activations; those of others are weights.
@@ -226,21 +225,6 @@ class QuantizedGraph:
         """The activations quantised from a node's outputs; refused as by :meth:`read_by`."""
         found = (item for value in node.outputs for item in self._written.get(value, ()))
         return _described(node, "writes", found)
-
-    def activations(self) -> dict[str, Activation]:
-        """What overrides are checked against, by each name."""
-        found = {}
-        for name, tensors in self.by_name.items():
-            types = {tensor.grid.dtype for tensor in tensors}
-            consumers = frozenset(
-                label(node)
-                for tensor in tensors
-                for node in tensor.consumers()
-                if not is_quantize_linear(node)
-            )
-            own = types.pop() if len(types) == 1 else None
-            found[name] = Activation(own, consumers)
-        return found
 
 
 def _described(

@@ -54,8 +54,7 @@ class TensorPlan:
     """What becomes of one activation.
 
     ``produced`` is the type of its codes; FLOAT: it is not quantised, and keeps its range if
-    ``clipped``. ``output`` is that of a graph output of its values. ``grids`` are chosen later
-    (:mod:`.grids`).
+    ``clipped``. ``output`` is that of a graph output of its values.
     """
 
     tensor: QuantizedTensor
@@ -63,14 +62,14 @@ class TensorPlan:
     reads: dict[ir.Node, ir.DataType]
     output: ir.DataType
     clipped: bool = False
-    grids: dict[ir.DataType, QuantizationGrid] = dataclasses.field(default_factory=dict)
 
     def types(self) -> set[ir.DataType]:
         return {self.produced, self.output, *self.reads.values()}
 
     def grid(self, dtype: ir.DataType) -> QuantizationGrid:
-        """Return the grid that the activation gets in a type."""
-        return self.grids.get(dtype, self.tensor.grid)
+        """Return the grid that the activation gets in a type: its own, or a refined one."""
+        own = self.tensor.grid
+        return own if dtype == own.dtype else own.refine(dtype)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -194,14 +193,13 @@ class _Requests:
         by = f"the override of {name!r}"
         self._seeds[tensor] = name
         self._produce(tensor, _Request(override.quant_type or tensor.grid.dtype, by))
-        if (convert := override.convert) is None:
+        if override.convert is None:
             return
-        self._converts[tensor] = convert
-        assert convert.quant_type is not None
-        names = convert.recv_nodes
+        self._converts[tensor] = override
+        names = override.recv_nodes
         for node in tensor.consumers():
             if label(node) in names if names is not None else not is_quantize_linear(node):
-                self._consume(tensor, node, _Request(convert.quant_type, by))
+                self._consume(tensor, node, _Request(override.convert, by))
 
     def promote(self, name: str, dtype: ir.DataType) -> None:
         """Ask for the type of a named tensor, or of the nodes of that name."""
@@ -277,8 +275,8 @@ class _Requests:
     def _plan(self, tensor: QuantizedTensor) -> TensorPlan:
         own = _Request(tensor.grid.dtype, "")
         asked = self._produced.get(tensor, own)
-        convert = self._converts.get(tensor)
-        others = own if convert is None else asked
+        converted = self._converts.get(tensor)
+        others = own if converted is None else asked
         reads = {
             # A QuantizeLinear takes what there is: whatever follows it is behind a boundary.
             node: self._read.get(
@@ -290,8 +288,8 @@ class _Requests:
         produced = (own if tensor.quantize is None else asked).dtype
         # As onnxruntime: an output is as it is produced, unless all consumers convert.
         output = produced
-        if tensor.is_output and convert is not None and convert.recv_nodes is None:
-            output = convert.quant_type or produced
+        if tensor.is_output and converted is not None and converted.recv_nodes is None:
+            output = converted.convert or produced
         if tensor.is_output and len(read_types := set(reads.values())) == 1:
             output = read_types.pop()
         if tensor.codes_are_read or tensor.quantize is None:

@@ -1,30 +1,29 @@
 # SPDX-License-Identifier: MIT
-"""What a user wants of the quantisation of single activations: overrides, checked.
+"""Overrides: the types that a user wants single activations and their consumers to have.
 
-The fields are those of ``TensorQuantOverrides`` in onnxruntime's quantiser, as plain values,
-but for those of initializers: what weights are stored as is chosen for all of them. Checked
-against what the model has, before anything changes.
+    {"h1": [{"quant_type": "QUInt16"}],
+     "h2": [{"convert": {"quant_type": "QUInt16", "recv_nodes": ["Op6"]}}]}
+
+The keys are those of ``TensorQuantOverrides`` in onnxruntime's quantiser that name types; as
+JSON, or as a dict with its enumerations. Scales and ranges are that quantiser's: a boundary
+refines the grid that a tensor has.
+
+Importing this module imports no onnx_ir: a session that comes from the cache reads its
+overrides only to know which entry is its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from rewrite_rules.closest_name import did_you_mean
-
-# onnx_ir is not imported when this module is: a session that comes from the cache reads its
-# overrides, too.
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-# What a fixed scale and zero point leave no room for.
-_RANGE_FIELDS = ("symmetric", "rmin", "rmax")
-_MAX_PROBLEMS = 10
+# onnxruntime's QuantType of activations; ONNX's names are these without the Q.
+_QUANT_TYPES = ("QUInt8", "QInt8", "QUInt16", "QInt16")
 
 
 class OverrideError(ValueError):
@@ -33,131 +32,108 @@ class OverrideError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class TensorOverride:
-    """How an activation is to be quantised; None: as it is.
+    """What an activation is to be; None: as it is.
 
     Attributes:
         quant_type: Type of the codes.
-        scale: Step between two codes; with ``zero_point`` or not at all.
-        zero_point: Code of the value 0.
-        symmetric: Whether the range is made symmetric about 0.
-        rmin: Smallest value, instead of the calibrated one.
-        rmax: Greatest value.
         convert: The second type, for some of its consumers.
-        recv_nodes: In a ``convert``: names of the consumers that get it (unnamed nodes are
-            called by their first output); None: all.
+        recv_nodes: Names of the consumers that get it (unnamed nodes are called by their first
+            output); None: all.
     """
 
     quant_type: ir.DataType | None = None
-    scale: float | None = None
-    zero_point: int | None = None
-    symmetric: bool | None = None
-    rmin: float | None = None
-    rmax: float | None = None
-    convert: TensorOverride | None = None
+    convert: ir.DataType | None = None
     recv_nodes: frozenset[str] | None = None
 
 
-# By tensor; those that ask for nothing are left out.
+# By tensor.
 Overrides = Mapping[str, TensorOverride]
 
 
-class Activation(NamedTuple):
-    """A tensor that is, or will be, quantised per tensor, as overrides are checked against it.
+def read_overrides(source: str | Mapping[str, Any]) -> Overrides:
+    """Read overrides, from what :func:`format_overrides` takes."""
+    import onnx_ir as ir
 
-    ``quant_type`` is that without an override, if known; Q and DQ are not among its consumers.
-    """
+    def dtype(entry: dict[str, Any]) -> ir.DataType | None:
+        name = entry.get("quant_type")
+        return None if name is None else ir.DataType[name[1:].upper()]
 
-    quant_type: ir.DataType | None
-    consumers: frozenset[str]
+    found = {}
+    for name, (entry,) in json.loads(format_overrides(source)).items():
+        convert = entry.get("convert", {})
+        nodes = convert.get("recv_nodes")
+        readers = None if nodes is None else frozenset(nodes)
+        found[name] = TensorOverride(dtype(entry), dtype(convert), readers)
+    return found
 
 
-def check_overrides(
-    overrides: Overrides, activations: Mapping[str, Activation], nodes: Collection[str]
-) -> None:
-    """Check every entry against the model, by names of activations and nodes.
+def format_overrides(source: str | Mapping[str, Any]) -> str:
+    """Return overrides as JSON: equal ones as equal text, which reads back as they were.
+
+    Args:
+        source: JSON text, or a dict of lists of one dict. Types are names (``"QUInt16"``) or
+            members of onnxruntime's QuantType, consumers a list or a set. A tensor that
+            nothing is asked for is left out.
 
     Raises:
-        OverrideError: With the first ten things wrong, a line each.
+        OverrideError: Where the schema is another.
     """
-
-    def problems_of(name: str, entry: TensorOverride) -> Iterator[str]:
-        if (activation := activations.get(name)) is not None:
-            yield from _problems(entry, activation, nodes)
-        else:
-            hint = did_you_mean(name, [*activations])
-            yield f"no activation of that name is quantised in the model{hint}"
-
-    problems = (
-        f"override of tensor {name!r}: {problem}"
-        for name, entry in overrides.items()
-        for problem in problems_of(name, entry)
-    )
-    # Looking for close matches takes its time: of a hundred stale names, no more than these.
-    if found := list(itertools.islice(problems, _MAX_PROBLEMS + 1)):
-        more = ["and more"] if len(found) > _MAX_PROBLEMS else []
-        raise OverrideError("\n".join(found[:_MAX_PROBLEMS] + more))
-
-
-def _problems(
-    entry: TensorOverride, activation: Activation, nodes: Collection[str]
-) -> Iterator[str]:
-    yield from _entry_problems(entry, activation.quant_type)
-    if entry.recv_nodes is not None:
-        yield "'recv_nodes' stands outside of 'convert': it says who reads the converted type"
-    if (convert := entry.convert) is None:
-        return
-    problems = list(_entry_problems(convert, None))
-    own = entry.quant_type or activation.quant_type
-    if convert.quant_type is None:
-        problems.append("'quant_type' is missing: say which type the consumers are to read")
-    elif convert.quant_type == own:
-        problems.append(
-            f"'quant_type' is {_type_name(own)}, which is the tensor's own; it has to be "
-            "another, or leave 'convert' out"
+    content = source
+    if isinstance(source, str):
+        try:
+            content = json.loads(source)
+        except (RecursionError, ValueError) as error:
+            raise OverrideError(f"overrides are not JSON: {error}") from None
+    if not isinstance(content, Mapping):
+        raise OverrideError(
+            f"overrides are {_described(content)}; expected a mapping of tensor names to "
+            'lists of entries: {"tensor": [{"quant_type": "QUInt16"}]}'
         )
-    if convert.recv_nodes is not None:
-        problems += _consumer_problems(convert.recv_nodes, activation, nodes)
-    for problem in problems:
-        yield f"'convert': {problem}"
-
-
-def _consumer_problems(
-    names: frozenset[str], activation: Activation, nodes: Collection[str]
-) -> Iterator[str]:
-    if not names:
-        yield "'recv_nodes' is empty: leave it out to convert for all consumers"
-    readers = ", ".join(map(repr, sorted(activation.consumers))) or "no node"
-    for name in sorted(names - activation.consumers):
-        if name in nodes:
-            yield f"'recv_nodes': node {name!r} does not read the tensor; {readers} does"
-        else:
-            hint = did_you_mean(name, activation.consumers) or did_you_mean(name, nodes)
-            yield f"'recv_nodes': the model has no node {name!r}{hint}; {readers} reads it"
-
-
-def _entry_problems(entry: TensorOverride, own: ir.DataType | None) -> Iterator[str]:
-    """What is wrong with an entry by itself."""
-    quant_type = entry.quant_type or own
-    if (entry.scale is None) != (entry.zero_point is None):
-        given, missing = ("scale", "zero_point")[:: -1 if entry.scale is None else 1]
-        yield f"{given!r} is given without {missing!r}: give both, or neither"
-    beside = [field for field in _RANGE_FIELDS if getattr(entry, field) is not None]
-    if beside and (entry.scale is not None or entry.zero_point is not None):
-        fields = ", ".join(map(repr, beside))
-        yield f"{fields} can't stand beside 'scale' and 'zero_point', which fix the range"
-    # As float32, the widest type that models store scales in.
-    if entry.scale is not None and not np.float32(entry.scale) > 0:
-        yield f"'scale' is {entry.scale}; it has to be a positive float32"
-    if entry.zero_point is not None and quant_type is not None:
-        low, high = quant_type.min, quant_type.max
-        if not low <= entry.zero_point <= high:
-            yield (
-                f"'zero_point' is {entry.zero_point}, outside of {_type_name(quant_type)}'s "
-                f"range {low}..{high}"
+    plain = {}
+    for name, entries in content.items():
+        where = f"overrides[{name!r}]"
+        if not isinstance(entries, list | tuple) or len(entries) > 1:
+            raise OverrideError(
+                f"{where} is {_described(entries)}; expected a list of one entry: "
+                '[{"quant_type": "QUInt16"}]'
             )
-    if entry.rmin is not None and entry.rmax is not None and entry.rmin > entry.rmax:
-        yield f"'rmin' is {entry.rmin}, above 'rmax' {entry.rmax}"
+        for entry in entries:
+            found = _fields(entry, f"{where}[0]", ("quant_type", "convert"))
+            if "convert" in found:
+                inner = f"{where}[0]['convert']"
+                convert = _fields(found["convert"], inner, ("quant_type", "recv_nodes"))
+                if "quant_type" not in convert:
+                    raise OverrideError(f"{inner} has no 'quant_type' for the consumers")
+                found["convert"] = convert
+            if found:
+                plain[str(name)] = [found]
+    return json.dumps(plain, sort_keys=True)
 
 
-def _type_name(quant_type: ir.DataType | None) -> str:
-    return "unknown" if quant_type is None else quant_type.name.lower()
+def _fields(entry: object, where: str, known: tuple[str, ...]) -> dict[str, Any]:
+    if not isinstance(entry, Mapping):
+        raise OverrideError(f"{where} is {_described(entry)}; expected a dict")
+    found = dict(entry)
+    for key in found.keys() - set(known):
+        raise OverrideError(f"{where}[{key!r}]: no such key; known are {', '.join(known)}")
+    if "quant_type" in found:
+        name = getattr(found["quant_type"], "name", found["quant_type"])
+        if name not in _QUANT_TYPES:
+            types = ", ".join(_QUANT_TYPES)
+            raise OverrideError(f"{where}['quant_type'] is {name!r}; expected one of {types}")
+        found["quant_type"] = name
+    if "recv_nodes" in found:
+        nodes = found["recv_nodes"]
+        is_collection = isinstance(nodes, list | tuple | set | frozenset) and len(nodes) > 0
+        if not is_collection or not all(isinstance(node, str) for node in nodes):
+            raise OverrideError(
+                f"{where}['recv_nodes'] is {_described(nodes)}; expected a list of node names"
+            )
+        found["recv_nodes"] = sorted(set(nodes))
+    return found
+
+
+def _described(value: object) -> str:
+    text = repr(value)
+    kind = type(value).__name__
+    return f"{kind} {text}" if len(text) <= 40 else f"{kind} {text[:40]}..."

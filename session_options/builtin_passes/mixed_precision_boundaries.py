@@ -35,8 +35,8 @@ class MixedPrecisionBoundaries(Pass):
     # Kept as canonical JSON, whatever was given.
     overrides: str | Mapping[str, Any] = option(
         "",
-        "Types, scales, ranges and conversions of single tensors, in the schema of "
-        "onnxruntime's TensorQuantOverrides: JSON; in Python a dict as well.",
+        "Types and conversions of single tensors, in the schema of onnxruntime's "
+        "TensorQuantOverrides: JSON; in Python a dict as well.",
     )
     promote: str = option(
         "",
@@ -70,8 +70,10 @@ class MixedPrecisionBoundaries(Pass):
     def __post_init__(self) -> None:
         """Check the options; bring overrides into their canonical form."""
         if self.overrides:
-            from rewrite_rules.mixed_precision_boundaries.tensor_overrides import OverrideError
-            from session_options.override_json import format_overrides
+            from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
+                OverrideError,
+                format_overrides,
+            )
 
             try:
                 text = format_overrides(self.overrides)
@@ -90,7 +92,7 @@ class MixedPrecisionBoundaries(Pass):
             BoundaryOptions,
             place_boundaries,
         )
-        from session_options.override_json import read_overrides
+        from rewrite_rules.mixed_precision_boundaries.tensor_overrides import read_overrides
 
         options = BoundaryOptions(
             overrides=read_overrides(self.overrides or "{}"),

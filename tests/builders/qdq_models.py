@@ -10,7 +10,6 @@ import onnx_ir as ir
 from rewrite_rules.graph.nodes import is_quantize_linear
 from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
-from rewrite_rules.mixed_precision_boundaries.tensor_overrides import TensorOverride
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
 
 from .text_models import proto_of
@@ -22,11 +21,6 @@ def grid(
     dtype: ir.DataType = ir.DataType.UINT8,
 ) -> QuantizationGrid:
     return QuantizationGrid(dtype, np.float32(scale), zero_point)
-
-
-def to(quant_type: ir.DataType, *nodes: str) -> TensorOverride:
-    """A second type, for nodes by their names, or for all."""
-    return TensorOverride(quant_type=quant_type, recv_nodes=frozenset(nodes) or None)
 
 
 def parse(text: str, opset: int = 21) -> ir.Model:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 import pytest
 from builders.dequantized_models import run
-from builders.qdq_models import chains, count, grid, place, refused, serialized, to
+from builders.qdq_models import chains, count, grid, place, refused, serialized
 from builders.text_cases import assert_laws_on_page, text_cases
 from builders.text_models import model_of
 
@@ -271,7 +271,7 @@ def test_bodies_beside_each_other_keep_their_equal_names(nodes):
     feeds = [{"x": FED, "c": np.array(taken)} for taken in (True, False)]
     before = [run(model, each)[0] for each in feeds]
     # This checks that names are single, too.
-    place(model, overrides={"x": TensorOverride(U8, convert=to(U16, *nodes))})
+    place(model, overrides={"x": TensorOverride(U8, U16, frozenset(nodes) or None)})
     reached = nodes or ("T", "E")
     assert chains(model) >= {f"x>u8>{'u16>' * (n in reached)}{n}" for n in "TE"}
     for each, old in zip(feeds, before, strict=True):

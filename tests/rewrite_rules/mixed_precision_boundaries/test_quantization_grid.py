@@ -10,9 +10,6 @@ import onnxruntime
 import pytest
 from builders.same_numbers import session
 from builders.text_models import proto_of
-from hypothesis import given
-from hypothesis import strategies as st
-from onnxruntime.quantization.quant_utils import compute_scale_zp
 
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import (
     GRID_TYPES,
@@ -133,27 +130,6 @@ def test_another_sign_has_the_same_values(source, target):
     other = grid.refine(target)
     assert other.dtype == target
     assert other.dequantize(other.codes()).tobytes() == grid.dequantize(grid.codes()).tobytes()
-
-
-@given(
-    st.sampled_from(GRID_TYPES),
-    st.tuples(*[st.floats(-1e4, 1e4, width=32)] * 2).map(sorted),
-    st.booleans(),
-)
-def test_a_range_has_the_grid_that_onnxruntimes_quantiser_gives_it(dtype, ends, symmetric):
-    try:
-        grid = QuantizationGrid.of_range(dtype, *ends, symmetric)
-    except Refusal as refusal:
-        assert "is not a normal float32" in str(refusal)
-        return
-    low, high = (np.array(end, dtype.numpy()) for end in (grid.low, grid.high))
-    if symmetric and low < 0:
-        low = -high
-    rmin, rmax = (np.array(end, np.float32) for end in ends)
-    zero_point, scale = compute_scale_zp(rmin, rmax, low, high, symmetric)
-    assert float(grid.scale) == pytest.approx(float(scale), rel=1e-6)
-    # The quotient is computed in float64 here: at half a code it may fall to the other side.
-    assert abs(grid.zero_point - int(zero_point)) <= (dtype in SIXTEEN_BITS)
 
 
 @pytest.mark.parametrize("dtype", GRID_TYPES)
