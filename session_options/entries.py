@@ -45,7 +45,6 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
         "promote": "",
         "mode": "int16",
         "target": "cpu",
-        "merge": "0",
         "float_limit_mb": "1024",
     },
     "dq_matmulnbits_fusion": {

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: MIT
 """QuantizeLinear behind DequantizeLinear -> fewer nodes; one rule per identity.
 
-    Bridge       DQ(Q(DQ(Q(DQ(codes, a), b), b), a), a)     ->  DQ(codes, a)      on request
-    KeptCodes    DQ(Q(DQ(codes, a), b), c)                  ->  DQ(codes, c)
-    KeptValues   DQ(Q(DQ(codes, a), b), c)                  ->  DQ(codes, a)
-    BareCodes    Q(DQ(codes, a), b)                         ->  Identity(codes)
+    KeptCodes    DQ(Q(DQ(codes, a), b), c)  ->  DQ(codes, c)
+    KeptValues   DQ(Q(DQ(codes, a), b), c)  ->  DQ(codes, a)
+    BareCodes    Q(DQ(codes, a), b)         ->  Identity(codes)
 
-``a``, ``b`` and ``c`` are the nodes' own grids. All but the bridge change no bit: all codes of
-``a`` go through the operators to decide them (:meth:`.QuantizationGrid.keeps_codes`). Of any
-number of pairs with equal parameters one is left.
+``a``, ``b`` and ``c`` are the nodes' own grids. No bit changes: all codes of ``a`` go through
+the operators to decide it (:meth:`.QuantizationGrid.keeps_codes`). Of any number of pairs with
+equal parameters one is left.
 """
 
 from __future__ import annotations
@@ -30,17 +29,12 @@ from rewrite_rules.mixed_precision_boundaries.quantized_graph import read_grid
 from rewrite_rules.remarks import PassContext, Refusal, Remarks
 
 
-def fold_pairs(
-    model: ir.Model, target: str, context: PassContext, *, merge: bool = False
-) -> None:
-    """Fold in place, subgraphs included; for ``"qnn"``, keep pairs that convert between types.
-
-    ``merge`` bridges regions, which changes numbers.
-    """
+def fold_pairs(model: ir.Model, target: str, context: PassContext) -> None:
+    """Fold in place; for ``"qnn"``, keep pairs that convert between types."""
     folds = _Folds(context.remarks, target)
     pairs = [KeptCodes.rule(folds), KeptValues.rule(folds)]
     # What reads the codes of a pair is looked at once no DequantizeLinear needs them.
-    for rules in ([Bridge.rule(folds), *pairs] if merge else pairs, [BareCodes.rule(folds)]):
+    for rules in (pairs, [BareCodes.rule(folds)]):
         DispatchingRuleSet(rules).apply_to_model(model)
 
 
@@ -96,42 +90,6 @@ class Fold(RewriteRuleClassBase):
 
     def fired(self, through: ir.Value, reason: str) -> None:
         self._folds.remarks.fired(label(producer(through)), reason)
-
-
-class Bridge(Fold):
-    """``DQ(Q(DQ(Q(DQ(codes, a), b), b), a), a)`` -> ``DQ(codes, a)``, 16 and 8 bits.
-
-    The exit of a region leads into another one of the same grid: without a rounding to 8 bits
-    between them the result is more accurate, and not the same bits.
-    """
-
-    def pattern(self, op, codes):  # type: ignore[no-untyped-def]
-        narrow = _dq(_q(_dq(codes, "wide"), "narrows"), "before")
-        return _dq(_q(narrow, "through"), "out")
-
-    def folds(  # type: ignore[override]
-        self,
-        wide: QuantizationGrid,
-        narrows: QuantizationGrid,
-        before: QuantizationGrid,
-        through: QuantizationGrid,
-        out: QuantizationGrid,
-    ) -> bool:
-        """Whether the outer grids are one of 16 bits, the inner ones one of 8."""
-        is_bridge = wide == through == out and narrows == before
-        return is_bridge and (wide.bits, before.bits) == (16, 8)
-
-    def rewrite(
-        self,
-        op: Any,
-        codes: ir.Value,
-        wide: ir.Value,
-        through: ir.Value,
-        out: ir.Value,
-        **_: Any,
-    ) -> Any:
-        self.fired(through, f"reads {codes.name!r}, which stayed in 16 bits")
-        return _dequantized(op, codes, producer(out), producer(out))
 
 
 class KeptCodes(Fold):

@@ -55,11 +55,6 @@ class MixedPrecisionBoundaries(Pass):
         "one conversion; 'cpu' drops 16-bit pairs that return the 8-bit values before them.",
         choices=("cpu", "qnn"),
     )
-    merge: bool = option(
-        False,
-        "Drop the 8-bit pair between two adjacent regions: more accurate, but the numbers "
-        "change.",
-    )
     float_limit_mb: int = option(
         1024,
         "In mode 'float': megabytes that weights of float regions may take as float "
@@ -105,7 +100,7 @@ class MixedPrecisionBoundaries(Pass):
                 "model", "nothing is to change its precision: give overrides, or promote"
             )
         place_boundaries(model, options, context)
-        fold_pairs(model, self.target, context, merge=self.merge)
+        fold_pairs(model, self.target, context)
 
     def rearrange(self, model: ir.Model, context: PassContext) -> None:
         """Dequantise constants of float regions; see :mod:`.float_region_constants`.

@@ -45,9 +45,9 @@ def graph(
     return model_of(text, exact, opset=opset)
 
 
-def fold(model: ir.Model, target: str = "cpu", merge: bool = False) -> Remarks:
+def fold(model: ir.Model, target: str = "cpu") -> Remarks:
     remarks = Remarks("mixed_precision_boundaries")
-    fold_pairs(model, target, PassContext(remarks), merge=merge)
+    fold_pairs(model, target, PassContext(remarks))
     model.graph.sort()
     return remarks
 
@@ -75,10 +75,10 @@ def test_folds(name: str):
     """A case has the operators that are left, of the domain of each, with what they read."""
     case, options = FOLDS[name], {**FOLDS[name].settings}
     target = options.pop("target", "cpu")
-    merge = "Bridge" in (options.pop("law", ""), options.pop("beside", ""))
+    options.pop("law", "")
     opset = int(options.pop("opset", 21))
     before, after = (graph(case.nodes, **options, opset=opset) for _ in range(2))
-    remarks = fold(after, target, merge)
+    remarks = fold(after, target)
     names = [[value.name for value in model.graph.outputs] for model in (before, after)]
     assert names[0] == names[1]
     fed = {value.name: value.dtype for value in before.graph.inputs}
@@ -90,7 +90,7 @@ def test_folds(name: str):
         }
         for expected, found in zip(run(before, feeds), run(after, feeds), strict=True):
             assert found.dtype == expected.dtype
-            assert merge or found.tobytes() == expected.tobytes()
+            assert found.tobytes() == expected.tobytes()
     assert bool(list(remarks)) == (serialized(before) != serialized(after))
     case.expect("\n".join([*written(after), *(f"fired: {remark.node}" for remark in remarks)]))
 

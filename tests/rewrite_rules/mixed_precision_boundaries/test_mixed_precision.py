@@ -19,7 +19,6 @@ from builders.text_cases import assert_laws_on_page, text_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import ortplugins
 from rewrite_rules.graph.nodes import is_quantize_linear
 from rewrite_rules.mixed_precision_boundaries import boundary_rules, float_region_constants
 from rewrite_rules.mixed_precision_boundaries.float_region_constants import unpack_constants
@@ -32,7 +31,6 @@ from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
     read_overrides,
 )
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
-from session_options import MixedPrecisionBoundaries
 
 FIRED = Outcome.FIRED
 U8, I8, U16, I16 = (ir.DataType.UINT8, ir.DataType.INT8, ir.DataType.UINT16, ir.DataType.INT16)
@@ -287,24 +285,6 @@ def test_mode_float_keeps_what_a_range_clips(text, points, clipped, ends):
     if ends is not None:
         (y,) = run(model, {"x": np.float32([-3, 0.5, 3])})
         assert y == pytest.approx(ends, abs=1e-3)
-
-
-def test_a_region_beside_an_earlier_one_is_bridged_where_asked():
-    made = {}
-    for merge in (False, True):
-        model = quantized(CHAIN)
-        for name in "BC":
-            asked = MixedPrecisionBoundaries(promote=name, target="qnn", merge=merge)
-            model = ortplugins.optimize(model, passes=[asked]).model
-            if name == "B":
-                assert chains(model) == {"x>u8>A", "A>u8>u16>B", "B>u16>u8>C", "C>u8>y"}
-        made[merge] = model
-    assert chains(made[False]) == {"x>u8>A", "A>u8>u16>B", "B>u16>u8>u16>C", "C>u16>y"}
-    assert chains(made[True]) == {"x>u8>A", "A>u8>u16>B", "B>u16>C", "C>u16>y"}
-    feeds = {"x": np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3)}
-    exact = run(parse(CHAIN), feeds)[0]
-    errors = {merge: np.abs(run(made[merge], feeds)[0] - exact).max() for merge in made}
-    assert errors[True] <= errors[False] + 1e-4
 
 
 UNARY = ("Sigmoid", "Tanh", "Neg", "Relu")
