@@ -44,7 +44,6 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
         "overrides": "",
         "promote": "",
         "mode": "int16",
-        "target": "cpu",
         "float_limit_mb": "1024",
     },
     "dq_matmulnbits_fusion": {

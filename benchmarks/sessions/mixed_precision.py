@@ -37,7 +37,7 @@ from benchmarks.figures.bounds import Figure
 from benchmarks.models.corpus import fetch_wheel
 from benchmarks.models.minilm import feeds, float_minilm, sentences
 from ortplugins.static_qdq.plan import PrecisionPlan
-from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
+from rewrite_rules.mixed_precision_boundaries.place import place_boundaries
 from rewrite_rules.remarks import PassContext, Remarks
 
 Feed = dict[str, npt.NDArray[Any]]
@@ -156,7 +156,7 @@ def _measure_rewrite(rounds: int) -> Figure:
         model = ir.from_proto(text)
         context = PassContext(Remarks("mixed_precision_boundaries"))
         start = time.perf_counter()
-        place_boundaries(model, BoundaryOptions(promote=promoted), context)
+        place_boundaries(model, context, promote=promoted)
         times.append(time.perf_counter() - start)
     nodes = len(text.graph.node)
     return Figure(
@@ -240,9 +240,9 @@ class _Net:
     def rewritten(self, names: frozenset[str], mode: str = "int16") -> Path:
         """Promote tensors; return the model."""
         model = ir.load(self.quantized)
-        options = BoundaryOptions(promote=names, mode=mode)
         remarks = Remarks("benchmark")
-        place_boundaries(model, options, PassContext(remarks))
+        in_float = mode == "float"
+        place_boundaries(model, PassContext(remarks), promote=names, in_float=in_float)
         if refused := [str(remark) for remark in remarks if remark.outcome == "refused"]:
             raise RuntimeError(f"the rewrite refused {refused}")
         path = self.quantized.with_suffix(f".{mode}.onnx")

@@ -38,7 +38,6 @@ def quantize_static(
         float | None, Parameter("--max-16bit", converter=number_or_share)
     ] = None,
     mode: Literal["int16", "float"] = "int16",
-    target: Literal["cpu", "qnn"] = "qnn",
     per_channel: Annotated[bool, Parameter(negative="--no-per-channel")] = True,
     nodes_to_exclude: opt.Exclude = (),
     providers: opt.Providers = opt.CPU,
@@ -56,7 +55,6 @@ def quantize_static(
             activations, for example 0.995.
         max_16bit: Activations to promote at most: 24, or 0.25 of them.
         mode: Promote to int16, or leave in float, which is faster on CPUs.
-        target: qnn keeps every DQ -> Q pair, cpu only those that change values.
         per_channel: Give weights one scale per channel.
     """
     import onnxruntime
@@ -77,7 +75,6 @@ def quantize_static(
             budget=budget,
             max_16bit=max_16bit,
             mode=mode,
-            target=target,
             nodes_to_exclude=nodes_to_exclude,
             calibration_providers=providers,
             overwrite=force,

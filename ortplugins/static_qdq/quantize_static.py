@@ -59,7 +59,6 @@ def quantize_static_mixed(
     budget: float | None = None,
     max_16bit: float | None = None,
     mode: str = "int16",
-    target: str = "qnn",
     nodes_to_exclude: Sequence[str] = (),
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -90,9 +89,6 @@ def quantize_static_mixed(
             (float, 0 to 1). Conversions where regions begin and end don't count.
         mode: ``"int16"``, or ``"float"``: promoted tensors are not quantised at all, which is
             faster on CPUs.
-        target: ``"qnn"`` lays boundaries out as onnxruntime's quantiser does, for compilers
-            that run DQ -> Q as one conversion. ``"cpu"`` drops a pair of 16 bits that gives
-            back the 8-bit values before it; the numbers are the same.
         nodes_to_exclude: Nodes to leave in float, by name, glob or regular expression
             (``re:``).
         overwrite: Whether ``model_output`` may exist.
@@ -109,7 +105,7 @@ def quantize_static_mixed(
             activation has no finite range.
         FileExistsError: If ``model_output`` exists and ``overwrite`` is false.
         MissingFileError, ModelFileError: If the model or its data can't be used.
-        OptionError: If overrides can't be read, or mode or target is unknown.
+        OptionError: If overrides can't be read, or mode is unknown.
         PassError: If an override asks for what can't be.
         QuantizationError: If an argument is out of range, a pattern means no node,
             onnxruntime can't quantise the model, or no promotion reaches the budget. No output
@@ -131,9 +127,7 @@ def quantize_static_mixed(
             f"activation_type is {activation.name.lower()}: name tensors that get 16 bits in "
             "promote"
         )
-    wanted = functools.partial(
-        MixedPrecisionBoundaries, overrides=overrides, mode=mode, target=target
-    )
+    wanted = functools.partial(MixedPrecisionBoundaries, overrides=overrides, mode=mode)
     wanted(promote=",".join(promote))  # what it refuses, it refuses before samples are run
     file = QuantizedFile(model_input, model_output, overwrite=overwrite)
     model = file.model

@@ -2,7 +2,6 @@
 """QuantizeLinear behind DequantizeLinear -> fewer nodes; one rule per identity.
 
     KeptCodes    DQ(Q(DQ(codes, a), b), c)  ->  DQ(codes, c)
-    KeptValues   DQ(Q(DQ(codes, a), b), c)  ->  DQ(codes, a)
     BareCodes    Q(DQ(codes, a), b)         ->  Identity(codes)
 
 ``a``, ``b`` and ``c`` are the nodes' own grids. No bit changes: all codes of ``a`` go through
@@ -29,21 +28,19 @@ from rewrite_rules.mixed_precision_boundaries.quantized_graph import read_grid
 from rewrite_rules.remarks import PassContext, Refusal, Remarks
 
 
-def fold_pairs(model: ir.Model, target: str, context: PassContext) -> None:
-    """Fold in place; for ``"qnn"``, keep pairs that convert between types."""
-    folds = _Folds(context.remarks, target)
-    pairs = [KeptCodes.rule(folds), KeptValues.rule(folds)]
+def fold_pairs(model: ir.Model, context: PassContext) -> None:
+    """Fold in place, subgraphs included."""
+    folds = _Folds(context.remarks)
     # What reads the codes of a pair is looked at once no DequantizeLinear needs them.
-    for rules in (pairs, [BareCodes.rule(folds)]):
-        DispatchingRuleSet(rules).apply_to_model(model)
+    for law in (KeptCodes, BareCodes):
+        DispatchingRuleSet([law.rule(folds)]).apply_to_model(model)
 
 
 class _Folds:
     """What the rules of one run share; each grid is read once."""
 
-    def __init__(self, remarks: Remarks, target: str) -> None:
+    def __init__(self, remarks: Remarks) -> None:
         self.remarks = remarks
-        self.target = target
         self.grid = functools.cache(read_grid)
 
 
@@ -106,31 +103,6 @@ class KeptCodes(Fold):
     ) -> Any:
         self.fired(through, f"gives back each code of {label(producer(before))!r}: folded")
         return _dequantized(op, codes, producer(out), producer(out))
-
-
-class KeptValues(Fold):
-    """``DQ(Q(DQ(codes, a), b), c)`` -> ``DQ(codes, a)``, if each value stays.
-
-    Not of two types for an NPU: it has one Convert there, and operators behind it have no
-    kernels for two types. CPUs compute in float on whatever DequantizeLinear gives them.
-    """
-
-    def folds(  # type: ignore[override]
-        self, before: QuantizationGrid, through: QuantizationGrid, out: QuantizationGrid
-    ) -> bool:
-        """Whether values stay."""
-        converts = self._folds.target == "qnn" and before.dtype != through.dtype
-        return not converts and before.keeps_values(through, out)
-
-    def rewrite(
-        self, op: Any, codes: ir.Value, before: ir.Value, through: ir.Value, out: ir.Value
-    ) -> Any:
-        grids = [str(self._folds.grid(producer(value))) for value in (through, before)]
-        kept = f"{grids[0]} gives back each value of {label(producer(before))!r}, {grids[1]}"
-        self.fired(through, f"{kept}: folded")
-        # Not the value of the first: onnxruntime fuses operators with a DequantizeLinear of
-        # their own.
-        return _dequantized(op, codes, producer(before), producer(out))
 
 
 class BareCodes(Fold):

@@ -17,9 +17,8 @@ reads their type. In mode "float", a region's tensors are not quantised.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import onnx_ir as ir
 
@@ -55,55 +54,40 @@ from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
 )
 from rewrite_rules.remarks import PassContext, Refusal, Remarks
 
-_MODES = ("int16", "float")
 # From here on, Clip takes its ends as inputs.
 _OPSET_OF_CLIP = 11
-_TARGETS = ("cpu", "qnn")
 
 
-@dataclasses.dataclass(frozen=True)
-class BoundaryOptions:
-    """What of a model is to be of which precision.
-
-    Attributes:
-        overrides: Types of single tensors.
-        promote: Tensors or nodes that are to have 16 bits, signed where all activations of the
-            model are; a name of both means the tensor.
-        mode: ``"int16"``, or ``"float"``: where 16 bits are asked for, nothing is quantised.
-        target: What runs the model, ``"cpu"``, or ``"qnn"``, whose kernels want biases of the
-            scale of their input.
-    """
-
-    overrides: Overrides = dataclasses.field(default_factory=dict)
-    promote: frozenset[str] = frozenset()
-    mode: str = "int16"
-    target: str = "cpu"
-
-    def __post_init__(self) -> None:
-        for field, known in (("target", _TARGETS), ("mode", _MODES)):
-            if (found := getattr(self, field)) not in known:
-                raise OverrideError(f"{field} is {found!r}; it is one of {', '.join(known)}")
-
-
-def place_boundaries(model: ir.Model, options: BoundaryOptions, context: PassContext) -> None:
+def place_boundaries(
+    model: ir.Model,
+    context: PassContext,
+    *,
+    promote: Collection[str] = (),
+    overrides: Overrides | None = None,
+    in_float: bool = False,
+) -> None:
     """Rewrite the regions of a QDQ model that are to be of another precision.
+
+    ``promote`` are tensors or nodes that are to have 16 bits, signed where all activations of
+    the model are; a name of both means the tensor. ``overrides`` are types of single tensors.
+    ``in_float``: where 16 bits are asked for, nothing is quantised.
 
     A region that the graph does not allow gets a remark. What is not in the model, or
     contradicts itself, is an :class:`OverrideError`, and the model is as it was.
     """
-    if not options.overrides and not options.promote:
+    if not overrides and not promote:
         return
     graph = QuantizedGraph(model)
-    overridden = _checked_overrides(graph, options, context)
-    promote = _checked_promotions(graph, options, context)
+    overridden = _checked_overrides(graph, overrides or {}, in_float, context)
+    named = _checked_promotions(graph, promote, context)
     groups = sharing_groups(graph)
-    promoted = ir.DataType.FLOAT if options.mode == "float" else _wide_type(graph)
-    regions = find_regions(graph, overridden, promote, promoted, groups)
+    promoted = ir.DataType.FLOAT if in_float else _wide_type(graph)
+    regions = find_regions(graph, overridden, named, promoted, groups)
     # All is read before anything is written.
     ready = []
     for region in regions:
         try:
-            _complete(graph, region, groups, options)
+            _complete(graph, region, groups)
         except Refusal as refusal:
             for seed in region.seeds:
                 context.remarks.refused(seed, refusal)
@@ -113,16 +97,11 @@ def place_boundaries(model: ir.Model, options: BoundaryOptions, context: PassCon
     for region in ready:
         _add(boundaries, region, context.remarks)
     write_boundaries(boundaries)
-    if options.mode == "float" and ready and graph.opset >= INT8_OPSET:
+    if in_float and ready and graph.opset >= INT8_OPSET:
         move_int8_codes(model)
 
 
-def _complete(
-    graph: QuantizedGraph,
-    region: Region,
-    groups: Groups,
-    options: BoundaryOptions,
-) -> None:
+def _complete(graph: QuantizedGraph, region: Region, groups: Groups) -> None:
     """Choose the constants of a region; refused where the graph forbids it."""
     if region.refusal is not None:
         raise region.refusal
@@ -130,8 +109,7 @@ def _complete(
         plan.clipped = _may_clip(graph, plan.tensor)
         _check_plan(graph, plan)
         _check_sharing(graph, groups, region, plan)
-    # With 16 bits a CPU computes in float, or on the 8 bits that a folded entry leaves.
-    change_constants(region, graph, most_bits=16 if options.target == "qnn" else 8)
+    change_constants(region, graph)
 
 
 def _add(boundaries: Boundaries, region: Region, remarks: Remarks) -> None:
@@ -214,16 +192,16 @@ def _may_clip(graph: QuantizedGraph, tensor: QuantizedTensor) -> bool:
 
 
 def _checked_overrides(
-    graph: QuantizedGraph, options: BoundaryOptions, context: PassContext
+    graph: QuantizedGraph, overrides: Overrides, in_float: bool, context: PassContext
 ) -> Overridden:
     """The overrides of activations; tensors that stay for a reason get a remark."""
     found: dict[QuantizedTensor, tuple[str, TensorOverride]] = {}
-    for name, override in options.overrides.items():
+    for name, override in overrides.items():
         if name in graph.stay and name not in graph.by_name:
             context.remarks.refused(name, graph.stay[name])
             continue
         _check_override(name, override, graph)
-        wanted = _as_float(override) if options.mode == "float" else override
+        wanted = _as_float(override) if in_float else override
         for tensor in graph.by_name[name]:
             other, before = found.setdefault(tensor, (name, wanted))
             if wanted != before:
@@ -259,10 +237,10 @@ def _check_override(name: str, override: TensorOverride, graph: QuantizedGraph) 
 
 
 def _checked_promotions(
-    graph: QuantizedGraph, options: BoundaryOptions, context: PassContext
+    graph: QuantizedGraph, promote: Collection[str], context: PassContext
 ) -> list[str]:
     found = []
-    for name in sorted(options.promote):
+    for name in sorted(promote):
         nodes = graph.by_label.get(name, ())
         pairs = (is_quantize_linear(node) or is_dequantize_linear(node) for node in nodes)
         if name in graph.by_name or not all(pairs):

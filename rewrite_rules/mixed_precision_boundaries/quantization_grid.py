@@ -97,6 +97,7 @@ class QuantizationGrid:
         codes: npt.NDArray[np.generic] = clipped.astype(np.int64) + self.zero_point
         return codes.astype(self.dtype.numpy())
 
+    @functools.lru_cache(4096)  # noqa: B019 - models repeat few grids
     def refine(self, dtype: ir.DataType) -> QuantizationGrid:
         """Return the grid of another type that has every value of this one, bit for bit.
 
@@ -119,28 +120,21 @@ class QuantizationGrid:
             )
         zero_point = (self.zero_point - self.low << bits) + int(dtype.min)
         fine = QuantizationGrid(dtype, scale, zero_point)
-        if bits and not (self.keeps_values(fine, fine) and self.keeps_codes(self)):
+        values = self.dequantize(self.codes())
+        moves = fine.dequantize(fine.quantize(values)).tobytes() != values.tobytes()
+        if bits and (moves or not self.keeps_codes(self)):
             raise Refusal(
                 "ORP308", f"values of scale {float(self.scale):.3g} overflow, or would move"
             )
         return fine
 
-    @functools.lru_cache(4096)  # noqa: B019 - models repeat few grids
+    @functools.lru_cache(4096)  # noqa: B019
     def keeps_codes(self, through: QuantizationGrid) -> bool:
         """Return whether ``DQ(self) -> Q(through)`` gives back every code, in its type."""
         codes = self.codes()
         values = self.dequantize(codes)
         same = self.dtype == through.dtype and np.array_equal(through.quantize(values), codes)
         return same and _all_finite(values)
-
-    @functools.lru_cache(4096)  # noqa: B019
-    def keeps_values(self, through: QuantizationGrid, after: QuantizationGrid) -> bool:
-        """Return whether ``DQ(self) -> Q(through) -> DQ(after)`` keeps each value's bits."""
-        if through.dtype != after.dtype:  # not a valid graph
-            return False
-        values = self.dequantize(self.codes())
-        found = after.dequantize(through.quantize(values))
-        return found.tobytes() == values.tobytes() and _all_finite(values)
 
     def __str__(self) -> str:
         return f"{self.dtype.name.lower()} {float(self.scale):.6g} @ {self.zero_point}"

@@ -32,13 +32,10 @@ _BIASED_OPERATORS = frozenset({"Conv", "ConvTranspose", "Gemm"})
 _SCALE_TOLERANCE = 1e-3
 
 
-def change_constants(region: Region, graph: QuantizedGraph, most_bits: int) -> None:
-    """Note what becomes of a region's constants, and which biases stay.
-
-    Grids of more than ``most_bits`` have kernels that read a bias at its own scale, or none.
-    """
+def change_constants(region: Region, graph: QuantizedGraph) -> None:
+    """Note what becomes of a region's constants, and which biases stay."""
     region.constants += _elementwise_changes(region, graph)
-    for dequantize, ratio, nodes in _rescaled_biases(region, most_bits):
+    for dequantize, ratio, nodes in _rescaled_biases(region):
         try:
             region.constants.append(_rescaled(dequantize, ratio, nodes))
         except Refusal as refusal:
@@ -93,20 +90,14 @@ def _elementwise_changes(region: Region, graph: QuantizedGraph) -> Iterator[Cons
         yield ConstantChange(dequantize, tuple(nodes), codes, scale, zero_point)
 
 
-def _rescaled_biases(
-    region: Region, most_bits: int
-) -> Iterator[tuple[ir.Node, float, list[ir.Node]]]:
+def _rescaled_biases(region: Region) -> Iterator[tuple[ir.Node, float, list[ir.Node]]]:
     """Yield int32 biases of nodes that read another grid now, the ratio, and the nodes."""
     asked: dict[tuple[ir.Node, float], list[ir.Node]] = {}
     for tensor, plan in region.plans.items():
         for node, dtype in plan.reads.items():
             if dtype == ir.DataType.FLOAT or node.op_type not in _BIASED_OPERATORS:
                 continue
-            # Where an entry folds, a node reads what is produced.
-            last = dtype if dtype.bitwidth <= most_bits else plan.produced
-            _check_float_bias(node, tensor, plan.grid(last))
-            if dtype.bitwidth > most_bits:
-                continue
+            _check_float_bias(node, tensor, plan.grid(dtype))
             ratio = float(tensor.grid.scale) / float(plan.grid(dtype).scale)
             dequantize = _bias_of(node, tensor)
             if dequantize is not None and ratio != 1:

@@ -49,12 +49,6 @@ class MixedPrecisionBoundaries(Pass):
         "them in float, which is faster on CPUs.",
         choices=("int16", "float"),
     )
-    target: str = option(
-        "cpu",
-        "What the result runs on: 'qnn' keeps every DQ -> Q, which such accelerators run as "
-        "one conversion; 'cpu' drops 16-bit pairs that return the 8-bit values before them.",
-        choices=("cpu", "qnn"),
-    )
     float_limit_mb: int = option(
         1024,
         "In mode 'float': megabytes that weights of float regions may take as float "
@@ -83,24 +77,20 @@ class MixedPrecisionBoundaries(Pass):
     def rewrite(self, model: ir.Model, context: PassContext) -> None:
         """Place boundaries and fold pairs; see :mod:`.place`."""
         from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
-        from rewrite_rules.mixed_precision_boundaries.place import (
-            BoundaryOptions,
-            place_boundaries,
-        )
+        from rewrite_rules.mixed_precision_boundaries.place import place_boundaries
         from rewrite_rules.mixed_precision_boundaries.tensor_overrides import read_overrides
 
-        options = BoundaryOptions(
-            overrides=read_overrides(self.overrides or "{}"),
-            promote=frozenset(filter(None, map(str.strip, self.promote.split(",")))),
-            mode=self.mode,
-            target=self.target,
-        )
-        if not options.overrides and not options.promote:
+        overrides = read_overrides(self.overrides or "{}")
+        promote = list(filter(None, map(str.strip, self.promote.split(","))))
+        if not overrides and not promote:
             context.remarks.note(
                 "model", "nothing is to change its precision: give overrides, or promote"
             )
-        place_boundaries(model, options, context)
-        fold_pairs(model, self.target, context)
+        in_float = self.mode == "float"
+        place_boundaries(
+            model, context, promote=promote, overrides=overrides, in_float=in_float
+        )
+        fold_pairs(model, context)
 
     def rearrange(self, model: ir.Model, context: PassContext) -> None:
         """Dequantise constants of float regions; see :mod:`.float_region_constants`.

@@ -2,13 +2,14 @@
 """QDQ models from float ones, in text: each activation gets a pair, as a quantiser would."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
 from rewrite_rules.graph.nodes import is_quantize_linear
-from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
+from rewrite_rules.mixed_precision_boundaries.place import place_boundaries
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.remarks import Outcome, PassContext, Remarks
 
@@ -88,10 +89,10 @@ def _put_pair(
         graph.insert_after(producer, [quantize, dequantize])
 
 
-def place(model: ir.Model, **options: object) -> Remarks:
-    """Run the rewrite, without folds that give up a type; check the graph that it leaves."""
+def place(model: ir.Model, **options: Any) -> Remarks:
+    """Run the rewrite; check the graph that it leaves."""
     remarks = Remarks("mixed_precision_boundaries")
-    place_boundaries(model, BoundaryOptions(**options), PassContext(remarks))
+    place_boundaries(model, PassContext(remarks), **options)
     onnx.checker.check_model(ir.to_proto(model))
     return remarks
 

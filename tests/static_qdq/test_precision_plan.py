@@ -2,6 +2,7 @@
 """Which activations deserve 16 bits, and which weights 8."""
 
 import itertools
+from collections.abc import Collection
 
 import numpy as np
 import onnx_ir as ir
@@ -13,7 +14,7 @@ from builders.text_models import model_of, normal
 from ortplugins.errors import CalibrationError, QuantizationError
 from ortplugins.static_qdq.plan import PrecisionPlan
 from ortplugins.static_qdq.quantize_static import quantize_static_mixed
-from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
+from rewrite_rules.mixed_precision_boundaries.place import place_boundaries
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedGraph
 from rewrite_rules.remarks import PassContext, Remarks
 
@@ -62,10 +63,10 @@ def error(found: np.ndarray, wanted: np.ndarray) -> float:
     return float(np.square(found - wanted).sum() / np.square(wanted).sum())
 
 
-def rewritten(model: ir.Model, names: frozenset[str], mode: str = "int16") -> ir.Model:
+def rewritten(model: ir.Model, names: Collection[str], *, in_float: bool = False) -> ir.Model:
     copy = model.clone()
-    options = BoundaryOptions(promote=names, mode=mode)
-    place_boundaries(copy, options, PassContext(Remarks("test")))
+    context = PassContext(Remarks("test"))
+    place_boundaries(copy, context, promote=names, in_float=in_float)
     return copy
 
 
@@ -87,9 +88,9 @@ def test_the_errors_are_those_of_the_rewritten_model(mode):
     model = chain()
     plan = planned(model, feeds(), max_16bit=1)
     everything = frozenset(tensor.name for tensor in QuantizedGraph(model).tensors)
-    reference = run(rewritten(model, everything, "float"), feeds())
+    reference = run(rewritten(model, everything, in_float=True), feeds())
     assert plan.before.error == pytest.approx(error(run(model, feeds()), reference), rel=1e-4)
-    promoted = run(rewritten(model, frozenset(plan.promoted), mode), feeds())
+    promoted = run(rewritten(model, plan.promoted, in_float=mode == "float"), feeds())
     assert plan.after.error == pytest.approx(error(promoted, reference), rel=1e-4)
 
 
@@ -147,10 +148,10 @@ def test_the_command_quantises_and_promotes_what_costs_most(tmp_path):
     ir.save(model_of(text, {**weights, "large": large}), model)
     samples = np.random.default_rng(1).normal(size=(6, 4, 8)).astype(np.float32)
     np.savez(data, x=samples)
-    arguments = ["quantize-static", model, "--samples", data, "--target", "cpu"]
+    arguments = ["quantize-static", model, "--samples", data]
     shown = printed(*arguments, "--max-16bit", 2, "-o", tmp_path / "o.onnx")
     assert "2 of " in shown and "activations at 16 bits" in shown and "wrote" in shown
-    expected = quantize_static_mixed(model, None, [data], target="cpu", max_16bit=2)
+    expected = quantize_static_mixed(model, None, [data], max_16bit=2)
     plan = expected.plan
     found = ir.load(tmp_path / "o.onnx")
     assert (

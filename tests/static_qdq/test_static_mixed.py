@@ -154,7 +154,6 @@ def test_relu_goes_as_in_onnxruntime_or_stays_with_its_name(options):
         ({"activation_type": QuantType.QUInt16}, QuantizationError, "uint16: name tensors"),
         ({"op_types_to_quantize": ["Abs"]}, QuantizationError, "nothing to quantise"),
         ({"no_such_setting": 1}, QuantizationError, "unexpected keyword .*no_such_setting"),
-        ({"target": "gpu"}, OptionError, "'gpu'; expected one of cpu, qnn"),
         ({"mode": "int8"}, OptionError, "'int8'"),
         ({"promote": ["conf"]}, QuantizationError, "no 'conf'; did you mean 'conv'"),
         ({"nodes_to_exclude": ["hed"]}, QuantizationError, "'head'"),

@@ -23,7 +23,7 @@ from rewrite_rules.graph.nodes import is_quantize_linear
 from rewrite_rules.mixed_precision_boundaries import boundary_rules, float_region_constants
 from rewrite_rules.mixed_precision_boundaries.float_region_constants import unpack_constants
 from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
-from rewrite_rules.mixed_precision_boundaries.place import BoundaryOptions, place_boundaries
+from rewrite_rules.mixed_precision_boundaries.place import place_boundaries
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedGraph
 from rewrite_rules.mixed_precision_boundaries.tensor_overrides import (
@@ -104,11 +104,11 @@ def test_regions(name: str):
         if law == "UnpackedConstant":
             unpack_constants(model, 1, PassContext(Remarks("mixed_precision_boundaries")))
         else:
-            place(model, promote=frozenset(options.pop("promote").split(", ")), **options)
+            place(model, promote=options.pop("promote").split(", "), **options)
         case.expect(" ".join(sorted(chains(model, **shown))))
         return
     before = serialized(model)
-    options["promote"] = frozenset(filter(None, options.pop("promote", "").split(", ")))
+    options["promote"] = [*filter(None, options.pop("promote", "").split(", "))]
     options["overrides"] = read_overrides(options.pop("overrides", "{}"))
     try:
         remarks = place(model, **options)
@@ -135,7 +135,7 @@ def test_the_page_has_a_case_of_each_rule():
 def test_new_values_have_types_and_shapes():
     model = quantized(CHAIN)
     before = {value.name for node in model.graph for value in node.outputs}
-    place(model, promote=frozenset({"B"}))
+    place(model, promote=["B"])
     new = [v for node in model.graph for v in node.outputs if v.name not in before]
     assert len(new) == 4  # of Q and DQ behind a and b
     assert all(value.type is not None and list(value.shape) == [2, 3] for value in new)
@@ -147,7 +147,7 @@ def test_domains_of_16_bits_below_opset_21(domain: str):
     pairs = ("QuantizeLinear", "DequantizeLinear")
     for node in model.graph:
         node.domain = domain if node.op_type in pairs else ""
-    place(model, promote=frozenset({"B"}))
+    place(model, promote=["B"])
     assert chains(model) == {"x>u8>A", "A>u8>u16>B", "B>u16>u8>C", "C>u8>y"}
     domains = {
         (node.domain, (node.outputs if is_quantize_linear(node) else node.inputs)[0].dtype)
@@ -165,7 +165,7 @@ def test_pairs_without_zero_point_get_one_or_the_type_of_an_attribute(kind: str)
     for node in filter(is_quantize_linear, model.graph if kind == "i" else ()):
         node.attributes["output_dtype"] = ir.AttrInt64("output_dtype", int(I8))
         node.outputs[0].dtype = I8
-    place(model, promote=frozenset({"b"}))
+    place(model, promote=["b"])
     expected = {"x>u8>A", "A>u8>u16>B", "B>u16>C", "C>u16>y"}
     assert chains(model) == {chain.replace("u", kind) for chain in expected}
     wide = [n for n in model.graph if is_quantize_linear(n) and n.outputs[0].dtype == U16]
@@ -182,14 +182,14 @@ def test_elementwise_constants_follow_exactly():
             [B] w = Mul(x, kf)
         }"""
     )
-    place(model, promote=frozenset({"A"}))
+    place(model, promote=["A"])
     added, multiplied = map(model.graph.node, "AB")
     fine, coarse = added.inputs[1].producer(), multiplied.inputs[1].producer()
     assert coarse.name == "K" and coarse.inputs[0].dtype == I8
     codes, scale, zero_point = (value.const_value.numpy() for value in fine.inputs)
     assert codes.dtype == np.uint16 and codes.tolist() == [0, 127 * 256, 128 * 256, 255 * 256]
     assert scale == np.float32(0.01) / 256 and zero_point == (3 + 128) * 256
-    place(model, promote=frozenset({"B"}))
+    place(model, promote=["B"])
     assert "k" not in model.graph.initializers  # nobody reads it any more
     assert all(node.name != "K" for node in model.graph)
     run(model, {"x": np.ones(4, np.float32)})
@@ -206,7 +206,7 @@ CONV = """g (float[1,1,4,4] x) => (float[1,2,4,4] y)
 
 def test_a_bias_takes_the_scale_of_its_input():
     model = quantized(CONV.format(bias=1000))
-    place(model, promote=frozenset({"A"}), target="qnn")
+    place(model, promote=["A"])
     convolution = model.graph.node("A")
     bias, weight = convolution.inputs[2].producer(), convolution.inputs[1].producer()
     assert weight.name == "W" and weight.inputs[0].dtype == I8
@@ -219,7 +219,7 @@ def test_a_bias_takes_the_scale_of_its_input():
 
 def test_a_bias_that_would_overflow_stays():
     model = quantized(CONV.format(bias=2**31 // 256))
-    remarks = place(model, promote=frozenset({"A"}), target="qnn")
+    remarks = place(model, promote=["A"])
     assert model.graph.node("A").inputs[2].producer().name == "BIAS"
     (remark,) = [remark for remark in remarks if remark.outcome is Outcome.REFUSED]
     assert "2147483648, beyond int32" in remark.reason
@@ -235,19 +235,19 @@ def test_a_bias_fits_the_8_bits_that_a_cpu_reads():
     feeds = {"x": np.array([[0.1, 0.2]], np.float32)}
     before = run(model, feeds)
     place(model, overrides=read_overrides({"x": [{"convert": {"quant_type": "QUInt16"}}]}))
-    fold_pairs(model, "cpu", PassContext(Remarks("test")))
+    fold_pairs(model, PassContext(Remarks("test")))
     np.testing.assert_allclose(run(model, feeds, optimised=True), before, atol=0.021)
 
 
-@pytest.mark.parametrize(("asked", "is_refused"), [("x", True), ("A", False)])
-def test_a_float_bias_that_onnxruntime_makes_an_int32_fits(asked, is_refused):
+@pytest.mark.parametrize("asked", ["x", "A"])
+def test_a_float_bias_that_onnxruntime_makes_an_int32_fits(asked):
     model = quantized("""g (float[1,1,1,1] x) => (float[1,1,1,1] y)
         <int8[1,1,1,1] w = {5}, float[1] s = {1e-6}, float[1] b = {1.5}> {
             wf = DequantizeLinear <axis = 0> (w, s)
             [A] y = Conv(x, wf, b) }""")
-    remarks = place(model, promote=frozenset({asked}))
-    assert ("ORP308" in {remark.code for remark in remarks}) == is_refused
-    fold_pairs(model, "cpu", PassContext(Remarks("test")))
+    remarks = place(model, promote=[asked])
+    assert "ORP308" in {remark.code for remark in remarks}
+    fold_pairs(model, PassContext(Remarks("test")))
     (y,) = run(model, {"x": np.ones((1, 1, 1, 1), np.float32)}, optimised=True)
     assert y.item() == pytest.approx(1.5, abs=1e-3)
 
@@ -278,8 +278,8 @@ def test_mode_float_keeps_what_a_range_clips(text, points, clipped, ends):
         f"g (float[3] x) => (float[3] y) <{constants}> {{ {text} }}",
         {"x": grid(0.1, 128), "a": grid(0.02, points[0]), "y": grid(0.02, points[1])},
     )
-    options = BoundaryOptions(promote=frozenset({"a", "y"}), mode="float")
-    place_boundaries(model, options, PassContext(Remarks("test")))
+    context = PassContext(Remarks("test"))
+    place_boundaries(model, context, promote=["a", "y"], in_float=True)
     clips = [node for node in model.graph if node.op_type == "Clip"]
     assert {node.name.removesuffix("_Clip") for node in clips} == set(clipped)
     if ends is not None:
@@ -350,9 +350,9 @@ def test_random_regions(steps, data):
     model = quantized(text, default=default)
     labels = [node.name for node in model.graph if node.name[:1] in "nm"]
     promote = data.draw(st.sets(st.sampled_from(tensors + labels), min_size=1))
-    mode = data.draw(st.sampled_from(["int16", "float"]))
-    remarks = place(model, promote=frozenset(promote), mode=mode)
-    if mode == "int16":
+    in_float = data.draw(st.booleans())
+    remarks = place(model, promote=promote, in_float=in_float)
+    if not in_float:
         assert all(remark.outcome is Outcome.FIRED for remark in remarks)
         _check_types(model)
     feeds = {"x": np.linspace(-1, 1, 16, dtype=np.float32).reshape(4, 4)}
