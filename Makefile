@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make demo       compare plain onnxruntime with ortplugins on SmolLM2-135M, in one table (5 minutes)"
-	@echo "make test       run static checks and all fast tests (7 to 11 minutes on 2 cores)"
+	@echo "make test       run static checks and all fast tests (4 to 8 minutes on 2 cores)"
 	@echo "make test-exhaustive  try every layout and bad input, and fuzz for long (25 minutes)"
 	@echo "make test-strength  break the code at 60 places drawn at random; the nearest tests have to fail (30 minutes)"
 	@echo "make test-mutations  rewrite 5,000 mutants of models and compare results (40 minutes)"

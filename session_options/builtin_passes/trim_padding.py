@@ -6,8 +6,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
-from session_options.entries import option_key
-from session_options.keys import OptionError, option
+from session_options.keys import option
 from session_options.passes import Pass
 
 if TYPE_CHECKING:
@@ -37,13 +36,6 @@ class TrimPadding(Pass):
         "Run projections, feed-forward layers and norms on the real tokens of all rows only: "
         "for rows of mixed lengths.",
     )
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        if self.multiple < 1:
-            key = option_key(self.name, "multiple")
-            raise OptionError(f"{key} is {self.multiple}; expected 1 or more")
 
     def rewrite(self, model: ir.Model, context: PassContext) -> None:
         """Trim in place; see :mod:`rewrite_rules.trim_padding.trim`."""

@@ -123,6 +123,7 @@ compare m.onnx m.onnx --set a.b=1 => --set | has no effect
 compare m.onnx m.onnx --samples x.npz --count 3 => --count | has no effect
 quantize m.onnx --dry-run -o o.onnx => --output | has no effect
 quantize m.onnx -o o.onnx --provider CPUExecutionProvider => --provider | has no effect
+optimize m.onnx -o o.onnx --hint start --pass conv_fusion => --pass | has no effect with --hint
 optimize m.onnx => --output
 inspect --pass conv_fusion => --pass | has no effect
 inspect m.onnx --format yaml => yaml
@@ -297,6 +298,13 @@ def test_the_bar_tells_the_time_that_a_stage_has_left(monkeypatch):
             for done in range(3):
                 show(done, total, stage)
     assert re.search(r"50%\S* \S*\d:\d\d:\d\d\S* second", out.getvalue())
+
+
+def test_a_hint_names_the_settings_of_its_sessions(main, tmp_path):
+    save(FUSED, tmp_path / "m.onnx")
+    done = main("optimize", "m.onnx", "-o", "o.onnx", "--hint", "memory", "-v")
+    assert "MatMulNBits" in done.stdout and "shape_size_reorder" in done.stdout
+    assert "set for its sessions: enable_cpu_mem_arena = 0" in done.stdout
 
 
 def test_inspect_tells_of_a_refusal_and_writes_nothing(main, tmp_path, cache_dir):

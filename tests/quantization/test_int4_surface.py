@@ -231,6 +231,17 @@ def test_samples_of_different_lengths_are_searched_per_node_and_per_subgraph():
     assert per_node[0] == per_node[1]
 
 
+def test_clips_are_those_of_the_scaled_weight():
+    w, x = numbers(1, 48, 6), numbers(2, 1, 30, 48)
+    pack, clipping = [packed("a", w)], {"enable_weight_clipping": True}
+    (helper,), clips = search_per_node(pack, [{"x": x}], **clipping)
+    scaled = w * helper.best_scale[:, None]
+    expected = int4.AWQClipHelper(scaled, 16)
+    int4.clip_search(x / helper.best_scale, scaled, expected)
+    np.testing.assert_array_equal(clips["a"], expected.best_alpha)
+    assert (clips["a"] < 1).any()
+
+
 def test_parents_and_their_products():
     text = """g (float[4, 8] x, float[4, 4] other) => (float[4, 4] y) {
         [s] a, b = Split <axis = 1, num_outputs = 2> (x)

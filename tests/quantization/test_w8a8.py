@@ -234,6 +234,17 @@ def test_what_was_quantised_stays(again):
         again(read(result.model), calibration_data_reader=samples)
 
 
+def test_what_no_token_reaches_stays_in_float():
+    _, result = quantized("""
+        negative = Less(x, x)  flat = Constant <value_ints = [-1]> ()
+        which = Reshape(negative, flat)  numbers = Reshape(x, flat)
+        none = Compress(numbers, which)  size = Constant <value_ints = [0, 64]> ()
+        tokens = Reshape(none, size)  s = MatMul(tokens, V)  z = ReduceSum(s)
+        p = MatMul(x, W)  y = Add(p, z)""")
+    rows = {row.weight: row for row in result.report.nodes}
+    assert rows["W"].quantized and rows["V"].reason == "no token of the samples reaches it"
+
+
 def test_a_text_does_not_depend_on_its_batch():
     _, result = quantized(PRODUCT)
     x, model = with_outliers(16, seed=2), read(result.model)
