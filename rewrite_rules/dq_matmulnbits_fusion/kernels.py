@@ -178,7 +178,6 @@ def write_scales(
     source = weight.operand.scale_tensor
     shape = (weight.N, weight.blocks(block_size))
     unchanged = _in_order(weight, block_size) and dtype == source.dtype
-    unchanged = unchanged and weight.operand.scales_are_constant
     if unchanged and tuple(source.shape.numpy()) == shape:
         return weight.operand.scales
 

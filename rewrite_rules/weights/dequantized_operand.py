@@ -23,7 +23,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from rewrite_rules.graph.lazy_tensors import packed_bytes
-from rewrite_rules.graph.nodes import is_dequantize_linear
+from rewrite_rules.graph.nodes import is_dequantize_linear, made_by
 from rewrite_rules.graph.parameters import (
     axis_of,
     constant_ints,
@@ -84,7 +84,7 @@ class DequantizedOperand:
 
     Attributes:
         codes: Of 4 or 8 bits, or int32.
-        scales: float32 or float16; the output of the Cast that makes them so, if it rounds.
+        scales: float32 or float16.
         zero_points: Shape of ``scales``, type of ``codes``; None stands for 0.
         runs: The axes before the quantised one, it, and those behind it, as one each.
         layout: The stored layout in a few words.
@@ -121,11 +121,6 @@ class DequantizedOperand:
     @property
     def dtype(self) -> ir.DataType:
         return self.casts[-1]
-
-    @property
-    def scales_are_constant(self) -> bool:
-        """Whether ``scales`` can be read as they are; those that a Cast rounds are not."""
-        return self.scales.const_value is self.scale_tensor
 
     def matrix(self, k_axis: int) -> BlockQuantizedWeight:
         """Describe the operand as ``W[K, N]``; refuse others than matrices stored in order.
@@ -341,13 +336,13 @@ def _read_dequantize(dq: ir.Node) -> DequantizedOperand:
     inputs = [*dq.inputs, None, None, None]
     codes, code_tensor = require_constant(inputs[0], "weight")
     scales, scale_type = inputs[1], None
-    cast = None if scales is None else source_of(scales).producer()
-    if cast is not None and (cast.domain, cast.op_type) == ("", "Cast"):
+    cast = None if scales is None else made_by(source_of(scales), "Cast")
+    if cast is not None:
         # Stored in fewer bits than they are used in; onnxruntime folds it at the start.
         scales, scale_type = cast.inputs[0], type_attribute(cast, "to")
     scales, scale_tensor = require_constant(scales, "scale")
-    if cast is not None and scale_type and scale_type.bitwidth < scale_tensor.dtype.bitwidth:
-        scales, scale_tensor = cast.outputs[0], _rounded(scale_tensor, scale_type)
+    if scale_type is not None and scale_type.bitwidth < scale_tensor.dtype.bitwidth:
+        raise Refusal("ORP105", f"scale {scales.name!r} is rounded by a Cast")
     zero_points, zero_point_tensor = None, None
     if inputs[2] is not None:
         zero_points, zero_point_tensor = require_constant(inputs[2], "zero point")
@@ -407,11 +402,6 @@ def _read_dequantize(dq: ir.Node) -> DequantizedOperand:
     )
     _check_scales(operand)
     return operand
-
-
-def _rounded(tensor: ir.TensorProtocol, dtype: ir.DataType) -> ir.TensorProtocol:
-    with np.errstate(over="ignore"):
-        return ir.Tensor(tensor.numpy().astype(dtype.numpy()), dtype=dtype)
 
 
 def _runs(

@@ -6,7 +6,6 @@ import dataclasses
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 import warnings
@@ -27,13 +26,11 @@ from ortplugins import DqMatMulNBitsFusion, OrtpluginsWarning, PrepackedWeights
 from ortplugins.cache import build
 from ortplugins.cache.artifact import changed_files
 from ortplugins.cache.store import ArtifactCache
-from rewrite_rules.onnxruntime_version import parse_version
 from rewrite_rules.prepacked_weights import prepack
 from rewrite_rules.prepacked_weights.records import read_records
 
 CASE = DequantizedMatMul(512, 256, 32)
 FUSION = DqMatMulNBitsFusion()
-ONNXRUNTIME = parse_version(ort.__version__)
 
 Output = npt.NDArray[Any]
 
@@ -228,16 +225,6 @@ def test_a_full_disk(faults: Faults):
             shutil.rmtree(cache)
 
 
-def test_a_disk_that_is_full_everywhere(faults: Faults):
-    with disk(faults.folder / "disk", 64 << 10) as root, faults.patch.context() as patch:
-        (root / "tmp").mkdir()
-        patch.setenv("TMPDIR", str(root / "tmp"))
-        patch.setattr("tempfile.tempdir", None)
-        session, reported = faults.start(root / "cache")
-        faults.check(session)
-        assert "space left" in reported
-
-
 def flip_blob(cache_dir: Path) -> None:
     """Flip a bit in the first blob, which gives wrong numbers without any complaint."""
     (data,) = cache_dir.glob("entries/*/model.onnx.data")
@@ -260,31 +247,11 @@ def test_a_flipped_bit_is_found(warm: Faults, verify: str):
     assert litter(warm.cache) == []
 
 
-@pytest.mark.parametrize("damaged", [False, True])
-def test_a_read_only_cache(warm: Faults, damaged: bool):
-    if damaged:
-        flip_blob(warm.cache)
-    with disk(warm.folder / "disk", 4 << 20) as root:
-        shutil.copytree(warm.cache, root / "cache")
-        (root / "cache").chmod(0o700)
-        subprocess.run(["mount", "-o", "remount,ro", str(root)], check=True)
-        session, reported = warm.start(root / "cache", verify="digest")
-        warm.check(session)
-        assert ("changed on disk" in reported) == damaged
-        assert damaged or session.ortplugins_report.source == "cache"
-        assert damaged or blobs_in_use(reported) == 1
-        del session
-
-
 @pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root gives files away"
 )
-@pytest.mark.parametrize("empty", [False, True])
-def test_a_cache_of_another_user_is_refused(warm: Faults, empty: bool):
+def test_a_cache_of_another_user_is_refused(warm: Faults):
     flip_blob(warm.cache)  # as an attacker would; the sizes are right
-    if empty:
-        shutil.rmtree(warm.cache)
-        warm.cache.mkdir()
     for path in (warm.cache, *warm.cache.rglob("*")):
         os.chown(path, 12345, 12345)
     before = files(warm.cache)

@@ -7,16 +7,14 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 from builders.dequantized_models import DequantizedMatMul, relative_error, run
-from builders.sessions import CPU, EXACT, check, options, start
+from builders.sessions import CPU, EXACT, options, start
 from builders.text_cases import assert_page_has, markdown
 from builders.text_models import Array, add_weights, graphs, normal, proto_of
 from onnx import TensorProto, helper, numpy_helper
@@ -38,7 +36,6 @@ from rewrite_rules.prepacked_weights.records import (
 )
 from rewrite_rules.prepacked_weights.records import places as places_of
 from rewrite_rules.remarks import Outcome, PassContext, Remark, Remarks
-from session_options.entries import stored
 from session_options.plan import entries_of
 
 CASE = DequantizedMatMul(128, 64, 32)
@@ -447,54 +444,6 @@ def test_outputs_are_those_without_blobs(model_path, accuracy_level):
         np.testing.assert_equal(session.run(None, feeds), plain.run(None, feeds))
     path = Path(session.ortplugins_report.artifact)
     assert all(read_records(onnx.load(path, load_external_data=False)).values())
-
-
-def test_nothing_to_pack_writes_nothing(tmp_path, cache_dir):
-    text = "g (float[r, 1024] x) => (float[r, 1024] y) { y = Mul(x, w) }"
-    path = save(proto_of(text, {"w": normal(1024)}), tmp_path / "model.onnx")
-    feeds = {"x": normal(2, 1024)}
-    for _ in range(2):
-        session = start(path, options(PrepackedWeights()))
-        outcome, reason = said(session)
-        assert outcome is Outcome.REFUSED
-        assert "no kernel of this model packs weights that can be kept" in reason
-        assert session.ortplugins_report.source == "untouched"
-        np.testing.assert_equal(session.run(None, feeds), run(str(path), feeds))
-    assert list(cache_dir.rglob("model.onnx*")) == []
-
-
-def attributes(so: ort.SessionOptions) -> dict[str, Any]:
-    found = {name: getattr(so, name) for name in dir(so) if not name.startswith("_")}
-    return {name: item for name, item in found.items() if not callable(item)}
-
-
-ENTRIES = (
-    "session.save_external_prepacked_constant_initializers",
-    "session.optimized_model_external_initializers_file_name",
-    "session.optimized_model_external_initializers_min_size_in_bytes",
-    "session.model_external_initializers_file_folder_path",
-    "session.disable_prepacking",
-    "session.intra_op.allow_spinning",
-    "ortplugins.enable_prepacked_weights",
-)
-
-
-@pytest.mark.parametrize(
-    ("level", "bake"),
-    [("ORT_ENABLE_EXTENDED", True), ("ORT_DISABLE_ALL", True), ("ORT_DISABLE_ALL", False)],
-)
-def test_options_are_not_changed(model_path, level, bake):
-    so = options(EXACT, PrepackedWeights(), bake=bake)
-    so.graph_optimization_level = getattr(ort.GraphOptimizationLevel, level)
-    so.intra_op_num_threads = 2
-    so.enable_mem_pattern = False
-    so.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    before = attributes(so), {key: stored(so, key) for key in ENTRIES}
-    for _ in range(2):
-        session = start(model_path, so)
-        assert all_in_use(said(session)[1]) == 1
-        check(session, CASE)
-        assert (attributes(so), {key: stored(so, key) for key in ENTRIES}) == before
 
 
 # optimize().
