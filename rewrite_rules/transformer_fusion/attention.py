@@ -48,24 +48,20 @@ from rewrite_rules.transformer_fusion.guarded import (
     mended,
     own_nodes,
 )
-from rewrite_rules.transformer_fusion.head_layout import (
+from rewrite_rules.transformer_fusion.heads import (
+    FIRST,
     SPLIT_HEADS,
-    before_split,
-    count_query_heads,
+    Heads,
     ints,
+    read_heads,
+)
+from rewrite_rules.transformer_fusion.scores import HIDDEN, LOWEST, read_scores
+from rewrite_rules.transformer_fusion.shared_cache import SharedCache
+from rewrite_rules.transformer_fusion.sizes import (
+    Sizes,
     keeps_size,
     rows_are,
 )
-from rewrite_rules.transformer_fusion.repeated_heads import RepeatedHeads, read_repeated_heads
-from rewrite_rules.transformer_fusion.scores import (
-    HIDDEN,
-    LOWEST,
-    factor,
-    read_scores,
-    unscaled,
-)
-from rewrite_rules.transformer_fusion.shared_cache import SharedCache
-from rewrite_rules.transformer_fusion.sizes import Sizes
 
 _KERNELS = ("Attention", "GroupQueryAttention", "MultiHeadAttention")
 # From heads [B, H, S, D] to [S, B, H, D], as torch's own MultiheadAttention goes on.
@@ -140,7 +136,7 @@ class FuseAttention(RewriteRuleClassBase):
 
     def _check_kernels(self, found: Attention) -> None:
         """Refuse what no kernel takes, or not the one that a cache in buffers needs."""
-        if found.cached and self._cache is not None:
+        if found.caches and self._cache is not None:
             if not found.fits_group_query:
                 text = "GroupQueryAttention, which kv_cache=shared needs, can't compute it"
                 raise Refusal("ORP609", text)
@@ -149,7 +145,7 @@ class FuseAttention(RewriteRuleClassBase):
                     "it is not known which inputs are a mask [B, T] and tokens [B, S] of this"
                 )
                 raise Refusal("ORP609", f"{text} cache")
-        elif found.cached and not (
+        elif found.caches and not (
             found.masks and (found.may_be_token or found.fits_group_query)
         ):
             raise Refusal("ORP603", "no kernel computes it with a cache")
@@ -159,19 +155,19 @@ class FuseAttention(RewriteRuleClassBase):
         found, end, name = self._found, self._end, producer(mixed).name
         mask = self._once(("mask", found.masks, found.heads), lambda: _sum(op, found))
         found = dataclasses.replace(found, mask=mask)
-        if found.cached and self._cache is not None:
+        if found.caches and self._cache is not None:
             form, made = "GroupQueryAttention", self._in_buffers(op, found, end)
         else:
 
             def laid_out(kernel: Build) -> Build:
                 return lambda op: self._laid_out(op, kernel(op), found, end)
 
-            form, cases = (self._cached if found.cached else self._uncached)(
+            form, cases = (self._cached if found.caches else self._uncached)(
                 op, found, self._nodes, laid_out
             )
             made = guarded(op, self._nodes, *cases, name=name)
         self._remarks.fired(label(producer(mixed)), f"attention: {form}")
-        self._caches += zip((each.source for each in found.both), made[1:], strict=False)
+        self._caches += zip(found.caches, made[1:], strict=False)
         self._note(end or out, made[0], found)
         if end is None:
             return made[0]
@@ -270,10 +266,15 @@ class FuseAttention(RewriteRuleClassBase):
     def _own_nodes(self, found: Attention, end: ir.Value) -> Build:
         """Return what clones the nodes; a Refusal if a kernel can't take their place."""
         masks = [mask.value for mask in found.masks]
-        read = [_read_here(found.query, False, end)]
-        read += [_read_here(found.new(heads), heads.split, end) for heads in found.both]
-        held = [heads.source for heads in found.both] if found.cached else []
-        nodes = own_nodes([end, *held], read, [*(found.past if held else []), *masks])
+        graph, read = producer(end).graph, list[ir.Value]()
+        for heads in (found.query, found.keys, found.values):
+            # Kernels read what is split into heads: a clone repeats the Transpose.
+            outside = (
+                v for v, _ in heads.path if (n := v.producer()) and n.graph is not graph
+            )
+            read += heads.source, *outside
+        held = found.caches
+        nodes = own_nodes([end, *held], read, [*found.past, *masks])
         inside = {value for node in nodes for value in node.outputs}
         inputs = {value for node in nodes for value in node.inputs} - inside
         if own_nodes([*inputs, *masks], held):
@@ -285,17 +286,6 @@ class FuseAttention(RewriteRuleClassBase):
         if key not in self._shared:
             self._shared[key] = emit()
         return self._shared[key]
-
-
-def _read_here(heads: ir.Value, are_split: bool, end: ir.Value) -> ir.Value:
-    """Return what nodes of one graph read of heads.
-
-    Kernels read what is split into heads: a clone repeats the Transpose.
-    """
-    first, graph = before_split(heads, are_split), producer(end).graph
-    while heads is not first and (node := producer(heads)).graph is graph and node.inputs[0]:
-        heads = node.inputs[0]
-    return heads
 
 
 def _mended(found: Attention, nodes: Build, kernel: Build) -> Build:
@@ -347,87 +337,64 @@ def read_attention(
         raise Refusal("ORP603", f"{softmax.name!r} is not scaled scores and masks")
     product, scale, masks, steps = scores
     weights, values_operand = producer(mixed).inputs
-    keys = _heads(product.inputs[1], "keys", facts)
-    values = _heads(values_operand, "values", facts)
-    if not keys.transposed or values.transposed:
-        raise Refusal("ORP603", "keys or values are laid out in another way")
-    if values.scalings:
+    keys = read_heads(product.inputs[1], facts, "BNDL")
+    values = read_heads(values_operand, facts)
+    query = read_heads(product.inputs[0], facts, is_query=True)
+    if [*values.scalings()]:
         raise Refusal("ORP603", "the values are scaled")
     if keys.repeats != values.repeats:
         raise Refusal("ORP603", "keys and values are repeated differently")
-    query, more, reshaped = _unmerged(product.inputs[0], facts)
-    if query.dtype != ir.DataType.FLOAT:
-        raise Refusal("ORP605", f"computes in {query.dtype}, not in float32")
-    for node, index in keys.scalings:
-        more *= factor(node, index)
+    kind = query.path[0][0].dtype
+    if kind != ir.DataType.FLOAT:
+        raise Refusal("ORP605", f"computes in {kind}, not in float32")
+    scale *= query.scale * keys.scale
     # GroupQueryAttention takes 0 for no scale at all, and Attention takes positive ones only.
-    if not 0 < scale * more < math.inf:
+    if not 0 < scale < math.inf:
         raise Refusal("ORP603", "its scale is not a positive number")
     _check_readers(softmax, mixed, 1 + are_numbers, steps)
     heads = _count_heads(query, keys, product, facts)
-    cached = _is_cached(keys, values, producer(mixed))
+    caches = _caches(keys, values, producer(mixed))
+    new = keys, values
+    if caches:
+        appended = (producer(cache).inputs[1] for cache in caches)
+        one, other = (read_heads(value, facts, as_they_are=True) for value in appended)
+        new = one, other
     found = Attention(
-        query, keys, values, masks, scale * more, heads, cached,
+        query, *new, masks, scale, heads, keys.count or 1, caches,
         are_numbers or any(mask.lowest is not None for mask in masks), Sizes(facts),
     )  # fmt: skip
     _name_sizes(found)
     steps = *steps, *([weights] if weights else [])
-    _check_layout(found, steps, out, reshaped, (product, producer(mixed)))
+    read = [(query, "B H S D H"), (keys, "B G T D K"), (values, "B G T D K")]
+    read += [(each, "B G S D G") for each in new if caches]
+    _check_layout(found, steps, out, read, (product, producer(mixed)))
     _check_masks(found)
     return found
 
 
-def _heads(operand: ir.Value | None, what: str, facts: ProvedShapes) -> RepeatedHeads:
-    assert operand is not None
-    heads = read_repeated_heads(operand, facts, once=True)
-    if heads is None:
-        raise Refusal("ORP602", f"{what} {operand.name!r} are not known to be [B, H, T, D]")
-    return heads
-
-
-def _count_heads(
-    query: ir.Value, keys: RepeatedHeads, product: ir.Node, facts: ProvedShapes
-) -> int:
+def _count_heads(query: Heads, keys: Heads, product: ir.Node, facts: ProvedShapes) -> int:
     """Return H: as many as keys have, where they have more than one."""
-    heads, shared = count_query_heads(query, facts), keys.groups * keys.repeats
+    heads, shared = query.count or 0, (keys.count or 0) * keys.repeats
     # Keys may have an axis to be repeated on.
-    spread = facts.dims(product.inputs[1], 5) is not None and (heads or 1) % shared == 0
-    if heads is None or (heads != shared and shared != 1 and not spread):
-        raise Refusal("ORP602", f"how many heads {query.name!r} has is not known")
+    spread = facts.dims(product.inputs[1], 5) is not None and shared and heads % shared == 0
+    if not heads or not shared or (heads != shared and shared != 1 and not spread):
+        raise Refusal("ORP602", f"how many heads {query.source.name!r} has is not known")
     return heads
-
-
-def _unmerged(
-    operand: ir.Value | None, facts: ProvedShapes
-) -> tuple[ir.Value, float, ir.Value | None]:
-    """Return ``[B, H, S, D]`` of queries, their scale, and what a Reshape makes of it."""
-    query, scale, _ = unscaled(operand)
-    node = made_by(query, "Reshape")
-    assert query is not None
-    if (
-        node is None
-        or facts.dims(query, 4) is not None
-        or facts.dims(node.inputs[0], 4) is None
-    ):
-        return query, scale, None
-    inner, more, _ = unscaled(node.inputs[0])
-    assert inner is not None
-    return inner, scale * more, query
 
 
 def _name_sizes(found: Attention) -> None:
     """Bind B, H, G, S, T and D; which of them differ in a run is asked there."""
-    sizes, length = found.sizes, "S" if found.cached else "T"
+    sizes, length = found.sizes, "S" if found.caches else "T"
     sizes.know("H", known(found.heads))
     sizes.know("G", known(found.groups))
     for heads in (found.values, found.keys):
-        sizes.match_heads(found.new(heads), f"B G {length} D", heads.split)
+        sizes.match_heads(heads, f"B G {length} D")
     sizes.match_heads(found.query, "B H S D")
     if number(sizes.dim("D")) is None:
         raise Refusal("ORP602", "the size of its heads is not known")
-    for heads in found.both if found.cached else ():
+    for cache in found.caches:
         # Not its batch: a Concat skips an empty cache, whatever texts that is of.
-        if (dims := found.facts.dims(heads.source, 4)) is not None:
+        if (dims := found.facts.dims(cache, 4)) is not None:
             sizes.know("T", dims[2])
 
 
@@ -435,25 +402,28 @@ def _check_layout(
     found: Attention,
     steps: Iterable[ir.Value],
     out: ir.Value,
-    reshaped: ir.Value | None,
+    read: Sequence[tuple[Heads, str]],
     products: Iterable[ir.Node],
 ) -> None:
     """Refuse Reshapes that may do more than merge heads with the batch, or split them."""
     kept, sizes = producer(out).inputs[0], found.sizes
+    assert kept is not None
     for mask in found.masks:
         sizes.mask("B H S T", mask.dims(found.facts, found.heads))
-    forms: list[tuple[ir.Value | None, tuple[str, ...]]] = [
-        (step, ("B H S T", "B*H S T", "B G R S T")) for step in steps
-    ]
-    forms += [(reshaped, ("B*H S D", "B G R S D")), (kept, ("B H S D",))]
-    sizes.know("R", known(found.heads // found.groups))
-    for heads in found.both:
-        forms += sizes.forms_of(heads)
+    for heads, _ in read:
         _check_batch(heads, found)
-    for step, form in forms:
-        node = made_by(step, "Reshape")
-        if step is not None and node is not None and not sizes.fits(step, *form):
-            raise Refusal("ORP603", f"Reshape {label(node)!r} is laid out in another way")
+    sizes.know("R", known(found.heads // found.groups))
+    sizes.know("K", known(found.groups * read[1][0].repeats))
+    forms = ("B H S T", "B*H S T", "B G R S T")
+    wrong = [
+        step for step in steps if made_by(step, "Reshape") and not sizes.fits(step, *forms)
+    ]
+    wrong += [value for heads, form in read if (value := sizes.misfit(heads, form))]
+    if made_by(kept, "Reshape") and not sizes.fits(kept, "B H S D"):
+        wrong.append(kept)
+    if wrong:
+        text = f"Reshape {label(producer(wrong[0]))!r} is laid out in another way"
+        raise Refusal("ORP603", text)
     for product in products:
         if len({len(found.facts.dims(value) or ()) for value in product.inputs}) > 1:
             raise Refusal("ORP603", f"{label(product)!r} multiplies by more than heads")
@@ -461,15 +431,16 @@ def _check_layout(
         raise Refusal("ORP603", "the result is laid out in another way")
 
 
-def _check_batch(heads: RepeatedHeads, found: Attention) -> None:
+def _check_batch(heads: Heads, found: Attention) -> None:
     """Refuse heads that may be repeated for more texts than there are; ask a run if it can."""
     merged = found.facts.dims(heads.merge.outputs[0] if heads.merge else None)
-    whole = found.facts.dims(heads.source, 4)
+    once = heads.path[heads.once][0]
+    whole = found.facts.dims(once, 4)
     if not merged or (whole and merged[0] == whole[0]) or found.sizes.is_size("B", merged[0]):
         return
     place = found.facts.place_in_inputs(merged[0])
     if place is None:
-        raise Refusal("ORP602", f"the batch of {heads.source.name!r} may be stretched")
+        raise Refusal("ORP602", f"the batch of {once.name!r} may be stretched")
     found.sizes.ask("B", merged[0], *place)
 
 
@@ -478,7 +449,7 @@ def _check_masks(found: Attention) -> None:
     highest = HIDDEN if len(found.masks) == 1 else LOWEST
     for mask in found.masks:
         name, dims = mask.value.name, mask.dims(found.facts, found.heads)
-        shared = found.cached and found.heads != found.groups
+        shared = found.caches and found.heads != found.groups
         if mask.lowest is not None and not mask.lowest <= highest:
             text = f"Where by {name!r} puts {mask.lowest:g} for scores, which may be as low"
             raise Refusal("ORP604", text)
@@ -506,11 +477,12 @@ def _gives_sizes(node: ir.Node) -> bool:
     return all(reader.op_type == "Shape" for reader in readers)
 
 
-def _is_cached(keys: RepeatedHeads, values: RepeatedHeads, product: ir.Node) -> bool:
-    """Whether keys and values are inputs of this graph that come back, longer, as outputs."""
-    joins = [made_by(each.source, "Concat") for each in (keys, values) if not each.split]
+def _caches(keys: Heads, values: Heads, product: ir.Node) -> tuple[ir.Value, ...]:
+    """Return keys and values that are inputs of this graph and come back, longer."""
+    joins = [made_by(each.source, "Concat") for each in (keys, values) if each.axes == FIRST]
     here = [node for node in joins if node is not None and node.graph is product.graph]
-    return len(here) == 2 and all(map(_appends, here))
+    found = [node.outputs[0] for node in here if _appends(node)]
+    return tuple(found) if len(found) == 2 else ()
 
 
 def _appends(node: ir.Node | None) -> bool:

@@ -24,14 +24,7 @@ from onnxscript import TapeBuilder
 from rewrite_rules.graph.nodes import producer
 from rewrite_rules.shapes.dimensions import number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
-from rewrite_rules.transformer_fusion.head_layout import (
-    SPLIT_HEADS,
-    in_order,
-    ints,
-    is_transposed_heads,
-    rows,
-)
-from rewrite_rules.transformer_fusion.repeated_heads import RepeatedHeads
+from rewrite_rules.transformer_fusion.heads import FIRST, Heads, ints
 from rewrite_rules.transformer_fusion.scores import LOWEST, Mask
 from rewrite_rules.transformer_fusion.sizes import Sizes
 
@@ -53,23 +46,23 @@ class Attention:
     """``softmax(scale q k' + masks) v``, where query heads share key and value heads.
 
     Attributes:
-        query: ``[B, H, S, D]``, before it is scaled.
-        keys, values: ``[B, G, T, D]``, past and new, or ``[B, T, G, D]``.
+        query, keys, values: Of keys and values with a cache, those that are appended.
         masks: What is added to the scores.
-        heads: H.
-        cached: Whether keys and values are caches, to which a kernel adds the new ones.
+        heads, groups: H, and G, how many heads there are of keys.
+        caches: ``[B, G, T, D]`` of past and new keys, and of values; none without a cache.
         mends_nan: Whether a token may see numbers although some of its scores are NaN.
         sizes: Those named here, and what a run is asked of them.
         mask: The sum of the masks, ``[B, H, S, T]``; None for nothing.
     """
 
-    query: ir.Value
-    keys: RepeatedHeads
-    values: RepeatedHeads
+    query: Heads
+    keys: Heads
+    values: Heads
     masks: tuple[Mask, ...]
     scale: float
     heads: int
-    cached: bool
+    groups: int
+    caches: tuple[ir.Value, ...]
     mends_nan: bool
     sizes: Sizes
     mask: ir.Value | None = None
@@ -80,30 +73,14 @@ class Attention:
         return self.sizes.facts
 
     @property
-    def groups(self) -> int:
-        """G."""
-        return self.keys.groups
-
-    @property
     def size(self) -> int:
         """D."""
         return number(self.sizes.dim("D")) or 0
 
     @property
-    def both(self) -> tuple[RepeatedHeads, RepeatedHeads]:
-        """Keys and values."""
-        return self.keys, self.values
-
-    def new(self, heads: RepeatedHeads) -> ir.Value:
-        """Return the heads of keys or values, of a cache those that are appended."""
-        source = producer(heads.source).inputs[1] if self.cached else heads.source
-        assert source is not None
-        return source
-
-    @property
     def past(self) -> list[ir.Value | None]:
         """The caches before."""
-        return [producer(heads.source).inputs[0] for heads in self.both]
+        return [producer(cache).inputs[0] for cache in self.caches]
 
     @property
     def masks_heads(self) -> bool:
@@ -139,12 +116,8 @@ class Attention:
 
     def rows(self, op: Any) -> list[ir.Value]:
         """Emit ``[B, S, H * D]`` of queries, and of keys and values, of a cache new ones."""
-        read = [(self.query, self.heads, False)]
-        read += [(self.new(each), self.groups, each.split) for each in self.both]
-        return [
-            rows(op, heads, self.facts, count * self.size, are_split, asked=True)
-            for heads, count, are_split in read
-        ]
+        read = (self.query, self.heads), (self.keys, self.groups), (self.values, self.groups)
+        return [each.flat(op, self.facts, count * self.size) for each, count in read]
 
 
 def of_one_token(op: Any, found: Attention, mask: ir.Value) -> list[Any]:
@@ -153,8 +126,9 @@ def of_one_token(op: Any, found: Attention, mask: ir.Value) -> list[Any]:
     if repeats > 1 and found.masks_heads:
         batch, count = (op.Shape(mask, start=axis, end=axis + 1) for axis in (0, 3))
         mask = op.Reshape(mask, ints(op, batch, found.groups, repeats, count))
-    query = op.Reshape(in_order(found.query), ints(op, -1, found.groups, repeats, found.size))
-    new = [_one_new(op, found, heads) for heads in found.both]
+    sizes = ints(op, -1, found.groups, repeats, found.size)
+    query = op.Reshape(found.query.source, sizes)
+    new = [_one_new(op, found, heads) for heads in (found.keys, found.values)]
     read = (query, *new, mask, *found.past)
     mixed, *caches = op.Attention(*read, scale=found.scale, _outputs=3)
     return [op.Reshape(mixed, ints(op, -1, 1, found.heads * found.size)), *caches]
@@ -170,12 +144,11 @@ def mask_of_token(op: Any, found: Attention) -> Any:
     return op.Tile(first, ints(op, 1, 1, repeats, 1))
 
 
-def _one_new(op: Any, found: Attention, heads: RepeatedHeads) -> Any:
-    """Emit ``[B, G, 1, D]`` of one new token."""
-    new = found.new(heads)
-    flat = in_order(new)
-    sizes = ints(op, -1, found.groups, 1, found.size)
-    return new if flat is new else op.Reshape(flat, sizes)
+def _one_new(op: Any, found: Attention, heads: Heads) -> Any:
+    """Emit ``[B, G, 1, D]`` of one new token, whose axis may be anywhere."""
+    if heads.axes == FIRST:
+        return heads.source
+    return op.Reshape(heads.source, ints(op, -1, found.groups, 1, found.size))
 
 
 def by_group_query(
@@ -210,16 +183,15 @@ def of_prompt(op: Any, found: Attention) -> list[Any]:
 
 def without_cache(op: Any, found: Attention, mask: ir.Value | None) -> list[Any]:
     """Emit attention; ``mask`` has a row for each query and a column for each key."""
-    if all(heads.split or is_transposed_heads(heads.source) for heads in found.both):
+    both = found.keys, found.values
+    if all(heads.axes != FIRST for heads in both):
         made = {"q_num_heads": found.heads, "kv_num_heads": found.groups}
         return [op.Attention(*found.rows(op), mask, scale=found.scale, **made)]
     # What encoders left in a cache keeps its layout.
-    held = [
-        op.Transpose(heads.source, perm=SPLIT_HEADS) if heads.split else heads.source
-        for heads in found.both
-    ]
-    mixed = op.Attention(found.query, *held, mask, scale=found.scale)
-    merged = op.Transpose(mixed, perm=SPLIT_HEADS)
+    held = [heads.apart(op, found.groups, found.size) for heads in both]
+    query = found.query.apart(op, found.heads, found.size)
+    mixed = op.Attention(query, *held, mask, scale=found.scale)
+    merged = op.Transpose(mixed, perm=[0, 2, 1, 3])
     return [op.Reshape(merged, ints(op, 0, 0, found.heads * found.size))]
 
 

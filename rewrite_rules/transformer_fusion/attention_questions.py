@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from rewrite_rules.shapes.dimensions import number
 from rewrite_rules.transformer_fusion.attention_kernels import LONG, Attention
-from rewrite_rules.transformer_fusion.head_layout import in_order, ints
+from rewrite_rules.transformer_fusion.heads import ints
 from rewrite_rules.transformer_fusion.scores import HIDDEN, LOWEST, VISIBLE
 
 # Returns what was emitted for a key before, or emits it.
@@ -34,11 +34,9 @@ def is_bounded(op: Any, found: Attention, with_values: bool = False) -> Any:
 
     A product of two vectors is at most that of their lengths, so two sums are enough.
     """
-    read = [in_order(found.query), in_order(found.new(found.keys))]
-    most = op.Mul(*(op.ReduceSumSquare(value, keepdims=0) for value in read))
-    if with_values:
-        value = in_order(found.new(found.values))
-        most = op.Add(most, op.ReduceSumSquare(value, keepdims=0))
+    read = [each.source for each in (found.query, found.keys, found.values)]
+    sums = [op.ReduceSumSquare(value, keepdims=0) for value in read[: 2 + with_values]]
+    most = functools.reduce(op.Add, sums[2:], op.Mul(*sums[:2]))
     limit = (_GREATEST / max(found.scale, 1.0)) ** 2
     return op.Less(most, op.Constant(value_float=limit))
 
@@ -95,7 +93,7 @@ def of_uncached(
     - Texts are long, and a kernel computes the same of each; None for never.
     """
     sizes, mask, count = found.sizes, found.mask, found.facts.count
-    values = {count(value): in_order(value) for value in (found.keys.source, found.query)}
+    values = {count(each.source): each.source for each in (found.keys, found.query)}
 
     def emit() -> tuple[ir.Value | None, ir.Value | None, ir.Value | None]:
         asked: list[ir.Value | None] = [*sizes.questions(op), *_of_mask(op, found)]

@@ -20,14 +20,10 @@ from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
 
 from rewrite_rules.graph.nodes import label, producer
 from rewrite_rules.remarks import Refusal, Remarks
-from rewrite_rules.shapes.dimensions import Dims, number
+from rewrite_rules.shapes.dimensions import Dims, known, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
-from rewrite_rules.transformer_fusion.head_layout import count_query_heads, ints
-from rewrite_rules.transformer_fusion.repeated_heads import (
-    RepeatedHeads,
-    read_repeated_heads,
-)
-from rewrite_rules.transformer_fusion.sizes import Sizes
+from rewrite_rules.transformer_fusion.heads import FIRST, Heads, follow_heads, ints
+from rewrite_rules.transformer_fusion.sizes import Sizes, count_query_heads
 
 
 class GroupQueries(RewriteRuleClassBase):
@@ -64,7 +60,8 @@ class GroupQueries(RewriteRuleClassBase):
         heads, node = self._read(left, right), producer(out)
         rows, columns = self._facts.dims(left), self._facts.dims(right)
         assert heads is not None and rows is not None and columns is not None
-        query_heads = heads.groups * heads.repeats
+        groups = heads.count or 1
+        query_heads = groups * heads.repeats
         once = _emit_source(op, heads)
         inner = number(rows[-1]) or op.Shape(once, start=-2, end=-1)
         width = number(columns[-1]) or op.Shape(once, start=-1)
@@ -75,27 +72,32 @@ class GroupQueries(RewriteRuleClassBase):
             before, queries = op.Shape(left, end=-3), op.Shape(left, start=-2, end=-1)
             self._counts[key] = before, queries, op.Mul(queries, ints(op, heads.repeats))
         before, queries, count = self._counts[key]
-        grouped = op.Reshape(left, ints(op, before, heads.groups, count, inner))
+        grouped = op.Reshape(left, ints(op, before, groups, count, inner))
         product = op.MatMul(grouped, once, _name=node.name)
         self._remarks.fired(
             label(node),
-            f"{heads.repeats} query heads share each of {heads.groups} heads of "
+            f"{heads.repeats} query heads share each of {groups} heads of "
             f"{heads.source.name!r}",
         )
         # Of one text of queries and several of keys, the product has several.
         texts = before if rows[:-3] == columns[:-3] else op.Shape(product, end=-3)
         return op.Reshape(product, ints(op, texts, query_heads, queries, width))
 
-    def _read(self, left: ir.Value, right: ir.Value) -> RepeatedHeads | None:
+    def _read(self, left: ir.Value, right: ir.Value) -> Heads | None:
         rows, columns = self._facts.dims(left), self._facts.dims(right)
         if columns is None or len(columns) < 4:
             return None
-        heads = read_repeated_heads(right, self._facts) if len(columns) == 4 else None
+        heads = follow_heads(right, self._facts).repeated() if len(columns) == 4 else None
         heads = heads or _broadcast(rows, right, columns)
         if heads is None:
             return None
-        query_heads = heads.groups * heads.repeats
-        if not _keeps_layout(heads, self._nonempty):
+        query_heads = (heads.count or 1) * heads.repeats
+        sizes = Sizes(self._nonempty)
+        if heads.once:
+            whole = heads.source if heads.merge is None else heads.merge.outputs[0]
+            sizes.match(whole, f"B _ {' '.join(heads.axes[2:])}")
+            sizes.know("K", known(query_heads))
+        if sizes.misfit(heads, "B N L D K") is not None:
             raise Refusal("ORP603", f"{right.name!r} is laid out in another way")
         if rows is None or len(rows) != len(columns):
             raise Refusal(
@@ -108,33 +110,24 @@ class GroupQueries(RewriteRuleClassBase):
         return heads
 
 
-def _broadcast(rows: Dims | None, right: ir.Value, columns: Dims) -> RepeatedHeads | None:
+def _broadcast(rows: Dims | None, right: ir.Value, columns: Dims) -> Heads | None:
     """One head that MatMul itself repeats; None where there is no such."""
     if rows is None or len(rows) != len(columns) or number(columns[-3]) != 1:
         return None
     repeats = number(rows[-3]) or 0
-    return RepeatedHeads(right, 1, repeats) if repeats > 1 else None
+    return Heads(((right, FIRST),), 1, repeats=repeats) if repeats > 1 else None
 
 
-def _keeps_layout(heads: RepeatedHeads, facts: ProvedShapes) -> bool:
-    """Whether Reshapes on the way only merge all heads with the batch, or split them."""
-    if not heads.reshaped:
-        return True
-    sizes = Sizes(facts)
-    sizes.match(heads.source if heads.merge is None else heads.merge.outputs[0], "B _ T D")
-    return all(sizes.fits(value, *forms) for value, forms in sizes.forms_of(heads))
-
-
-def _emit_source(op: Any, heads: RepeatedHeads) -> ir.Value:
+def _emit_source(op: Any, heads: Heads) -> ir.Value:
     """The MatMul's new right operand: each head once, laid out and scaled as before."""
     value = heads.source
     if heads.merge is not None:
         # Where the model repeats one text or token as well, so does this.
         once = op.Div(heads.merge.inputs[1], ints(op, 1, heads.repeats, 1, 1))
         value = op.Expand(value, once)
-    if heads.transposed:
+    if heads.axes != FIRST:
         value = op.Transpose(value, perm=[0, 1, 3, 2])
-    for node, index in heads.scalings:
+    for node, index in [*heads.scalings()][::-1]:
         operands: list[ir.Value | None] = [*node.inputs]
         operands[index] = value
         value = getattr(op, node.op_type)(*operands)

@@ -12,6 +12,7 @@ proved to be the same in both halves, get a remark.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -24,16 +25,17 @@ from rewrite_rules.remarks import Refusal, Remarks
 from rewrite_rules.shapes.dimensions import Dim, number
 from rewrite_rules.shapes.node_facts import Site, sliced
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
-from rewrite_rules.transformer_fusion.head_layout import (
+from rewrite_rules.transformer_fusion.heads import (
+    FIRST,
+    FLAT,
+    SPLIT,
     SPLIT_HEADS,
-    count_heads,
+    Heads,
     ints,
-    is_transposed_heads,
-    rows,
-    rows_are,
-    tokens_of,
+    read_heads,
+    scaled_input,
 )
-from rewrite_rules.transformer_fusion.repeated_heads import scaled_input
+from rewrite_rules.transformer_fusion.sizes import Sizes, number_if_agreed, rows_are
 
 _BY_ELEMENT = frozenset({"Cast", "Cos", "Identity", "Neg", "Sin"})
 
@@ -78,7 +80,7 @@ class Rotary(RewriteRuleClassBase):
             return False
         if found != [(-1, range(size // 2, size)), (1, range(size // 2))] or size % 2:
             raise Refusal("ORP603", f"what {x.name!r} becomes is not its halves turned")
-        dims, tokens = tables[0], _token_dims(x, facts)
+        dims, tokens = tables[0], _token_dims(_heads(x, facts), facts)
         if dims is None or dims != tables[1]:
             raise Refusal("ORP603", "cos and sin are not known to have one shape")
         if tokens is None or not all(map(rows_are, (dims[0], dims[2]), tokens, [facts] * 2)):
@@ -99,19 +101,20 @@ class Rotary(RewriteRuleClassBase):
         """Rotate before heads are transposed, where they are."""
         facts, node = self._facts, producer(out)
         # Layers share the rows: the kernel fails where they are not those of its tokens.
-        key = (cos, sin, _token_dims(x, facts))
+        heads = _heads(x, facts)
+        key = (cos, sin, _token_dims(heads, facts))
         if key not in self._tables:
-            self._tables[key] = _tables(op, facts, x, (cos, sin))
+            self._tables[key] = _tables(op, facts, heads, (cos, sin))
         self._remarks.fired(label(node), "RotaryEmbedding")
         tables, dims = self._tables[key], facts.dims(x, 4)
-        heads = count_heads(x, facts) if is_transposed_heads(x) else None
-        if heads is None or dims is None:
+        count = heads.count
+        if heads.axes == FIRST or count is None or dims is None:
             return op.RotaryEmbedding(x, *tables, _name=node.name)
         size = dims[3][0]
-        flat = rows(op, x, facts, heads * size)
-        turned = op.RotaryEmbedding(flat, *tables, num_heads=heads, _name=node.name)
-        split = op.Reshape(turned, ints(op, 0, 0, heads, size))
-        facts.note(split, (dims[0], dims[2], (heads, ()), dims[3]))
+        flat = heads.flat(op, facts, count * size)
+        turned = op.RotaryEmbedding(flat, *tables, num_heads=count, _name=node.name)
+        split = op.Reshape(turned, ints(op, 0, 0, count, size))
+        facts.note(split, (dims[0], dims[2], (count, ()), dims[3]))
         return op.Transpose(split, perm=SPLIT_HEADS)
 
 
@@ -173,30 +176,45 @@ def _takes_rows(node: ir.Node, facts: ProvedShapes) -> bool:
     return node.op_type == "Unsqueeze" or (node.op_type == "Gather" and is_row)
 
 
-def _token_dims(heads: ir.Value, facts: ProvedShapes) -> tuple[Dim, Dim] | None:
-    """Return B and S of ``[B, H, S, D]``; None where the rank is not known."""
-    source, length = tokens_of(heads, facts)
-    dims = facts.dims(source)
-    return None if dims is None else (dims[0], dims[length])
+def _heads(x: ir.Value, facts: ProvedShapes) -> Heads:
+    """Follow heads back to what is split into them, if it is proved to have their B and S."""
+    sizes, dims = Sizes(facts), facts.dims(x, 4)
+    with contextlib.suppress(Refusal):
+        heads = read_heads(x, facts, as_they_are=True)
+        if (
+            dims
+            and [axes for _, axes in heads.path] == [FIRST, SPLIT, FLAT][: len(heads.path)]
+        ):
+            sizes.match_heads(heads, "B H S D")
+            count = number(dims[1]) or number_if_agreed(dims[1], facts)
+            path = heads.path[:2] if sizes.key else heads.path
+            return dataclasses.replace(heads, path=path, count=count)
+    return Heads(((x, FIRST),))
+
+
+def _token_dims(heads: Heads, facts: ProvedShapes) -> tuple[Dim, Dim] | None:
+    """Return B and S; None where the rank is not known."""
+    dims = facts.dims(heads.source)
+    return None if dims is None else (dims[0], dims[heads.axes.index("L")])
 
 
 def _tables(
     op: Any,
     facts: ProvedShapes,
-    x: ir.Value,
+    heads: Heads,
     doubled: tuple[ir.Value, ir.Value],
 ) -> tuple[ir.Value, ...]:
     """Emit ``[B, S, D / 2]`` of tables ``[B, 1, S, D]`` that hold each number twice.
 
     They may have one row for all texts, or for all tokens.
     """
-    dims, tokens = facts.dims(doubled[0], 4), _token_dims(x, facts)
+    dims, tokens = facts.dims(doubled[0], 4), _token_dims(heads, facts)
     assert dims is not None
     bounds = [ints(op, number) for number in (0, dims[3][0] // 2, 3)]
     once = [op.Squeeze(op.Slice(value, *bounds), ints(op, 1)) for value in doubled]
     if (dims[0], dims[2]) == tokens:
         return (*once,)
-    source, length = tokens_of(x, facts)
-    sizes = [op.Shape(source, start=axis, end=axis + 1) for axis in (0, length)]
+    places = 0, heads.axes.index("L")
+    sizes = [op.Shape(heads.source, start=axis, end=axis + 1) for axis in places]
     wanted = ints(op, *sizes, 1)
     return tuple(op.Expand(value, wanted) for value in once)

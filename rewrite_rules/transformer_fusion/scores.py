@@ -18,8 +18,7 @@ from rewrite_rules.graph.parameters import constant
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import Dims
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
-from rewrite_rules.transformer_fusion.head_layout import ints
-from rewrite_rules.transformer_fusion.repeated_heads import scaled_input
+from rewrite_rules.transformer_fusion.heads import factor, ints, scaled_input
 
 # Added to a score, it hides it: no two scores are as far apart as these numbers.
 HIDDEN, VISIBLE = -1e8, -5e7
@@ -88,13 +87,17 @@ def read_scores(
     logits: ir.Value | None, facts: ProvedShapes, depth: int = _MAX_MASKS
 ) -> tuple[ir.Node, float, tuple[Mask, ...], tuple[ir.Value, ...]] | None:
     """Return the MatMul, the scale, the masks and the values on the way; None for others."""
-    inner, scale, steps = unscaled(logits)
-    node = None if inner is None else inner.producer()
-    if inner is None or node is None or node.domain:
+    scale, steps, node = 1.0, list[ir.Value](), None
+    while logits is not None and (node := logits.producer()) is not None:
+        steps.insert(0, logits)
+        if (index := scaled_input(node)) is None:
+            break
+        scale *= factor(node, index)
+        logits = node.inputs[index]
+    if logits is None or node is None or node.domain:
         return None
-    steps = inner, *steps
     if node.op_type == "MatMul":
-        return node, scale, (), steps
+        return node, scale, (), (*steps,)
     if node.op_type == "Reshape":
         found = read_scores(node.inputs[0], facts, depth)
         return found and (found[0], found[1] * scale, found[2], (*found[3], *steps))
@@ -115,27 +118,6 @@ def read_scores(
         product, inner_scale, masks, before = found
         return product, inner_scale, (*masks, mask), (*before, *steps)
     return None
-
-
-def unscaled(value: ir.Value | None) -> tuple[ir.Value | None, float, tuple[ir.Value, ...]]:
-    """Return a value before constants multiply and divide it, their factor, and the steps."""
-    scale, steps = 1.0, list[ir.Value]()
-    while value is not None and (node := value.producer()) is not None:
-        index = scaled_input(node)
-        if index is None:
-            break
-        scale *= factor(node, index)
-        steps.append(value)
-        value = node.inputs[index]
-    return value, scale, tuple(steps[::-1])
-
-
-def factor(node: ir.Node, index: int) -> float:
-    """Return the number that a Mul or Div multiplies an input by."""
-    tensor = constant(node.inputs[1 - index])
-    assert tensor is not None
-    number = float(tensor.numpy().reshape(-1)[0])
-    return number if node.op_type == "Mul" else 1 / number if number else math.inf
 
 
 def _chosen(node: ir.Node, other: ir.Value, hides: bool, rank: int) -> Mask:

@@ -21,7 +21,7 @@ from rewrite_rules.facts.input_roles import Kind, role_of
 from rewrite_rules.graph.nodes import label, producer
 from rewrite_rules.graph.parameters import int_attribute
 from rewrite_rules.transformer_fusion.attention_kernels import Attention
-from rewrite_rules.transformer_fusion.head_layout import ints
+from rewrite_rules.transformer_fusion.heads import ints
 
 _RANK, _LENGTH = 4, 2
 
@@ -51,7 +51,7 @@ class SharedCache:
         """
         same, facts = self._roles.same, found.facts
         sizes = {v: self._roles.shapes.dims(v) or () for v in self._graph.inputs}
-        whole = self._roles.shapes.dims(found.keys.source)
+        whole = self._roles.shapes.dims(found.caches[0])
         if whole is None:
             return None
         last = self._roles.last_part(whole[_LENGTH])

@@ -15,13 +15,13 @@ import onnx_ir as ir
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import Dim, Dims, known, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
-from rewrite_rules.transformer_fusion.head_layout import (
+from rewrite_rules.transformer_fusion.heads import (
+    FLAT,
+    SPLIT,
+    Heads,
     ints,
-    number_if_agreed,
-    read_split,
-    unsplit,
+    number_left,
 )
-from rewrite_rules.transformer_fusion.repeated_heads import RepeatedHeads
 
 
 class Sizes:
@@ -50,30 +50,25 @@ class Sizes:
         for axis, (name, dim) in enumerate(zip(names, dims, strict=True)):
             self.ask(name, dim, value, axis)
 
-    def match_heads(self, heads: ir.Value, form: str, are_split: bool = False) -> None:
-        """Bind names of ``[B, H, S, D]``, or of ``[B, S, H, D]`` if ``are_split``.
+    def match_heads(self, heads: Heads, form: str) -> None:
+        """Bind names of ``"B N L D"`` of what a kernel reads.
 
-        Sizes are read of what was split into these heads, if that is known: a run would need
-        the Transpose for those of its result.
+        What is split into heads is asked whether that keeps B and L, if one may change: other
+        sizes make other heads of the same elements.
         """
-        batch, count, length, size = form.split()
-        split = heads if are_split else unsplit(heads)
-        if split is heads and not are_split:
-            self.match(heads, form)
+        names = dict(zip("BNLD", form.split(), strict=True))
+        if heads.axes != FLAT:
+            self.match(heads.source, " ".join(names[axis] for axis in heads.axes))
             return
-        found = read_split(split, self.facts)
-        if found is None:
-            self.match(split, f"{batch} {length} {count} {size}")
-            return
-        self.match(found.source, f"{batch} {length} _")
-        dims = self.facts.dims(split, 4) or ()
-        for axis, name in enumerate((batch, length)):
-            if axis in found.unproved:
-                self.ask(name, dims[axis], split, axis)
-            self._dims[name].append(dims[axis])
-        # In a run that has these sizes, so many elements are so many heads.
-        self.ask(count, known(found.heads), split, 2)
-        self.ask(size, known(found.size), split, 3)
+        split, _ = heads.path[-2]
+        self.match(heads.source, f"{names['B']} {names['L']} _")
+        self.ask(names["N"], known(heads.count or 0), split, 2)
+        self.ask(names["D"], known(heads.size or 0), split, 3)
+        is_kept = self.fits(split, " ".join(names[axis] for axis in SPLIT))
+        for axis, dim in enumerate((self.facts.dims(split) or ())[:2]):
+            if not is_kept:
+                self.ask(names[SPLIT[axis]], dim, split, axis)
+            self.know(names[SPLIT[axis]], dim)
 
     def ask(self, name: str, dim: Dim, value: ir.Value, axis: int) -> None:
         """Bind a name to an axis of a value; a run is asked for what is not proved."""
@@ -115,15 +110,19 @@ class Sizes:
         found = [form.split() for form in forms if len(form.split()) == len(dims)]
         return any(sum(map(self.is_size, form, dims)) >= len(dims) - 1 for form in found)
 
-    def forms_of(self, heads: RepeatedHeads) -> list[tuple[ir.Value, tuple[str, ...]]]:
-        """Return what Reshapes on the way of heads have to make."""
+    def misfit(self, heads: Heads, form: str) -> ir.Value | None:
+        """Return what a Reshape on the way may lay out in another way than it is named.
+
+        ``form`` names B, N, L and D, and repeated heads in the place of R.
+        """
+        names = dict(zip("BNLDK", form.split(), strict=True)) | {each: each for each in "1GR"}
         self.know("1", known(1))
-        self.know("K", known(heads.groups * heads.repeats))
-        found = list[tuple[ir.Value, tuple[str, ...]]]()
-        for value, axes in heads.reshaped:
-            last = " ".join(("BTKD" if heads.split else "BKTD")[axis] for axis in axes)
-            found.append((value, (f"B*K {last}", f"B K {last}", f"B K 1 {last}")))
-        return found
+        for value, axes in heads.reshaped():
+            if not self.fits(
+                value, " ".join("*".join(names[each] for each in axis) for axis in axes)
+            ):
+                return value
+        return None
 
     def is_size(self, name: str, dim: Dim) -> bool:
         """Whether a size is that of a name, or what masks make of it."""
@@ -161,3 +160,37 @@ class Sizes:
             op.Equal(self.emit(op, name), op.Shape(value, start=axis, end=axis + 1))
             for name, value, axis in self._asked.values()
         ]
+
+
+def keeps_size(size: Dim, own: Dim, facts: ProvedShapes) -> bool:
+    """Whether what broadcasts to a size leaves it as it is."""
+    parts, others = (facts.unknowns.broadcast_parts(dim) for dim in (size, own))
+    return {*parts} <= {(1, ()), *others}
+
+
+def rows_are(size: Dim, own: Dim, facts: ProvedShapes) -> bool:
+    """Whether what broadcasts to texts or tokens leaves them as many as they are.
+
+    It does in each run whose inputs have one batch and length, on one axis each: others may be
+    an error. Of what the graph itself cuts, one text for instance, it may make more.
+    """
+    return keeps_size(size, own, facts) or facts.agree(size, own)
+
+
+def count_query_heads(heads: ir.Value, facts: ProvedShapes) -> int | None:
+    """Return H of ``[B, H, S, D]``, or what a Reshape leaves for it.
+
+    That is H if the inputs have one batch and length. One that may be 1 would be repeated.
+    """
+    dims = facts.dims(heads)
+    if dims is None or len(dims) < len(SPLIT):
+        return None
+    return number(dims[-3]) or number_if_agreed(dims[-3], facts)
+
+
+def number_if_agreed(dim: Dim, facts: ProvedShapes) -> int | None:
+    """Return what a size is, left to a Reshape, if the inputs have one batch and length."""
+    match facts.unknowns.key(*dim[1]) if len(dim[1]) == 1 else ():
+        case "quotient", total, part if facts.agree((1, total[1]), (1, part[1])):
+            return number_left(dim, facts)
+    return None
