@@ -69,7 +69,6 @@ class LayoutCase:
     dtype: npt.DTypeLike = np.float32
     opset: int = 21
     zero_points: bool | None = None  # an input of the fused nodes; None where either is right
-    block_sizes: tuple[int, ...] = ()  # those that are right; any if empty
     stored_weights: int | None = None  # different tensors of codes, where counted
     runs: bool = True  # whether onnxruntime has kernels for it without optimisation
 

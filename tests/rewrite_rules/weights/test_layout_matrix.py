@@ -60,7 +60,7 @@ def check_fused(model: ir.Model, case: LayoutCase) -> None:
     assert {name: found[name] for name in case.expect} == case.expect
     nodes = [node for node in all_nodes(model) if node.op_type == "MatMulNBits"]
     sizes = {node.attributes["block_size"].as_int() for node in nodes}
-    assert sizes <= set(case.block_sizes or KERNEL_BLOCKS)
+    assert sizes <= KERNEL_BLOCKS
     if case.zero_points is not None:
         given = {len(node.inputs) > 3 and node.inputs[3] is not None for node in nodes}
         assert given == {case.zero_points}
