@@ -21,7 +21,6 @@ import math
 import os
 import shutil
 import tempfile
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,7 +78,7 @@ class Walk:
         for place, (node, ours) in enumerate(both):
             self._places_of[node] = ours.metadata_props[_PLACE] = str(place)
         self._folder = detach_tensors(self._model, self._scratch)
-        self._rows, self._lock = TokenRows(self._model), threading.Lock()
+        self._rows = TokenRows(model.graph)
         self._nodes = list(self._model.graph)
         self.places: dict[str, int] = {}
         self._last_reads: dict[str, int] = {}
@@ -183,8 +182,7 @@ class Walk:
         """Yield the rows of an activation for each sample, without padding."""
         for index, feed in enumerate(self._samples):
             array = self._value(model, index, name, feed)
-            with self._lock:  # it finds out as it is asked
-                real = self._rows.real(name, array.shape, feed)
+            real = self._rows.real(array.shape, feed)
             yield array if real is None else array[real]
 
     def _value(self, model: int, index: int, name: str, feed: Feed) -> Array:

@@ -205,7 +205,7 @@ def test_padding_never_counts_in_statistics():
     (feed,) = feeds()
     assert feed["input_ids"].tolist() == [[0, 3, 4, 5, 1] + [0] * 7]
     assert feed["attention_mask"].tolist() == [[1] * 5 + [0] * 7]
-    counted = TokenRows(graph).real("x", (1, 12, 8), feed)
+    counted = TokenRows(graph.graph).real((1, 12, 8), feed)
     assert counted is not None and counted.tolist() == [[True] * 5 + [False] * 7]
 
     part = Walk(graph, [feed], Path().absolute()).statistics("x", 8, 2)
