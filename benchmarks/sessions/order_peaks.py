@@ -30,7 +30,7 @@ from ortplugins.measurement.measure import Candidate, SessionProcess, write_feed
 from rewrite_rules.remarks import PassContext, Remarks
 from rewrite_rules.shape_size_reorder.memory_order import memory_order
 from rewrite_rules.shape_size_reorder.reorder import reorder
-from rewrite_rules.shapes.proved_shapes import concrete_shapes
+from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from session_options.plan import entries_of
 
 _RUNS, _PASS, _SECONDS = "benchmarks.sessions.children.order_runs", "shape_size_reorder", 2
@@ -218,7 +218,7 @@ def _ratio_of_runs(pair: tuple[Candidate, Candidate], feed: Path) -> float:
 
 def _late_shapes(path: Path) -> int:
     model = ir.load(path)
-    order = memory_order(model.graph, concrete_shapes(model))
+    order = memory_order(model.graph, ProvedShapes(model, {}))
     found = 0
     pending = [order]
     while pending:

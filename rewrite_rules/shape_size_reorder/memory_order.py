@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from rewrite_rules.graph.nodes import subgraphs
 from rewrite_rules.shape_size_reorder.memory_plan import MemoryModel, inner_bytes
-from rewrite_rules.shapes.proved_shapes import ConcreteShapes
+from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
 
 class SimulatedOrder(NamedTuple):
@@ -61,7 +61,7 @@ class GraphOrder:
         return in_front
 
 
-def memory_order(graph: ir.Graph, shapes: ConcreteShapes) -> GraphOrder:
+def memory_order(graph: ir.Graph, shapes: ProvedShapes) -> GraphOrder:
     """Compute an order with a low peak of live bytes; the graph stays as it is."""
     model = MemoryModel(graph, shapes)
     dependencies = model.dependencies

@@ -30,7 +30,7 @@ import onnx_ir as ir
 
 from rewrite_rules.graph.nodes import captures, input_of
 from rewrite_rules.shape_size_reorder.onnxruntime_orders import Dependencies
-from rewrite_rules.shapes.proved_shapes import ConcreteShapes
+from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
 _ALIASES = frozenset({
     "Flatten", "Identity", "Optional", "OptionalGetElement", "Reshape", "Squeeze", "Unsqueeze",
@@ -63,7 +63,7 @@ class MemoryModel:
         output_bytes: Bytes of the outputs that nodes of the graph make.
     """
 
-    def __init__(self, graph: ir.Graph, shapes: ConcreteShapes) -> None:
+    def __init__(self, graph: ir.Graph, shapes: ProvedShapes) -> None:
         self.dependencies = Dependencies.of(graph)
         self.unknown_values: list[str] = []
         self._shapes, self._outputs = shapes, set[ir.Value | None](graph.outputs)
@@ -132,7 +132,9 @@ class MemoryModel:
         return buffer if is_alike and left[buffer] == 1 else value
 
     def _measure(self, value: ir.Value, largest: int) -> tuple[int, _Key | None]:
-        sizes = self._shapes.of.get(value)
+        sizes = self._shapes.sizes(value)
+        if sizes is None and value.shape is not None and value.shape.is_static():
+            sizes = value.shape.numpy()  # believed, for an estimate
         if sizes is None or isinstance(value.type, (ir.SequenceType, ir.OptionalType)):
             self.unknown_values.append(value.name or "")
             return largest, None

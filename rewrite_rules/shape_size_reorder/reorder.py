@@ -20,7 +20,7 @@ from rewrite_rules.shape_size_reorder.memory_order import (
 )
 from rewrite_rules.shape_size_reorder.simplify import simplify_shapes
 from rewrite_rules.shape_size_reorder.size_rules import move_behind_makers
-from rewrite_rules.shapes.proved_shapes import DEFAULT_DIM, concrete_shapes
+from rewrite_rules.shapes.proved_shapes import DEFAULT_DIM, ProvedShapes
 
 # What makes a session run the nodes in the order of the file.
 _IN_FILE_ORDER = {"execution_order": "PRIORITY_BASED"}
@@ -47,7 +47,7 @@ def reorder(model: ir.Model, context: PassContext, *, dims: Mapping[str, int]) -
         )
         return
     simplify_shapes(model, context)
-    shapes = concrete_shapes(model, dims)
+    shapes = ProvedShapes(model, dims)
     order = memory_order(model.graph, shapes)
     _run_in_file_order(model, order, context)
     if context.cpu_only and order.default.peak >= _LEAN_BYTES:
@@ -60,11 +60,11 @@ def reorder(model: ir.Model, context: PassContext, *, dims: Mapping[str, int]) -
                 f"first run left there, {_mb(order.ours)} at least"
             )
         context.remarks.fired(_SESSION, "; ".join(reasons))
-    if shapes.unknown_dims:
+    if shapes.guessed:
         context.remarks.note(
             _GRAPH,
             f"dimensions without a number counted as {DEFAULT_DIM}: "
-            f"{_first_of(shapes.unknown_dims)}; give them by dims",
+            f"{_first_of(sorted(shapes.guessed))}; give them by dims",
         )
     if order.unknown_values:
         context.remarks.note(

@@ -12,10 +12,8 @@ unknown (:meth:`Unknowns.remembered`).
 from __future__ import annotations
 
 import collections
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
-
-import onnx_ir as ir
 
 from rewrite_rules.remarks import Refusal
 
@@ -177,55 +175,3 @@ class Unknowns:
         """Return the sizes that a dimension was broadcast from; itself for any other."""
         key = self.key(dim[1][0]) if dim[0] == len(dim[1]) == 1 else ()
         return key[1:] if key[:1] == ("fit",) else (dim,)
-
-
-class DeclaredNames:
-    """Sizes by the names of a model's dimensions, taken at their word: for estimates.
-
-    One name is one size: a given number, else what an operator makes of a value that is
-    annotated by that name. Where no operator says more, annotations count.
-
-    Args:
-        sizes: Sizes of names.
-        default: Size of other names of inputs, which ``defaulted`` has then.
-    """
-
-    def __init__(self, sizes: Mapping[str, int], default: int) -> None:
-        self._sizes = dict(sizes)
-        self._default = default
-        self.defaulted: set[str] = set()
-
-    def declared(self, shape: ir.Shape | None) -> Dims | None:
-        """Return the shape of an input of the main graph."""
-        return None if shape is None else tuple(known(self._of_input(dim)) for dim in shape)
-
-    def believe(
-        self, annotation: ir.Shape | None, shape: Shape | None, unknowns: Unknowns
-    ) -> Shape | None:
-        """Complete a shape by an annotation."""
-        if annotation is None:
-            return shape
-        if not isinstance(shape, tuple):
-            shape = unknowns.fresh_dims(len(annotation))
-        if len(shape) != len(annotation):
-            return shape
-        return tuple(map(self._settle, shape, annotation))
-
-    def _of_input(self, dim: int | ir.SymbolicDim) -> int:
-        if isinstance(dim, int) and dim >= 0:
-            return dim
-        name = None if isinstance(dim, int) else dim.value
-        if name is None or name not in self._sizes:
-            self.defaulted.add(name or "?")
-        return self._default if name is None else self._sizes.setdefault(name, self._default)
-
-    def _settle(self, dim: Dim, named: int | ir.SymbolicDim) -> Dim:
-        """Return the one dimension that an operator and an annotation speak of."""
-        name = None if isinstance(named, int) else named.value
-        size = number(dim)
-        if size is not None:
-            if name is not None:
-                self._sizes.setdefault(name, size)
-            return dim
-        found = named if isinstance(named, int) else self._sizes.get(name or "")
-        return dim if found is None or found < 0 else known(found)

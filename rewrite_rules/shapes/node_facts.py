@@ -67,14 +67,16 @@ def sliced(size: int, start: int, end: int, step: int) -> range:
 
 
 class Facts:
-    """What is known of the values before a node; ``estimates`` may not hold in every run.
+    """What is known of the values before a node.
 
-    ``nonempty``: no size is 0.
+    Attributes:
+        nonempty: Whether no size is 0.
+        integer_types: Of the tensors whose numbers are followed.
     """
 
     unknowns: Unknowns
-    estimates = False
     nonempty = False
+    integer_types: tuple[ir.DataType, ...] = (ir.DataType.INT64,)
 
     def shape(self, value: ir.Value) -> Shape:
         """The shape of a value."""

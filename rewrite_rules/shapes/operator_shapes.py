@@ -538,7 +538,7 @@ def _recurrent(site: Site) -> Sequence[Shape]:
 def _reorder_input(site: Site) -> Sequence[Shape]:
     n, *rest = site.dims(0)
     channels = rest.pop(-1 if site.integer("channels_last", 0) else 0)
-    if channels[1] or (channels[0] % _MAX_BLOCK and not site.facts.estimates):
+    if channels[1] or channels[0] % _MAX_BLOCK:
         channels = site.unknowns.remembered("nchwc", channels)  # filled up to a block
     return [(n, channels, *rest)]
 

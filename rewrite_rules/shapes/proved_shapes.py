@@ -3,14 +3,11 @@
 
 One walk over the graph, subgraphs included, gives each value the sizes of its dimensions, from
 those of the graph's inputs and the operators (:mod:`.operator_shapes`, :mod:`.shape_data`).
-What the walk starts from is a parameter:
+It starts from what onnxruntime checks at each run: ranks and numbers in the declared shapes of
+the graph's inputs, and the initializers. For estimates, open dimensions of inputs count as
+numbers, by their names.
 
-- unknowns, the default: the result is proved. It starts from what onnxruntime checks at each
-  run: ranks and numbers in the declared shapes of the graph's inputs, and the initializers;
-- :class:`.DeclaredNames`: dimensions have the number that is given for their name, and
-  annotations are believed where an operator says nothing.
-
-A proof does not start from annotations of other values, which nothing checks; names of
+It does not start from annotations of other values, which nothing checks; names of
 dimensions (``x[batch]`` and ``y[batch]`` may be fed with different sizes); a declared rank of
 0 or size of -1, which onnxruntime takes for none declared; declared shapes of the inputs of
 subgraphs, which change from one iteration to the next.
@@ -19,46 +16,49 @@ subgraphs, which change from one iteration to the next.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 
 import onnx_ir as ir
 
 from rewrite_rules.graph.nodes import captures, is_constant, subgraphs
 from rewrite_rules.graph.parameters import constant, constant_ints
 from rewrite_rules.remarks import Refusal
-from rewrite_rules.shapes.dimensions import DeclaredNames, Dim, Dims, Shape, Unknowns, known
+from rewrite_rules.shapes.dimensions import Dim, Dims, Shape, Unknowns, known
 from rewrite_rules.shapes.node_facts import Facts, Integers, Site
 from rewrite_rules.shapes.operator_shapes import output_shapes
 from rewrite_rules.shapes.shape_data import output_integers
 
 _MALFORMED = (ArithmeticError, IndexError, Refusal, ValueError)
-_INT64_OR_32 = ir.DataType.INT64, ir.DataType.INT32
 
 DEFAULT_DIM = 128
-"""What a dimension counts as that no number is known for."""
+"""What an open dimension counts as for estimates, unless a number is given for its name."""
 
 
 class ProvedShapes(Facts):
     """Shapes of the values of a model whose nodes are sorted.
 
-    Without ``names``, everything that is found holds in every run. ``on_demand`` looks only at
-    what a value that is asked for is computed from; else at the whole graph, and on demand at
-    what was added since. ``nonempty``: what is found holds in runs that have no size of 0.
-    ``opened``: numbers in declared shapes of inputs that count as unknown.
+    Everything that is found holds in every run; with ``dims``, numbers of open dimensions by
+    name, in runs of these sizes. Names without a number, which ``guessed`` has, count as
+    :data:`DEFAULT_DIM` then. ``on_demand`` looks only at what a value that is asked for is
+    computed from; else at the whole graph, and on demand at what was added since.
+    ``nonempty``: what is found holds in runs that have no size of 0. ``opened``: numbers in
+    declared shapes of inputs that count as unknown.
     """
 
     def __init__(
         self,
         model: ir.Model,
-        names: DeclaredNames | None = None,
+        dims: Mapping[str, int] | None = None,
         on_demand: bool = False,
         nonempty: bool = False,
         opened: Container[int] = (),
     ) -> None:
         self.unknowns = Unknowns()
-        self.estimates, self.nonempty = names is not None, nonempty
-        self._names, self._opened = names, opened
+        self.nonempty = nonempty
+        self._numbers, self._opened = dims, opened
+        self.guessed = set[str]()
+        if dims is not None:
+            self.integer_types = ir.DataType.INT64, ir.DataType.INT32
         self._main = model.opset_imports
         self._opsets: dict[object, Mapping[str, int]] = {}
         self._shapes: dict[ir.Value, Shape] = {}
@@ -158,8 +158,7 @@ class ProvedShapes(Facts):
         if value not in self._integers:
             self._reach(value)
         if value not in self._integers:
-            dtypes = _INT64_OR_32 if self.estimates else _INT64_OR_32[:1]
-            self._integers[value] = _constant_integers(value, dtypes)
+            self._integers[value] = _constant_integers(value, self.integer_types)
         return self._integers[value]
 
     # The walk
@@ -221,8 +220,6 @@ class ProvedShapes(Facts):
                 self._integers[node.outputs[0]] = output_integers(site)
 
     def _define(self, value: ir.Value, shape: Shape | None) -> None:
-        if self._names is not None:
-            shape = self._names.believe(value.shape, shape, self.unknowns)
         self._shapes[value] = self.unknowns.fresh() if shape is None else shape
 
     def _keep_count(
@@ -244,17 +241,24 @@ class ProvedShapes(Facts):
 
     def _declared(self, value: ir.Value, main: bool) -> Shape | None:
         """Return the shape of a graph's input, as far as it is sure to have it."""
-        if self._names is not None:
-            return self._names.declared(value.shape) if main else None
         # Of the main graph's inputs, onnxruntime checks ranks and numbers at each run.
         if not main or not isinstance(value.type, ir.TensorType) or not value.shape:
             return None
         return tuple(
             known(dim)
             if isinstance(dim, int) and dim >= 0 and dim not in self._opened
-            else self.unknowns.fresh_dim()
+            else self._open(dim)
             for dim in value.shape
         )
+
+    def _open(self, dim: int | ir.SymbolicDim) -> Dim:
+        """Return an open dimension of an input: unknown, or the number that it counts as."""
+        if self._numbers is None:
+            return self.unknowns.fresh_dim()
+        name = "?" if isinstance(dim, int) else dim.value or "?"
+        if name not in self._numbers:
+            self.guessed.add(name)
+        return known(self._numbers.get(name, DEFAULT_DIM))
 
     def _joined(self, node: ir.Node) -> list[Shape | None]:
         """The shapes of an If, where both of its branches agree."""
@@ -273,37 +277,11 @@ class ProvedShapes(Facts):
         return result
 
 
-def _constant_integers(value: ir.Value, dtypes: Sequence[ir.DataType]) -> Integers | None:
+def _constant_integers(value: ir.Value, types: tuple[ir.DataType, ...]) -> Integers | None:
     tensor, numbers = constant(value), None
-    if tensor is not None and tensor.dtype in dtypes:
+    if tensor is not None and tensor.dtype in types:
         with contextlib.suppress(Refusal):
             numbers = constant_ints(value)
     if tensor is None or numbers is None:
         return None
     return Integers(tuple(known(n) for n in numbers), tuple(tensor.shape.numpy()))
-
-
-@dataclasses.dataclass(frozen=True)
-class ConcreteShapes:
-    """Shapes for given numbers of the symbolic dimensions.
-
-    Attributes:
-        of: The shapes that could be worked out, of values that nodes make.
-        unknown_dims: Dimensions of inputs that counted as :data:`DEFAULT_DIM`; ``"?"`` for
-            those without a name.
-    """
-
-    of: Mapping[ir.Value, tuple[int, ...]]
-    unknown_dims: tuple[str, ...] = ()
-
-
-def concrete_shapes(model: ir.Model, dims: Mapping[str, int] | None = None) -> ConcreteShapes:
-    """Work out the shapes of all that nodes make, subgraphs included; the nodes are sorted."""
-    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
-    numbers = DeclaredNames(dims or {}, DEFAULT_DIM)
-    facts = ProvedShapes(model, numbers)
-    made = ((value, facts.sizes(value)) for node in nodes for value in node.outputs)
-    return ConcreteShapes(
-        {value: sizes for value, sizes in made if value.name and sizes is not None},
-        tuple(sorted(numbers.defaulted)),
-    )

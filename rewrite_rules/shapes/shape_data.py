@@ -7,7 +7,7 @@
     Where(Equal(that, -1), [9, 9, 9], that)   b, 9, 64
 
 A number of which nothing is known is None in the result. Only int64 is followed, since a size
-may not fit into anything smaller; estimates follow int32, too.
+may not fit into anything smaller; for estimates int32, too, in which tf2onnx computes shapes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from rewrite_rules.shapes.node_facts import Integers, Site, sliced
 
 # Longer tensors are not shapes.
 _MAX = 64
-_INT32 = 1 << 31
 
 # Of the elements of a tensor, their numbers in its flat order.
 _Places = npt.NDArray[np.int64]
@@ -73,12 +72,7 @@ def _cast(site: Site) -> Integers | None:
     to, data = site.integer("to", 0), _input(site)
     if to == ir.DataType.INT64 and data is None:
         return _whole_numbers(site)
-    if data is None or to == ir.DataType.INT64:
-        return data
-    if to != ir.DataType.INT32 or not site.facts.estimates or data.constants is None:
-        return None
-    fits = all(-_INT32 <= number < _INT32 for number in data.constants)
-    return data if fits else None
+    return data if to in site.facts.integer_types else None
 
 
 def _moved(site: Site, move: Callable[[_Places], _Places]) -> Integers | None:

@@ -28,7 +28,7 @@ from rewrite_rules.shape_size_reorder.memory_order import GraphOrder, memory_ord
 from rewrite_rules.shape_size_reorder.memory_plan import MemoryModel
 from rewrite_rules.shape_size_reorder.onnxruntime_orders import Dependencies
 from rewrite_rules.shape_size_reorder.reorder import put_in_order, reorder
-from rewrite_rules.shapes.proved_shapes import DEFAULT_DIM, concrete_shapes
+from rewrite_rules.shapes.proved_shapes import DEFAULT_DIM, ProvedShapes
 
 # Branches that grow large and then small, level by level in the file. The Shape of the first
 # is read at the very end.
@@ -205,13 +205,13 @@ def held_by_onnxruntime(model: onnx.ModelProto, folder: Path, **settings: Any) -
 
 
 def ordered(model: ir.Model, **dims: int) -> GraphOrder:
-    return memory_order(model.graph, concrete_shapes(model, dims))
+    return memory_order(model.graph, ProvedShapes(model, dims))
 
 
 def simulated(model: ir.Model, *, priority: bool) -> list[int]:
     dependencies = Dependencies.of(model.graph)
     order = dependencies.priority() if priority else dependencies.default()
-    memory = MemoryModel(model.graph, concrete_shapes(model))
+    memory = MemoryModel(model.graph, ProvedShapes(model, {}))
     return memory.live(order, {})
 
 
@@ -367,10 +367,10 @@ def test_dims_are_used_and_unknown_ones_reported():
     graph = model_of(
         "g (float[b, s, 64] x) => (float[b, s, 64] y) { a = Neg (x) y = Sin (a) }"
     )
-    assert concrete_shapes(graph).unknown_dims == ("b", "s")
+    assert ProvedShapes(graph, {}).guessed == {"b", "s"}
     assert ordered(graph).ours.peak == 2 * DEFAULT_DIM**2 * 64 * 4
     found = ordered(graph, b=1, s=512)
-    assert concrete_shapes(graph, {"b": 1, "s": 512}).unknown_dims == ()
+    assert ProvedShapes(graph, {"b": 1, "s": 512}).guessed == set()
     assert found.ours.peak == 2 * 512 * 64 * 4
 
 
