@@ -49,7 +49,7 @@ class Measured:
         peaks: MB of the first run and of four runs, by order and whether the arena is on.
         slower: Time of a run vs. onnxruntime's default.
         same: Whether outputs are bit-equal.
-        ordered: Whether the pass had anything to do.
+        ordered: Whether the pass set an order.
         out_of_place: Nodes that ran at another place than the file has them at.
         late: Shapes and Sizes that lie further than directly behind their producer.
     """

@@ -63,7 +63,6 @@ class ProvedShapes(Facts):
         self._opsets: dict[object, Mapping[str, int]] = {}
         self._shapes: dict[ir.Value, Shape] = {}
         self._integers: dict[ir.Value, Integers | None] = {}
-        self._counts: dict[Shape, Dim] = {}
         # What sizes meet at nodes (:attr:`.Unknowns.met`).
         self.met: dict[ir.Node, list[tuple[Iterable[Dim], Dim | None]]] = {}
         begin = self._enter if on_demand else self._walk
@@ -147,12 +146,6 @@ class ProvedShapes(Facts):
         """Return an input of the model and its axis that has a size, if any has."""
         return self._fed.get(dim[1][0]) if dim[0] == len(dim[1]) == 1 else None
 
-    def count(self, value: ir.Value) -> Dim:
-        shape = self.shape(value)
-        if shape not in self._counts:
-            self._counts[shape] = super().count(value)
-        return self._counts[shape]
-
     def integers(self, value: ir.Value) -> Integers | None:
         """Return what is known of a small int64 tensor's elements; None for other tensors."""
         if value not in self._integers:
@@ -204,13 +197,11 @@ class ProvedShapes(Facts):
         if is_constant(node):
             return  # looked at where it is needed
         site = Site(node, self, opsets.get(node.domain))
-        before, met = self.unknowns.count, len(self.unknowns.met)
+        met = len(self.unknowns.met)
         shapes: list[Shape | None] = []
         with contextlib.suppress(*_MALFORMED):
             is_if = node.op_type == "If" and node.domain == ""
             shapes = self._joined(node) if is_if else list(output_shapes(site))
-        if node.op_type in ("Reshape", "Squeeze") and node.domain == "" and node.inputs:
-            shapes = self._keep_count(node, shapes, before)
         self.met[node] = self.unknowns.met[met:]
         for i, value in enumerate(node.outputs):
             self._define(value, shapes[i] if i < len(shapes) else None)
@@ -221,23 +212,6 @@ class ProvedShapes(Facts):
 
     def _define(self, value: ir.Value, shape: Shape | None) -> None:
         self._shapes[value] = self.unknowns.fresh() if shape is None else shape
-
-    def _keep_count(
-        self, node: ir.Node, shapes: list[Shape | None], before: int
-    ) -> list[Shape | None]:
-        """Elements stay as many, where the result has a size that no earlier value has.
-
-        Of a shape that others have too nothing is learnt: this node may never run.
-        """
-        shape = shapes[0] if shapes else None
-        source = node.inputs[0]
-        if source is None:
-            return shapes
-        shape = self.unknowns.fresh() if shape is None else shape
-        own = [shape] if isinstance(shape, int) else [u for dim in shape for u in dim[1]]
-        if max(own, default=0) > before:
-            self._counts.setdefault(shape, self.count(source))
-        return [shape]
 
     def _declared(self, value: ir.Value, main: bool) -> Shape | None:
         """Return the shape of a graph's input, as far as it is sure to have it."""

@@ -51,7 +51,7 @@ def outputs(session: Any, feeds: str) -> list[str]:
 
 
 def executed_order(session: Any, feeds: str, model: str) -> tuple[bool, int, str]:
-    """Run once; say whether there is an artifact, how many nodes ran out of place, its path.
+    """Run once; say whether the pass set an order, how many nodes ran out of place, the path.
 
     Out of place is a node that ran at another place than the file has it at.
     """
@@ -62,12 +62,13 @@ def executed_order(session: Any, feeds: str, model: str) -> tuple[bool, int, str
     with open(profile) as file:
         events = [event["name"] for event in json.load(file) if event["cat"] == "Node"]
     os.unlink(profile)
-    artifact = session.ortplugins_report.artifact
-    path = artifact or model
+    report = session.ortplugins_report
+    is_ordered = any(remark.node == "graph" for remark in report.fired)
+    path = report.artifact or model
     nodes = onnx.load(path, load_external_data=False).graph.node
     names = [node.name for node in nodes if node.op_type != "Constant"]
     known, end = set(names), "_kernel_time"
     ran = [name.removesuffix(end) for name in events if name.endswith(end)]
     ran = [name for name in ran if name in known]  # subgraphs have nodes of their own
     elsewhere = sum(a != b for a, b in zip(ran, names, strict=False))
-    return bool(artifact), elsewhere + abs(len(ran) - len(names)), path
+    return is_ordered, elsewhere + abs(len(ran) - len(names)), path

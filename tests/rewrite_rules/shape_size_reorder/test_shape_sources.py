@@ -219,50 +219,6 @@ def test_an_initializer_that_is_fed_is_an_input():
     same(*models, feeds([(2,), (4, 4)], [(2,), (2, 3)]))
 
 
-# A Reshape of x[a, b] to what may be another number of elements, in a graph that may not run.
-_MAY_NOT_RUN = {
-    "branch": """o = If (c) <
-        then_branch = t () => (float[i, j] r) {{ {reshape} }},
-        else_branch = f () => (float[k, l] e) {{ e = Identity (y) }}>""",
-    "nested branch": """o = If (c) <
-        then_branch = t () => (float[i, j] q) {{
-            q = If (c) <then_branch = t2 () => (float[i2, j2] r) {{ {reshape} }},
-                        else_branch = f2 () => (float[i3, j3] r2) {{ r2 = Identity (x) }}> }},
-        else_branch = f () => (float[k, l] e) {{ e = Identity (y) }}>""",
-    "loop": """trips = Cast <to = 7> (c)
-        o, all = Loop (trips, , y) <body = body (int64 i, bool b, float[k, l] s)
-            => (bool d, float[m, n] g, float[o2, p2] r) {{
-            {reshape}
-            d = Identity (b)
-            g = Identity (s) }}>""",
-}
-_RESHAPES = {
-    "a constant": "r = Reshape (x, six)",
-    "another shape": "w = Shape (y)  r = Reshape <allowzero = 1> (x, w)",
-    "another shape that may hold 0": "w = Shape (y)  r = Reshape (x, w)",
-    "squeezed": "w = Reshape <allowzero = 1> (x, long)  r = Squeeze (w, zero)",
-}
-
-
-@pytest.mark.parametrize("where", _MAY_NOT_RUN)
-@pytest.mark.parametrize("reshape", _RESHAPES)
-@pytest.mark.parametrize("rows", ["2", "c0"])
-def test_what_a_node_that_may_not_run_says_of_sizes_is_not_believed(where, reshape, rows):
-    may_not_run = _MAY_NOT_RUN[where].format(reshape=_RESHAPES[reshape])
-    text = f"""g (bool c, float[a, b] x, float[{rows}, 3] y) => (int64 n, int64 p, int64[k] s)
-        <int64[2] six = {{2, 3}}, int64[3] long = {{1, 2, 3}}, int64[1] zero = {{0}}> {{
-        size = Size (x)
-        shape = Shape (x)
-        product = ReduceProd <keepdims = 0> (shape)
-        {may_not_run}
-        z = Relu (y)
-        n = Size (z)
-        s = Shape (z)
-        p = Add (n, product) }}"""
-    x, y = np.ones((5, 7), F), np.ones((2, 3), F)
-    kept(text, [{"c": np.array(False), "x": x, "y": y}, {"c": np.array(True), "x": y, "y": y}])
-
-
 _ENDS = [
     *((1 << 31) - 1, (1 << 63) - 1, (1 << 63) - 2, -(1 << 63), 1 - (1 << 63)),
     *(-5, -4, -1, 0, 3, 5),
