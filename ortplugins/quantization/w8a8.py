@@ -54,7 +54,7 @@ from ortplugins.quantization.weights.uses import WeightUse, naming
 from ortplugins.samples.sources import read_samples
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.graph.nodes import label, remove_unused
-from rewrite_rules.graph.parameters import constant, float_attribute
+from rewrite_rules.graph.parameters import constant
 
 # Tokens that ranges come from, and those that errors are measured on, of each activation.
 _TOKENS, _MEASURED = 4096, 512
@@ -273,8 +273,6 @@ def _refusal(use: WeightUse, main: ir.Graph) -> str:
         return f"w8a8 is for MatMul and Gemm, not for {node.op_type}"
     if node.graph is not main:
         return "it lies in a subgraph of If, Loop or Scan"
-    if any(float_attribute(node, name, 1.0) != 1 for name in ("alpha", "beta")):
-        return "w8a8 is for Gemm with an alpha and a beta of 1"
     return ""
 
 

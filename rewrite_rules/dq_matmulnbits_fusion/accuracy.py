@@ -74,8 +74,7 @@ def _is_plain(product: Product, columns: int) -> bool:
     fits = product.bias is None or (
         tensor is not None and tuple(tensor.shape.numpy()) == (columns,)
     )
-    factors = (product.alpha, product.beta)
-    return factors == (1.0, 1.0) and not product.transpose_x and product.k_axis == 0 and fits
+    return not product.transpose_x and product.k_axis == 0 and fits
 
 
 def _reads_layout(operand: DequantizedOperand) -> bool:

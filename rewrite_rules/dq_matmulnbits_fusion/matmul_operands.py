@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """MatMul, FusedMatMul and Gemm by a constant in one form, and the biases that they add.
 
-    y = alpha * x @ W + beta * bias
+    y = x @ W + bias
 
 A constant bias that is the same for every row is one that MatMulNBits takes.
 """
@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from rewrite_rules.graph.initializers import DerivedInitializers
+from rewrite_rules.graph.nodes import input_of
 from rewrite_rules.graph.parameters import (
     constant,
     float_attribute,
@@ -31,14 +32,13 @@ class Product:
     Attributes:
         k_axis: Which of the last two axes of the weight is reduced.
         transpose_x: Whether the last two axes of the left operand have to be swapped first.
-        alpha, beta: Factors of the product and of the bias.
+        is_scaled: Whether the product or the bias has a factor, alpha or beta.
     """
 
     node: ir.Node
     k_axis: int
     transpose_x: bool
-    alpha: float
-    beta: float
+    is_scaled: bool
 
     @property
     def x(self) -> ir.Value | None:
@@ -53,23 +53,18 @@ class Product:
 
     @property
     def bias(self) -> ir.Value | None:
-        """Gemm's third input; None where it adds nothing."""
-        if self.node.op_type != "Gemm" or len(self.node.inputs) < 3 or self.beta == 0:
-            return None
-        return self.node.inputs[2]
+        """Gemm's third input; None where it has none."""
+        return input_of(self.node, 2) if self.node.op_type == "Gemm" else None
 
 
 def read_product(node: ir.Node) -> Product:
     """Read a node as a product whose weight is its second input."""
-    alpha, beta = 1.0, 1.0
-    if node.op_type != "MatMul":
-        alpha = float_attribute(node, "alpha", 1.0)
-    if node.op_type == "Gemm":
-        beta = float_attribute(node, "beta", 1.0)
-    elif int_attribute(node, "transBatchA", 0) or int_attribute(node, "transBatchB", 0):
+    if int_attribute(node, "transBatchA", 0) or int_attribute(node, "transBatchB", 0):
         raise Refusal("ORP107", f"{node.op_type} transposes batches")
+    factors = (float_attribute(node, name, 1.0) for name in ("alpha", "beta"))
+    is_scaled = any(factor != 1 for factor in factors)
     k_axis, transpose_x = (int_attribute(node, name, 0) for name in ("transB", "transA"))
-    return Product(node, int(bool(k_axis)), bool(transpose_x), alpha, beta)
+    return Product(node, int(bool(k_axis)), bool(transpose_x), is_scaled)
 
 
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
@@ -92,19 +87,17 @@ def write_column_bias(
     value: ir.Value,
     columns: int,
     dtype: ir.DataType,
-    factor: float = 1.0,
 ) -> ir.Value:
-    """Register a column bias times a factor, ``[N]``, or return the constant if it is that."""
+    """Register a column bias, ``[N]``, or return the constant if it is that."""
     source, tensor = require_constant(value, "bias")
-    if factor == 1.0 and tensor.dtype == dtype and tuple(tensor.shape.numpy()) == (columns,):
+    if tensor.dtype == dtype and tuple(tensor.shape.numpy()) == (columns,):
         return source
-    # Rounded as the bias is, then as its product with beta is.
     with np.errstate(over="ignore"):
-        numbers = tensor.numpy().astype(dtype.numpy()).astype(np.float64).reshape(-1) * factor
-        array = np.array(np.broadcast_to(numbers.astype(dtype.numpy()), (columns,)))
+        numbers = tensor.numpy().astype(dtype.numpy()).reshape(-1)
+        array = np.array(np.broadcast_to(numbers, (columns,)))
     return initializers.get(
         source,
         ".bias",
         lambda name: ir.Tensor(array, dtype=dtype, name=name),
-        (columns, factor, dtype),
+        (columns, dtype),
     )

@@ -2,8 +2,8 @@
 """Rules for multiplications by a dequantised constant -> MatMulNBits.
 
     MatMulByWeight   MatMul(x, W)                     -> MatMulNBits(x)
-                     FusedMatMul(x, W, alpha)         -> alpha * MatMulNBits(x)
-    GemmByWeight     Gemm(x, W, C, alpha, beta)       -> MatMulNBits(x, bias = beta * C)
+                     FusedMatMul(x, W)                -> MatMulNBits(x)
+    GemmByWeight     Gemm(x, W, C)                    -> MatMulNBits(x, bias = C)
     AddBias          Add(MatMulNBits(x), bias[N])     -> MatMulNBits(x, bias)
     Convolution      Conv(x, W), ConvTranspose(x, W)  -> with a float constant
 
@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter import MatchContext, RewriteRuleClassBase
 
@@ -54,7 +53,7 @@ _EIGHT_BITS = (ir.DataType.INT8, ir.DataType.UINT8)
 
 
 class MatMulByWeight(OperandRule):
-    """``MatMul(x, W)`` -> ``MatMulNBits(x)``; ``alpha * MatMulNBits(x)`` of FusedMatMul."""
+    """``MatMul(x, W)``, FusedMatMul -> ``MatMulNBits(x)``."""
 
     operators: Collection[str] = ("FusedMatMul", "MatMul")
 
@@ -70,6 +69,8 @@ class MatMulByWeight(OperandRule):
         check_type(operand)
         if product.transpose_x:
             raise NoKernel("ORP107", f"{node.op_type} transposes its other operand")
+        if product.is_scaled:
+            raise NoKernel("ORP107", f"{node.op_type} has a factor, alpha or beta")
         weight = operand.matrix(product.k_axis)
         level, reason = choose_accuracy_level(product, chain, operand, run)
         block_size = kernel_block_size(weight, level)
@@ -103,8 +104,8 @@ class MatMulByWeight(OperandRule):
             write_zero_points(made, weight, block_size),
         ]
         added = product.bias
-        if added is not None and product.alpha == 1.0 and self._in_kernel(added, weight.N):
-            inputs += [None, write_column_bias(made, added, weight.N, dtype, product.beta)]
+        if added is not None and self._in_kernel(added, weight.N):
+            inputs += [None, write_column_bias(made, added, weight.N, dtype)]
             added = None
         while inputs[-1] is None:
             inputs.pop()
@@ -122,20 +123,14 @@ class MatMulByWeight(OperandRule):
         self._run.made.add(producer(y))
         if dtype != own:
             y = op.Cast(y, to=int(own))
-        if product.alpha != 1.0:
-            y = op.Mul(y, _scalar(op, product.alpha, own))
-        if added is None:
-            return y
-        if product.beta != 1.0:
-            added = op.Mul(added, _scalar(op, product.beta, own))
-        return op.Add(y, added)  # type: ignore[no-any-return]
+        return y if added is None else op.Add(y, added)
 
     def _in_kernel(self, bias: ir.Value, columns: int) -> bool:
         return takes_bias(self._run.context) and column_bias(bias, columns) is not None
 
 
 class GemmByWeight(MatMulByWeight):
-    """``Gemm(x, W, C)`` -> ``MatMulNBits(x, beta * C)``; other C than [N] are added."""
+    """``Gemm(x, W, C)`` -> ``MatMulNBits(x, C)``; other C than [N] are added."""
 
     operators = ("Gemm",)
 
@@ -215,11 +210,6 @@ def _check_kernel(node: ir.Node, weight: Weight, level: int, run: FusionRun) -> 
             "ORP111",
             f"N is {weight.N}: the kernel is slow where it is not a multiple of 16",
         )
-
-
-def _scalar(op: Any, number: float, dtype: ir.DataType) -> ir.Value:
-    value: ir.Value = op.Constant(value=ir.tensor(np.array(number, dtype.numpy())))
-    return value
 
 
 def _is_dequantized(value: ir.Value | None) -> bool:

@@ -281,34 +281,9 @@ def _places() -> Iterator[LayoutCase]:
         )
 
 
-ACTIVATIONS = {"relu": "Relu ({})", "clip": "Clip ({}, low, high)", "tanh": "Tanh ({})"}
-
-
-def _chains() -> Iterator[LayoutCase]:
-    """Four layers; native fusion skips those whose only consumer is Relu or Clip."""
-    for storage, activation in product(("int4", "uint4", "int8"), ACTIVATIONS):
-        text, value = "", "x"
-        for name in "abcd":
-            text += f"W{name} = ${name}  p{name} = MatMul ({value}, W{name})  "
-            value = "y" if name == "d" else f"r{name}"
-            text += f"{value} = {ACTIVATIONS[activation].format('p' + name)}  "
-        # Not far below what the layers give: what is left of larger sums would be rounding.
-        ends = {"low": np.float32(-30), "high": np.float32(30)}
-        yield Case(
-            f"chain_of_{activation}-{storage}",
-            text,
-            dict.fromkeys("abcd", Q((32, 32), storage, 0, 16)),
-            (3, 32),
-            {**FUSED, "MatMulNBits": 4},
-            tolerance=3 * EXACT,
-            constants=ends if activation == "clip" else {},
-            stored_weights=4,
-        )
-
-
 @functools.cache
 def layout_cases() -> tuple[LayoutCase, ...]:
-    return (*_sizes(), *_table(), *_places(), *_chains())
+    return (*_sizes(), *_table(), *_places())
 
 
 # Which cases of a large table run: with ``make test-exhaustive`` every one.

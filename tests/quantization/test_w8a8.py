@@ -150,7 +150,7 @@ def weight_with(number: float) -> np.ndarray:
     ("nodes", "weight", "x", "options", "error", "match"),
     [
         ("y = MatMul(W, x)", normal(N, 8), X, {}, ModelFileError, "on its right"),
-        ("y = Gemm<alpha = 2.0>(x, W)", W, X, {}, ModelFileError, "alpha and a beta of 1"),
+        ("y = Gemm<alpha = 2.0>(x, W)", W, X, {}, ModelFileError, "multiplies with a factor"),
         (PRODUCT, weight_with(np.nan), X, {}, QuantizationError, "'W' .* NaN or infinite"),
         (PRODUCT, weight_with(np.inf), X, {}, QuantizationError, "'W' .* NaN or infinite"),
         # What is not known to be near, since the products overflow.

@@ -31,7 +31,7 @@ from ortplugins.quantization.weights.plan import Weight, WeightPlan
 from ortplugins.quantization.weights.uses import WeightUse
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.graph.nodes import remove_unused
-from rewrite_rules.graph.parameters import float_attribute, int_attribute
+from rewrite_rules.graph.parameters import int_attribute
 from rewrite_rules.weights.bit_packing import pack_rows
 
 # Tensors in a file start at a cache line, which is enough for every vector instruction.
@@ -167,9 +167,8 @@ def _transpose(value: ir.Value, names: FreshNames) -> ir.Value:
 
 
 def _unfuse(node: ir.Node) -> None:
-    """Make a FusedMatMul that transposes nothing and has no factor a MatMul."""
+    """Make a FusedMatMul that transposes nothing a MatMul: one with a factor is no use."""
     transposes = any(int_attribute(node, name, 0) for name in ("transA", "transB"))
-    scales = float_attribute(node, "alpha", 1.0) != 1
-    if node.op_type == "FusedMatMul" and not transposes and not scales:
+    if node.op_type == "FusedMatMul" and not transposes:
         node.op_type, node.domain = "MatMul", ""
         node.attributes.clear()

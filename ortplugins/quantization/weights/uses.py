@@ -239,10 +239,10 @@ def _use(
     product = read_product(node)
     if product.x is None:
         return None
-    if product.transpose_x:
+    if product.transpose_x or product.is_scaled:
+        what = "a transposed operand" if product.transpose_x else "with a factor"
         raise Refusal(
-            "ORP802",
-            f"weight {root.name!r} multiplies a transposed operand: MatMulNBits takes none",
+            "ORP802", f"weight {root.name!r} multiplies {what}: MatMulNBits takes none"
         )
     k_last = product.k_axis == 1
     why = _no_statistics(product.x, main)

@@ -33,9 +33,8 @@ RUNNER = Path(__file__).with_name("run_models.py")
 LEVELS = ("plain", "optimised")  # of onnxruntime's optimisers
 
 # Activations rounded to int8 cost a product up to 3e-2 of its greatest number here; wrong zero
-# points or scales cost ten times that. Layers with Tanh or Clip between them amplify it.
+# points or scales cost ten times that.
 ROUNDED = 5e-2
-ROUNDED_CHAIN = 0.5
 # All versions round in the same way: what the newest gets from a file, the others get too.
 ROUNDED_DIFFERENCE = 2e-3
 
@@ -202,7 +201,7 @@ class Judge:
         outcome, case = self.here[file.model, level], self.matrix.cases[name]
         bound = case.tolerance
         if self.accuracy_level == 4:
-            bound = ROUNDED_CHAIN if "chain_of" in name else max(bound, ROUNDED)
+            bound = max(bound, ROUNDED)
             newest = self.newest.get((file.model, level))
             if isinstance(newest, float):
                 bound = min(bound, newest + max(ROUNDED_DIFFERENCE, case.tolerance))

@@ -141,22 +141,6 @@ def test_refuses_providers_that_read_qdq_themselves():
     assert "QNNExecutionProvider has no MatMulNBits kernel" in message
 
 
-def test_a_bias_that_products_share_is_scaled_for_each():
-    """By beta, which may go into the kernel's bias; alpha is of the product alone."""
-    case = DequantizedMatMul(64, 8, 32, "uint4")
-    model = case.model_of("""[a] p = Gemm <beta = 2.0> (x, dq_out, b)
-        [b] q = Gemm <beta = 3.0> (x, dq_out, b)  [c] r = Gemm <alpha = 0.5> (x, dq_out, b)
-        [sub] s = Sub (p, q)  [add] y = Add (s, r)""")
-    bias = ir.tensor(np.arange(1, 9, dtype=np.float32), name="b")
-    model.graph.register_initializer(ir.Value(name="b", const_value=bias))
-    for name in "abc":
-        model.graph.node(name).replace_input_with(2, model.graph.initializers["b"])
-    expected = model.clone()
-    fuse_weights(model)
-    assert op_types(model).count("MatMulNBits") == 3
-    assert_same_outputs(model, expected, {"x": case.feed(8)}, rtol=1e-5, atol=1e-3)
-
-
 IN, OUT = (
     f"{codes} = QuantizeLinear({given}, t, u) {made} = DequantizeLinear({codes}, t, u) "
     for codes, given, made in (("q", "x", "h"), ("p", "c", "y"))

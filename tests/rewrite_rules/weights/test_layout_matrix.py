@@ -107,7 +107,7 @@ def test_layout(case: LayoutCase):
 
 def test_matrix_is_whole():
     names = [case.name for case in layout_cases()]
-    assert len(names) == len(set(names)) == 658
+    assert len(names) == len(set(names)) == 633
 
 
 # Accuracy level ``auto``: onnxruntime's own where it is sure to fuse a node, 0 elsewhere.
@@ -146,14 +146,12 @@ def test_as_onnxruntime_decides(case, tmp_path):
     level_4 = [node for node in fused_nodes(tmp_path / "ours.onnx") if level_of(node) == 4]
     native = fused_nodes(tmp_path / "stock.onnx")
     assert len(level_4) <= len(native)
-    if re.match(r"axis0-\w+-block|chain_of_tanh|(gemm|channels)-u?int\d-", case.name):
+    if re.match(r"axis0-\w+-block|(gemm|channels)-u?int\d-", case.name):
         assert len(level_4) == len(native) == case.expect["MatMulNBits"]
 
 
 @pytest.mark.parametrize("case", RUNNING, ids=lambda case: case.name)
 def test_level_4_rounds_activations_and_nothing_else(case, tmp_path):
-    if case.name.startswith("chain"):
-        return  # errors of one after the other add up
     level_4 = ortplugins.DqMatMulNBitsFusion("4", slow_kernels="fuse")
     ortplugins.optimize(case.build(), tmp_path / "ours.onnx", passes=[level_4])
     found = session(str(tmp_path / "ours.onnx")).run(None, case.feeds)
@@ -213,7 +211,6 @@ LEVELS = [
     ("y = MatMul (x, W)", "0", "accuracy_level 0"),
     ("y = Gemm (x, W)", "auto", AS_FUSED),
     ("y = Gemm (x, W, b)", "auto", AS_FUSED),
-    ("y = Gemm <alpha = 2.0> (x, W)", "auto", f"{NOT}its attributes or its bias)"),
     ("m = MatMul (x, W)  y = Tanh (m)", "auto", AS_FUSED),
     ("m = MatMul (x, W)  y = Relu (m)", "auto", f"{NOT}Relu follows)"),
     ("m = MatMul (x, W)  a = Add (m, b)  y = Relu (a)", "auto", f"{NOT}Relu follows)"),
