@@ -28,6 +28,7 @@ from rewrite_rules.dq_matmulnbits_fusion.fusion_run import Emit, OperandRule, ch
 from rewrite_rules.dq_matmulnbits_fusion.kernels import (
     check_table,
     fitting_block_size,
+    given_zero_points,
     repacked,
     write_codes,
     write_scales,
@@ -118,7 +119,8 @@ def _rows(
             f"blocks of {weight.block_size} in the rows of table {name!r} have no kernel: "
             f"multiples of {_SMALLEST_BLOCK} have one",
         )
-    odd_blocks = operand.zero_points is not None and weight.blocks(block_size) % 2 == 1
+    stored = operand.zero_points is not None and given_zero_points(operand) is not None
+    odd_blocks = stored and weight.blocks(block_size) % 2 == 1
     check_table(version, bits=operand.bits, odd_blocks=odd_blocks)
     return weight, block_size
 

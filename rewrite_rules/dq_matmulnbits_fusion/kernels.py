@@ -62,10 +62,8 @@ def check_version(
     Codes and zero points, be they given or written, are captured where the node lies in a
     body (If, Loop, Scan) and they in a graph around it.
     """
-    version = context.onnxruntime
-    # Unsigned codes without zero points get some, beside the codes.
-    zero_points = operand.zero_points or (None if operand.signed else operand.codes)
-    captured = zero_points is not None and owner(zero_points) is not graph
+    version, given = context.onnxruntime, given_zero_points(operand)
+    captured = given is not None and owner(given) is not graph
     if version and version < (1, 29) and context.cpu_only and captured and accuracy_level == 4:
         raise NoKernel(
             "ORP113",
@@ -195,21 +193,17 @@ def write_zero_points(
 ) -> ir.Value | None:
     """Register the zero points, uint8 ``[N, ceil(blocks * bits / 8)]``.
 
-    None where every one is what MatMulNBits takes when it gets none. Leaving them out is
-    smaller, and keeps clear of a defect that onnxruntime has with zero points on processors
-    without AVX-512 (onnxruntime issue #29853).
+    None where none are needed. Leaving them out is smaller, and keeps clear of a defect that
+    onnxruntime has with zero points on processors without AVX-512 (onnxruntime issue #29853).
     """
     operand, bits, blocks = weight.operand, weight.bits, weight.blocks(block_size)
-    shape = (weight.N, -(-blocks * bits // 8))
+    shape, given = (weight.N, -(-blocks * bits // 8)), given_zero_points(operand)
     source = operand.zero_point_tensor
-    if source is None or operand.zero_points is None:
-        if operand.signed:
-            return None
-        make = _maker(lambda: iter([np.zeros(shape, np.uint8)]), _UINT8, shape)
-        return initializers.get(operand.codes, f".zero_points{block_size}", make, shape)
-    middle = 0 if operand.signed else 1 << (bits - 1)
-    if (operand.stored_zero_points() == middle).all():
+    if given is None:
         return None
+    if source is None:
+        make = _maker(lambda: iter([np.zeros(shape, np.uint8)]), _UINT8, shape)
+        return initializers.get(given, f".zero_points{block_size}", make, shape)
 
     flip = np.uint8(SIGN_BITS[bits] & ((1 << bits) - 1) if operand.signed else 0)
 
@@ -220,7 +214,18 @@ def write_zero_points(
     fits = not operand.signed and blocks * bits % 8 == 0 and _in_order(weight, block_size)
     make = _maker(chunks, _UINT8, shape, source if fits else None)
     key = (shape, weight.grid, weight.cuts(block_size))
-    return initializers.get(operand.zero_points, _suffix(weight), make, key)
+    return initializers.get(given, _suffix(weight), make, key)
+
+
+def given_zero_points(operand: DequantizedOperand) -> ir.Value | None:
+    """Return the zero points, or the codes that get zeros beside them; None for neither.
+
+    That is where every one is what kernels take when they get none.
+    """
+    if operand.zero_points is None:
+        return None if operand.signed else operand.codes
+    middle = 0 if operand.signed else 1 << (operand.bits - 1)
+    return operand.zero_points if (operand.stored_zero_points() != middle).any() else None
 
 
 def _suffix(weight: BlockQuantizedWeight) -> str:

@@ -105,6 +105,8 @@ REFUSALS = {
     "table4": (gather("int4"), 0, {}),
     "table4-odd_blocks": (gather("uint4", block=64), 0, {"1.24": ODD_BLOCKS}),
     "table4-no_zero_points": (gather("int4", "none", block=64), 0, {}),
+    "table4-those_of_the_kernel": (gather("int4", "default", block=64), 0, {}),
+    "int4-outside-those_of_the_kernel": (matmul_in_body("int4", "default"), 4, {}),
 }
 
 
