@@ -53,12 +53,6 @@ def infer_shapes(model: ir.Model) -> None:
         node.op_type in _SEQUENCES for node in model.graph.all_nodes()
     ):
         return  # onnx_ir's pass would call them tensors, and onnxruntime refuse the model
-    from rewrite_rules.graph.nodes import check_inlined_size
-
-    try:
-        check_inlined_size(model)
-    except ValueError:
-        return  # functions that call each other would take minutes and fill the memory
     # Lenient: a node that can't be inferred must not cost the others their shapes, and a
     # model without shapes runs as well.
     with contextlib.suppress(Exception):

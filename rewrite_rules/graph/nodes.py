@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A node's label, kind, producer, owner, subgraphs; removal of nodes; size of functions."""
+"""A node's label, kind, producer, owner, subgraphs; removal of nodes; inlined functions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ _OWN_DOMAINS = ("ai.onnx", "com.microsoft")
 # Domains of others that begin alike: those of onnxruntime-extensions.
 _EXTENSIONS = frozenset({"ai.onnx.contrib", "com.microsoft.extensions"})
 _GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
-# Nodes that a model's functions may be once they are inlined.
-_MAX_INLINED = 200_000
 
 
 def label(node: ir.Node) -> str:
@@ -201,14 +199,11 @@ def drop_unused_initializers(values: Iterable[ir.Value | None]) -> None:
 def inline_functions(model: ir.Model) -> dict[str, str]:
     """Put the nodes of the model's functions where they are called.
 
-    Return why some stay as they are, by the names of these functions.
-
-    Raises:
-        ValueError: If functions call themselves, or would fill the memory.
+    Return why some stay as they are, by the names of these functions. Raises what onnx_ir's
+    pass does if functions call themselves.
     """
     import onnx_ir.passes.common
 
-    check_inlined_size(model)
     kept: dict[str, str] = {}
 
     def is_inlined(function: ir.Function) -> bool:
@@ -237,31 +232,3 @@ def _why_not_inlined(function: ir.Function, model: ir.Model) -> str | None:
                 f"{own}: it is not inlined"
             )
     return None
-
-
-def check_inlined_size(model: ir.Model) -> None:
-    """Refuse functions that would fill memory once they are inlined, by a ValueError."""
-    sizes: dict[ir.OperatorIdentifier, int] = {}
-
-    def size(nodes: Iterable[ir.Node], callers: tuple[ir.OperatorIdentifier, ...] = ()) -> int:
-        total = 0
-        for node in nodes:
-            called = node.op_identifier()
-            if called not in model.functions:
-                total += 1
-                continue
-            if called in callers:
-                raise ValueError(f"calls are a cycle: function {called[1]!r} calls itself")
-            if called not in sizes:
-                inner = walk(model.functions[called].graph)
-                sizes[called] = size(inner, (*callers, called))
-            total += sizes[called]
-        if total > _MAX_INLINED:
-            what = f"function {callers[-1][1]!r}" if callers else "the graph's calls"
-            raise ValueError(
-                f"{what} would be {total} nodes once functions are inlined: {_MAX_INLINED} at "
-                "most are"
-            )
-        return total
-
-    size(node for node in walk(model.graph) if node.op_identifier() in model.functions)
