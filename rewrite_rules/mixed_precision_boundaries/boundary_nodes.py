@@ -11,7 +11,6 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
-from rewrite_rules.graph.nodes import owner
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedTensor
 from rewrite_rules.mixed_precision_boundaries.regions import ConstantChange, TensorPlan
@@ -36,25 +35,20 @@ class Boundaries:
         self._parameters: dict[
             tuple[QuantizedTensor, QuantizationGrid], Sequence[ir.Value]
         ] = {}
-        # Of each tensor the graph of its codes; of each Q and DQ, the plan of the tensor.
-        self.graphs: dict[QuantizedTensor, ir.Graph] = {}
+        # Of each Q and DQ, the plan of the tensor.
         self.plans: dict[ir.Node, TensorPlan] = {}
         self.constants: dict[ir.Node, list[ConstantChange]] = {}
-        # The codes of a tensor in a type, and its value in float; where a graph has them.
-        self.made: dict[tuple[QuantizedTensor, ir.DataType, object], ir.Value] = {}
+        # The codes of a tensor in a type, and its value in float.
+        self.made: dict[tuple[QuantizedTensor, ir.DataType], ir.Value] = {}
 
     def add(self, plans: Iterable[TensorPlan], constants: Iterable[ConstantChange]) -> None:
         """Have a region written: the tensors of it that change, and constants."""
         for plan in plans:
             tensor = plan.tensor
-            graph = owner(tensor.codes)
-            assert isinstance(graph, ir.Graph)
-            self.graphs[tensor] = graph
-            # The tensor's own, if any node of its graph may read them.
             given = [
                 value
                 for value in _first_node(tensor).inputs[1:]
-                if value is not None and value.is_initializer() and value.graph is graph
+                if value is not None and value.is_initializer()
             ]
             if len(given) == 2:
                 self._parameters[tensor, tensor.grid] = given
@@ -105,26 +99,23 @@ class Boundaries:
         dtype: ir.DataType,
         at: ir.Node,
     ) -> ir.Value:
-        """Return the codes of a tensor in a type; emit ``DQ -> Q``, once for each graph."""
+        """Return the codes of a tensor in a type; emit ``DQ -> Q``, once."""
         tensor = plan.tensor
-        for graph in (self.graphs[tensor], at.graph):
-            if (there := self.made.get((tensor, dtype, graph))) is not None:
-                return there
+        if (there := self.made.get((tensor, dtype))) is not None:
+            return there
         if dtype == plan.produced:
             assert at.inputs[0] is not None
             return at.inputs[0]
         produced = self.codes(op, plan, plan.produced, at)
         values = self.emit(op, DQ, produced, tensor, plan.grid(plan.produced))
         made = self.emit(op, Q, values, tensor, plan.grid(dtype))
-        self.made[tensor, dtype, at.graph] = made
+        self.made[tensor, dtype] = made
         return made
 
-    def clip(
-        self, op: Any, graph: ir.Graph, value: ir.Value, grid: QuantizationGrid, stem: str
-    ) -> ir.Value:
+    def clip(self, op: Any, value: ir.Value, grid: QuantizationGrid, stem: str) -> ir.Value:
         """Emit a Clip to the range of a grid."""
         ends = [
-            self.initializer(graph, np.asarray(end), f"{stem}_clip_{name}")
+            self.initializer(np.asarray(end), f"{stem}_clip_{name}")
             for end, name in zip(grid.range, ("min", "max"), strict=True)
         ]
         named = self._names.take(f"{stem}_Clip_Output")
@@ -134,17 +125,13 @@ class Boundaries:
         made.type, made.shape = value.type, value.shape
         return made
 
-    def initializer(
-        self, graph: ir.Graph, array: npt.NDArray[np.generic], name: str
-    ) -> ir.Value:
+    def initializer(self, array: npt.NDArray[np.generic], name: str) -> ir.Value:
         """Register an initializer under a name that is free."""
-        return new_initializer(graph, ir.Tensor(array, name=self._names.take(name)))
+        return new_initializer(self.model.graph, ir.Tensor(array, name=self._names.take(name)))
 
     def constant(self, op: Any, change: ConstantChange) -> ir.Value:
         """Emit a DequantizeLinear of other codes of a constant."""
-        old = change.dequantize
-        graph, value = old.graph, old.outputs[0]
-        assert isinstance(graph, ir.Graph)
+        old, value = change.dequantize, change.dequantize.outputs[0]
         stem = value.name or "constant"
         arrays = {
             "codes": change.codes,
@@ -152,7 +139,7 @@ class Boundaries:
             "zero_point": change.zero_point,
         }
         inputs: list[ir.Value | None] = [
-            self.initializer(graph, array, f"{stem}_{kind}_converted")
+            self.initializer(array, f"{stem}_{kind}_converted")
             for kind, array in arrays.items()
             if array is not None
         ]
@@ -175,7 +162,7 @@ class Boundaries:
             zero_point = np.asarray(grid.zero_point, grid.dtype.numpy())
             arrays = {"scale": np.asarray(grid.scale), "zero_point": zero_point}
             self._parameters[tensor, grid] = [
-                self.initializer(self.graphs[tensor], array, f"{tensor.name}_{kind}_convert")
+                self.initializer(array, f"{tensor.name}_{kind}_convert")
                 for kind, array in arrays.items()
             ]
         return self._parameters[tensor, grid]

@@ -115,8 +115,8 @@ class Exit(QuantizeRule):
         first = made.emit(op, Q, x, tensor, plan.grid(plan.produced))
         start = made.emit(op, DQ, first, tensor, plan.grid(plan.produced))
         codes = made.emit(op, Q, start, tensor, plan.grid(own_type), like=node)
-        made.made[tensor, plan.produced, node.graph] = first
-        made.made[tensor, own_type, node.graph] = codes
+        made.made[tensor, plan.produced] = first
+        made.made[tensor, own_type] = codes
         return codes
 
 
@@ -152,7 +152,7 @@ class Float(BoundaryRule):
     def rewrite(self, op: Any, codes: ir.Value, out: ir.Value) -> ir.Value:
         node, made = producer(out), self._boundaries
         plan = made.plans[node]
-        value = self._value(op, node, plan)
+        value = self._value(op, plan)
         uses = list(out.uses())
         floats = [(n, i) for n, i in uses if plan.reads.get(n, FLOAT) == FLOAT]
         for reader, index in floats:
@@ -165,20 +165,17 @@ class Float(BoundaryRule):
                 reader.replace_input_with(index, twin)
         return value
 
-    def _value(self, op: Any, node: ir.Node, plan: TensorPlan) -> ir.Value:
+    def _value(self, op: Any, plan: TensorPlan) -> ir.Value:
         made, tensor = self._boundaries, plan.tensor
         source = tensor.source
         assert source is not None
         if not plan.clipped:
             return source
-        graph = made.graphs[tensor]
-        for place in (graph, node.graph):
-            if (there := made.made.get((tensor, FLOAT, place))) is not None:
-                return there
-        # To the range that it was quantised for.
-        clip = made.clip(op, graph, source, tensor.grid, tensor.name)
-        made.made[tensor, FLOAT, node.graph] = clip
-        return clip
+        if (tensor, FLOAT) not in made.made:
+            # To the range that it was quantised for.
+            clip = made.clip(op, source, tensor.grid, tensor.name)
+            made.made[tensor, FLOAT] = clip
+        return made.made[tensor, FLOAT]
 
 
 class Constant(BoundaryRule):

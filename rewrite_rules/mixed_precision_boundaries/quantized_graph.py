@@ -5,8 +5,8 @@
 
 One description for each value of codes, or the reason why there is none. Two QuantizeLinear of
 one float value are two activations of one name; a graph input of codes has no QuantizeLinear.
-Dequantised initializers, and weights that are quantised in the graph, do not count as
-activations.
+Dequantised initializers, weights that are quantised in the graph, and what subgraphs quantise
+do not count as activations.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class QuantizedTensor:
 
     ``name`` is that of the float tensor, ``names`` all that users may call it: the codes' and
     those of what is dequantised, too. Without ``quantize``, the codes are fed, or computed
-    from codes. ``dequantizes`` has those of subgraphs, too.
+    from codes.
     """
 
     name: str
@@ -244,19 +244,18 @@ def _described(
 def _quantized_values(model: ir.Model) -> dict[ir.Value, list[ir.Node]]:
     """Each value of codes, with the nodes that dequantise it."""
     found: dict[ir.Value, list[ir.Node]] = {}
-    for graph in model.graphs():
-        for node in graph:
-            # What lacks its input or its output is in no valid graph, and nobody's activation.
-            if not node.outputs or not node.inputs:
-                continue
-            if is_quantize_linear(node):
-                found.setdefault(node.outputs[0], [])
-            elif (
-                is_dequantize_linear(node)
-                and (codes := node.inputs[0]) is not None
-                and constant(codes) is None
-            ):
-                found.setdefault(codes, []).append(node)
+    for node in model.graph:
+        # What lacks its input or its output is in no valid graph, and nobody's activation.
+        if not node.outputs or not node.inputs:
+            continue
+        if is_quantize_linear(node):
+            found.setdefault(node.outputs[0], [])
+        elif (
+            is_dequantize_linear(node)
+            and (codes := node.inputs[0]) is not None
+            and constant(codes) is None
+        ):
+            found.setdefault(codes, []).append(node)
     return found
 
 
