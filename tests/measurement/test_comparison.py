@@ -257,6 +257,23 @@ def test_runs_have_the_settings_that_passes_ask_for(tmp_path, monkeypatch):
     }
 
 
+def test_models_are_called_what_their_users_know(tmp_path):
+    model = proto_of("g (float[n] x) => (float[n] y) { y = Neg(x) }")
+    onnx.save(model, path := tmp_path / "m.onnx")
+    session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    written = tmp_path / "o.onnx"
+    names = {
+        str(path): path,
+        "the model": model,
+        "the model given as bytes": path.read_bytes(),
+        "the session's model": session,
+        "the optimised model": ortplugins.optimize(model),
+        str(written): ortplugins.optimize(model, written),
+    }
+    for name, source in names.items():
+        assert ortplugins.compare(source, model).a == name
+
+
 def test_a_model_that_can_not_be_timed_is_an_error(monkeypatch):
     failed = Measurement(failed="m.onnx: took more than 1 s")
     monkeypatch.setattr(comparison, "measure", lambda *_, **__: [failed, failed])

@@ -50,7 +50,7 @@ ELSEWHERE = {
         f"{RULES}/shape_size_reorder",
     ),
     "rewrite_rules/weights": (f"{RULES}/weights", f"{RULES}/test_bad_input.py"),
-    "session_options": ("tests/session_options", OVERRIDES),
+    "session_options": ("tests/session_options", "tests/session", OVERRIDES),
     "session_options/builtin_passes": ("tests/session_options", OVERRIDES),
 }
 OPPOSITES = {
