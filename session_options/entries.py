@@ -57,7 +57,6 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
         "projections": "1",
         "grouped_queries": "1",
         "norms": "1",
-        "activations": "1",
         "kv_cache": "exported",
     },
     "conv_fusion": {},

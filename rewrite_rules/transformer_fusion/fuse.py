@@ -36,11 +36,7 @@ from rewrite_rules.transformer_fusion.equal_values import (
     share_nodes,
 )
 from rewrite_rules.transformer_fusion.grouped_queries import GroupQueries
-from rewrite_rules.transformer_fusion.norms_and_activations import (
-    RmsNorm,
-    SkipNorm,
-    TanhGelu,
-)
+from rewrite_rules.transformer_fusion.norms import RmsNorm, SkipNorm
 from rewrite_rules.transformer_fusion.projections import merge_projections
 from rewrite_rules.transformer_fusion.rotary import Rotary
 from rewrite_rules.transformer_fusion.shared_cache import SharedCache, cache_inputs
@@ -65,7 +61,6 @@ class TransformerOptions:
     rotary: bool = True
     attention: bool = True
     projections: bool = True
-    activations: bool = True
     kv_cache: str = "exported"
 
 
@@ -103,12 +98,9 @@ def fuse_transformer(
         _apply(
             model, [GroupQueries.rule(shapes, nonempty, quiet)], lambda node: node not in own
         )
-    rules = list[RewriteRule]()
     if options.norms and context.cpu_only:
-        rules += [*RmsNorm.rule(shapes, remarks).commute(), SkipNorm.rule(shapes, remarks)]
-    if options.activations and context.cpu_only and nodes["Tanh"]:
-        rules.append(TanhGelu.rule(shapes, remarks))
-    _apply(model, rules)
+        norms = RmsNorm.rule(shapes, remarks).commute()
+        _apply(model, [*norms, SkipNorm.rule(shapes, remarks)])
     if options.projections and context.cpu_only:
         merge_projections(model, remarks)
     remove_unused(model)

@@ -46,8 +46,6 @@ class TransformerFusion(Pass):
         "Root-mean-square norms as one node, and each norm with the residual sum before it "
         "(CPU sessions: the operators are onnxruntime's own).",
     )
-    activations: bool = option(True, "Gelu by tanh as one FastGelu (CPU sessions).")
-
     kv_cache: str = option(
         "exported",
         "'shared': the caller binds long buffers as past and as present (IOBinding); new keys "

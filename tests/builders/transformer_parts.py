@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Text of attention on shared heads, of norms and of GELUs, as exporters spell them."""
+"""Text of attention on shared heads and of norms, as exporters spell them."""
 
 import re
 from pathlib import Path
@@ -27,14 +27,16 @@ def _named(kind: str) -> dict[str, TextCase]:
 REPEATS, LAYOUTS, STAYS = map(_named, ("repeat: ", "layout: ", "stays: "))
 
 
-def parsed(text: str, change: tuple[str, str]) -> onnx.ModelProto:
-    """Read a model from its text, with a part of it exchanged; ``""`` for none."""
-    assert change[0] in text
-    return proto_of(text.replace(*change) if change[0] else text)
+def parsed(text: str, *changes: tuple[str, str]) -> onnx.ModelProto:
+    """Read a model from its text, with parts of it exchanged."""
+    for change in changes:
+        assert change[0] in text
+        text = text.replace(*change)
+    return proto_of(text)
 
 
 def attention(
-    repeat: str = "expand", layout: str = "transpose", change: tuple[str, str] = ("", "")
+    repeat: str = "expand", layout: str = "transpose", *changes: tuple[str, str]
 ) -> onnx.ModelProto:
     """``Softmax(q @ k') @ v`` of ``q[B, H, S, D]`` and repeated heads of k and v."""
     nodes = REPEATS[repeat].nodes
@@ -52,50 +54,25 @@ def attention(
     y = MatMul(weights, v_all)
 }}"""
     # The nodes are written in the order of reading.
-    graph = ir.from_proto(parsed(text, change))
+    graph = ir.from_proto(parsed(text, *changes))
     graph.graph.sort()
     model = ir.to_proto(graph)
     onnx.checker.check_model(model)
     return model
 
 
-INVERSES = {
-    "reciprocal": "inverse = Reciprocal(root) normal = Mul(x, inverse)",
-    "one over": "inverse = Div(one, root) normal = Mul(inverse, x)",
-}
-
-
-WEIGHTS = {"behind": "y = Mul(normal, weight)", "before": "y = Mul(weight, normal)"}
-
-
-def rms_norm(
-    inverse: str = "reciprocal", weight: str = "behind", change: tuple[str, str] = ("", "")
-) -> onnx.ModelProto:
+def norm(*changes: tuple[str, str]) -> onnx.ModelProto:
     """The root-mean-square norm of ``a + b``; outputs ``y`` and the sum ``x``."""
-    text = f"""n (float[2, 3, 8] a, float[2, 3, 8] b) => (float[B, S, 8] y, float[B, S, 8] x)
-    <float two = {{2}}, float one = {{1}}, float epsilon = {{1e-6}}, int64[1] last = {{-1}},
-     float[8] weight = {{1, 2, 3, 4, 5, 6, 7, 8}}> {{
+    text = """n (float[2, 3, 8] a, float[2, 3, 8] b) => (float[B, S, 8] y, float[B, S, 8] x)
+    <float two = {2}, float one = {1}, float epsilon = {1e-6}, int64[1] last = {-1},
+     float[8] weight = {1, 2, 3, 4, 5, 6, 7, 8}> {
         x = Add(a, b)
         square = Pow(x, two)
         mean = ReduceMean<keepdims = 1>(square, last)
         shifted = Add(mean, epsilon)
         root = Sqrt(shifted)
-        {INVERSES[inverse]}
-        {WEIGHTS[weight]}
-    }}"""
-    return parsed(text, change)
-
-
-def norm(change: tuple[str, str]) -> onnx.ModelProto:
-    return rms_norm(change=change)
-
-
-def gelu(change: tuple[str, str] = ("", "")) -> onnx.ModelProto:
-    """Gelu by tanh, as TorchScript's exporter writes it."""
-    text = """gelu (float[B, 8] x) => (float[B, 8] y)
-    <float one = {1}, float half = {0.5}, float cubic = {0.044715},
-     float root = {0.7978845834732056}> {
-        square = Mul(x, x) cube = Mul(x, square) c = Mul(cubic, cube) b = Add(x, c)
-        a = Mul(root, b) t = Tanh(a) g = Add(one, t) h = Mul(x, g) y = Mul(half, h)
+        inverse = Reciprocal(root)
+        normal = Mul(x, inverse)
+        y = Mul(normal, weight)
     }"""
-    return parsed(text, change)
+    return parsed(text, *changes)

@@ -17,7 +17,6 @@ from builders.transformer_parts import (
     LAYOUTS,
     REPEATS,
     attention,
-    gelu,
     norm,
 )
 
@@ -112,8 +111,7 @@ def _small_ones() -> Iterator[tuple[str, Form]]:
     for name in ATTENTION_FORMS:
         yield f"form {name}", Form(partial(form, name), TRANSFORMER, _form_feeds)
     for name, make in {
-        "norm": partial(norm, ("", "")),
-        "gelu": partial(gelu, ("", "")),
+        "norm": norm,
     }.items():
         yield name, Form(make, TRANSFORMER, plain_feeds)
 
@@ -152,7 +150,7 @@ FAMILIES = {
         for family, share, starts in (
             ("decoder", 18, r"decoder |torch$|grouped|infinite"),
             ("encoder", 12, "encoder "),
-            ("heads, norms", 8, "heads|norm|gelu"),
+            ("heads, norms", 8, "heads|norm"),
             ("form", 6, "form "),
             ("weight", 8, "weight"),
             ("order", 6, "order"),

@@ -16,7 +16,7 @@ from onnxscript import TapeBuilder
 
 import ortplugins
 from rewrite_rules.remarks import PassContext
-from rewrite_rules.transformer_fusion.norms_and_activations import RmsNorm
+from rewrite_rules.transformer_fusion.norms import RmsNorm
 from session_options import option
 
 FAILS = "made a wrong result, please report it"
@@ -134,4 +134,4 @@ def test_a_wrong_rewrite_of_ours_is_found(monkeypatch: pytest.MonkeyPatch):
         RmsNorm, "rewrite", lambda self, op, **v: op.Neg(rewrite(self, op, **v))
     )
     with pytest.raises(ortplugins.PassError, match=f"transformer_fusion' {FAILS}"):
-        ortplugins.optimize(norm(("", "")), passes=[ortplugins.TransformerFusion()])
+        ortplugins.optimize(norm(), passes=[ortplugins.TransformerFusion()])

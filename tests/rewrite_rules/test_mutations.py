@@ -11,7 +11,7 @@ from mutations.forms import FAMILIES
 from mutations.judge import Name, judge, mutant_of
 from mutations.mutate import MUTATIONS
 
-from rewrite_rules.transformer_fusion.norms_and_activations import RmsNorm
+from rewrite_rules.transformer_fusion.norms import RmsNorm
 
 # Without exports: 100 of them, invalid ones left out.
 _SAMPLE = 100

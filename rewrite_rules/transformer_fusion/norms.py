@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""Norms and activations, as exporters spell them, as one node.
+"""Root-mean-square norms, as exporters spell them, as one node.
 
     x * (1 / sqrt(mean(x**2, -1) + epsilon)) * weight
         -> SimplifiedLayerNormalization(x, weight)
     SimplifiedLayerNormalization(a + b, weight)
         -> SkipSimplifiedLayerNormalization(a, b, weight), and a + b from its last output
-    0.5 * (x * (1 + tanh(0.79788456 * (x + 0.044715 * x**3))))
-        -> FastGelu(x)
 
-What a norm computes in float32 may be cast back to a narrower type before the weight.
-LayerNormalization and its parts stay: onnxruntime makes one node of these itself, and
-SkipLayerNormalization is slower on a CPU than the sum and the norm. It makes Gelu and
-QuickGelu of every spelling with Erf and Sigmoid, and FastGelu of others with Tanh.
+Norms of other types than float32 stay, and LayerNormalization: onnxruntime makes one node of
+its parts itself, and SkipLayerNormalization is slower on a CPU than the sum and the norm.
 """
 
 from __future__ import annotations
@@ -23,30 +19,19 @@ import onnx_ir as ir
 from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
 from onnxscript.rewriter.pattern import OrValue
 
-from rewrite_rules.graph.nodes import label, made_by, producer
+from rewrite_rules.graph.nodes import label, producer
 from rewrite_rules.graph.parameters import constant, constant_ints, int_attribute
 from rewrite_rules.remarks import Remarks
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
 _MICROSOFT = "com.microsoft"
-# Types of SimplifiedLayerNormalization on a CPU, and whether there is one with a sum, too.
-_KERNELS: dict[ir.DataType | None, bool] = {
-    ir.DataType.FLOAT: True,
-    ir.DataType.FLOAT16: True,
-    ir.DataType.DOUBLE: False,
-}
-_ROOT = 0.79788456  # of 2 / pi
-_CUBIC = 0.044715
 
 
 class _Rule(RewriteRuleClassBase):
     """A rule that reads proved shapes and makes remarks."""
 
-    # Whether nothing else may be read of what is replaced.
-    whole = False
-
     def __init__(self, facts: ProvedShapes, remarks: Remarks) -> None:
-        super().__init__(remove_nodes=self.whole)
+        super().__init__(remove_nodes=False)
         self._facts = facts
         self._remarks = remarks
 
@@ -62,10 +47,10 @@ class RmsNorm(_Rule):
             _outputs=["mean"],
         )
         root = op.Sqrt(op.Add(mean, epsilon))
-        inverse = _any_of("inverse", op.Reciprocal(root), op.Div(1.0, root))
-        normal = op.Mul(x, inverse)
-        narrow = op.Cast(normal, _allow_other_attributes=True)
-        return op.Mul(_any_of("factor", normal, narrow), weight, _outputs=["out"])
+        # onnxscript 0.7 commutes only those alternatives that have a tag.
+        forms = [op.Reciprocal(root), op.Div(1.0, root)]
+        inverse = OrValue(forms, tag_var="inverse", tag_values=[0, 1])
+        return op.Mul(op.Mul(x, inverse), weight, _outputs=["out"])
 
     def check(  # type: ignore[override]
         self,
@@ -93,8 +78,8 @@ class RmsNorm(_Rule):
         keeps = int_attribute(reduce, "keepdims", 1) == 1
         if len(axes) != 1 or axes[0] not in last or not keeps:
             return result.fail("the mean is not over the last axis", reduce)
-        if _source(x, out) is None or out.dtype not in _KERNELS:
-            return result.fail("no kernel has its type", x)
+        if x.dtype != ir.DataType.FLOAT:
+            return result.fail("it does not compute in float32", x)
         return result
 
     def rewrite(
@@ -106,29 +91,13 @@ class RmsNorm(_Rule):
         out: ir.Value,
         **_: object,
     ) -> Any:
-        """Emit the node; its sums are in float32 whatever its input's type."""
+        """Emit the node."""
         node, small = producer(out), constant(epsilon)
         assert small is not None
         self._remarks.fired(label(node), "SimplifiedLayerNormalization")
         number = float(small.numpy().reshape(-1)[0])
         attributes = {"axis": -1, "epsilon": number, "stash_type": 1, "_name": node.name}
-        return op.SimplifiedLayerNormalization(_source(x, out), weight, **attributes)
-
-
-def _any_of(tag: str, *patterns: Any) -> Any:
-    """Any of some patterns; onnxscript 0.7 commutes only those that have a tag."""
-    return OrValue(patterns, tag_var=tag, tag_values=range(len(patterns)))
-
-
-def _source(x: ir.Value, out: ir.Value) -> ir.Value | None:
-    """What is normalised, before a Cast that only makes the computation wider."""
-    maker = made_by(x, "Cast")
-    if maker is not None and maker.inputs[0] is not None:
-        before = maker.inputs[0]
-        types = before.dtype, x.dtype
-        if before.dtype == out.dtype and types == (ir.DataType.FLOAT16, ir.DataType.FLOAT):
-            return before
-    return x if x.dtype is not None and x.dtype == out.dtype else None
+        return op.SimplifiedLayerNormalization(x, weight, **attributes)
 
 
 class SkipNorm(_Rule):
@@ -151,8 +120,8 @@ class SkipNorm(_Rule):
     ) -> MatchResult:
         """Check that the kernel takes the sizes, and that only the norm is read."""
         result, node = MatchResult(), producer(normal)
-        if not _KERNELS.get(normal.dtype):
-            return result.fail("no kernel has its type", node)
+        if normal.dtype != ir.DataType.FLOAT:
+            return result.fail("it does not compute in float32", node)
         if int_attribute(node, "axis", -1) != -1 or int_attribute(node, "stash_type", 1) != 1:
             return result.fail("the norm is not over the last axis in float32", node)
         if any(value.uses() or value.is_graph_output() for value in node.outputs[1:]):
@@ -176,32 +145,3 @@ class SkipNorm(_Rule):
         inputs = (a, b, *node.inputs[1:])
         results = op.SkipSimplifiedLayerNormalization(*inputs, epsilon=epsilon, **made)
         return results[0], results[3]
-
-
-class TanhGelu(_Rule):
-    """``0.5 * (x * (1 + tanh(...))) -> FastGelu(x)``."""
-
-    whole = True
-
-    def pattern(self, op, x):  # type: ignore[no-untyped-def]
-        inner = op.Add(x, op.Mul(_CUBIC, op.Mul(x, op.Mul(x, x))))
-        bent = op.Tanh(op.Mul(_ROOT, inner))
-        return op.Mul(0.5, op.Mul(x, op.Add(1.0, bent)), _outputs=["out"])
-
-    def check(  # type: ignore[override]
-        self, context: MatchContext, x: ir.Value, **_: object
-    ) -> MatchResult:
-        """Check the type, and that callers may not feed the constants."""
-        result = MatchResult()
-        if x.dtype != ir.DataType.FLOAT:
-            return result.fail("it does not compute in float32", x)
-        read = [value for node in context.nodes for value in node.inputs if value is not x]
-        if any(value is not None and value.is_graph_input() for value in read):
-            return result.fail("a caller may feed a constant", x)
-        return result
-
-    def rewrite(self, op: Any, x: ir.Value, out: ir.Value) -> Any:
-        """Emit the node."""
-        node = producer(out)
-        self._remarks.fired(label(node), "FastGelu")
-        return op.FastGelu(x, _domain=_MICROSOFT, _name=node.name)
