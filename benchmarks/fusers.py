@@ -27,7 +27,7 @@ from ortplugins.model_io.saving import save_with_data
 from ortplugins.runtime.stock_session import open_model, quiet_runner
 from ortplugins.samples.made_up import MadeUpInputs
 from rewrite_rules.remarks import PassContext, Remarks
-from rewrite_rules.transformer_fusion.fuse import TransformerOptions, fuse_transformer
+from rewrite_rules.transformer_fusion.fuse import fuse_transformer
 
 _BOUND = 1e-4
 # What transformers.optimizer calls them, by the beginning of a file's name; others are BERTs.
@@ -46,7 +46,7 @@ def _ours(path: Path) -> ir.Model:
     ShapeInferencePass()(model)
     LiftConstantsToInitializersPass(lift_all_constants=True)(model)
     context = PassContext(Remarks("transformer_fusion"))
-    fuse_transformer(model, TransformerOptions(), context)
+    fuse_transformer(model, context)
     return model
 
 

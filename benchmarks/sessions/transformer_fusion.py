@@ -35,7 +35,7 @@ from ortplugins.measurement.measure import Candidate, SessionProcess, measure
 from ortplugins.quantization import quantize
 from ortplugins.samples.made_up import MadeUpInputs
 from rewrite_rules.remarks import PassContext, Remarks
-from rewrite_rules.transformer_fusion.fuse import TransformerOptions, fuse_transformer
+from rewrite_rules.transformer_fusion.fuse import fuse_transformer
 from session_options.plan import entries_of
 from tests.builders.exports import exported
 
@@ -246,7 +246,7 @@ def _cost_of_the_pass(rounds: int) -> Figure:
         model = ir.from_proto(whole)
         onnx_ir.passes.common.ShapeInferencePass()(model)
         start = time.perf_counter()
-        fuse_transformer(model, TransformerOptions(), PassContext(Remarks("benchmark")))
+        fuse_transformer(model, PassContext(Remarks("benchmark")))
         seconds.append(time.perf_counter() - start)
     return Figure("the pass on 10,000 nodes", statistics.median(seconds), unit="s", bound=2)
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import onnx_ir as ir
@@ -52,26 +51,14 @@ _KERNEL_OPSET = 23
 _SHARED = "shared"
 
 
-@dataclasses.dataclass(frozen=True)
-class TransformerOptions:
-    """Which parts to fuse: the options of the pass."""
-
-    norms: bool = True
-    grouped_queries: bool = True
-    rotary: bool = True
-    attention: bool = True
-    projections: bool = True
-    kv_cache: str = "exported"
-
-
 def fuse_transformer(
-    model: ir.Model, options: TransformerOptions, context: PassContext
+    model: ir.Model, context: PassContext, kv_cache: str = "exported"
 ) -> None:
     """Rewrite a model with inferred shapes, and constants as initializers, in place."""
     sort_nodes(model.graph)
     remarks = context.remarks
     given = model.graph, dict(model.functions)
-    _raise_opset(model, options, context)
+    _raise_opset(model, context)
     derive_types(model)
     drop_copies(model)
     # Looked at only as far as rules ask, and what they made as well.
@@ -80,28 +67,25 @@ def fuse_transformer(
     )
     nodes = _by_operator(model)
     opset = model.opset_imports.get("", 0)
-    if options.attention:
-        note_kernels(nodes, remarks)
-    is_shared = options.kv_cache == _SHARED and bool(cache_inputs(model))
+    note_kernels(nodes, remarks)
+    is_shared = kv_cache == _SHARED and bool(cache_inputs(model))
     if is_shared and not (context.cpu_only and opset >= _KERNEL_OPSET):
         raise ValueError(f"kv_cache=shared needs a CPU session and opset {_KERNEL_OPSET}")
-    if (options.rotary or options.attention) and context.cpu_only and opset >= _SHAPE_OPSET:
+    if context.cpu_only and opset >= _KERNEL_OPSET:
         graphs = [model.graph] if is_shared else [*_graphs(model.graph)]
         _normalise(model, graphs)
-        if opset >= _KERNEL_OPSET:
-            shared = SharedCache(model) if is_shared else None
-            _fuse_attention(model, graphs, shapes, nonempty, options, shared, remarks)
-    if options.grouped_queries and opset >= _SHAPE_OPSET:
+        shared = SharedCache(model) if is_shared else None
+        _fuse_attention(model, graphs, shapes, nonempty, shared, remarks)
+    if opset >= _SHAPE_OPSET:
         # Attention is fused already: what its clones of nodes repeat is no news.
         own, quiet = {*nodes["MatMul"]}, Remarks(remarks.pass_name)
         _apply(model, [GroupQueries.rule(shapes, nonempty, remarks)], own.__contains__)
         _apply(
             model, [GroupQueries.rule(shapes, nonempty, quiet)], lambda node: node not in own
         )
-    if options.norms and context.cpu_only:
+    if context.cpu_only:
         norms = RmsNorm.rule(shapes, remarks).commute()
         _apply(model, [*norms, SkipNorm.rule(shapes, remarks)])
-    if options.projections and context.cpu_only:
         merge_projections(model, remarks)
     remove_unused(model)
     if not any(remark.outcome is Outcome.FIRED for remark in remarks):
@@ -111,14 +95,13 @@ def fuse_transformer(
     name_apart(model)
 
 
-def _raise_opset(model: ir.Model, options: TransformerOptions, context: PassContext) -> None:
+def _raise_opset(model: ir.Model, context: PassContext) -> None:
     """Convert a model with attention: rules meet one spelling, and may write kernels."""
     opset = model.opset_imports.get("", 0)
-    has_kernel = (options.attention or options.rotary) and context.cpu_only
-    wanted = _KERNEL_OPSET if has_kernel else _AXES_OPSET
+    wanted = _KERNEL_OPSET if context.cpu_only else _AXES_OPSET
     softmaxes = _by_operator(model)["Softmax"]
     weighted = multiplied_weights(softmaxes)
-    if not weighted or opset >= wanted or not (has_kernel or options.grouped_queries):
+    if not weighted or opset >= wanted:
         return
     if opset < _ONE_AXIS_OPSET:
         # The converter flattens an axis of which it does not know that it is the last.
@@ -146,7 +129,6 @@ def _fuse_attention(
     graphs: Sequence[ir.Graph],
     shapes: ProvedShapes,
     nonempty: ProvedShapes,
-    options: TransformerOptions,
     shared: SharedCache | None,
     remarks: Remarks,
 ) -> None:
@@ -156,20 +138,17 @@ def _fuse_attention(
     weighted = multiplied_weights(nodes["Softmax"])
     ends = {*nodes["Transpose"], *nodes["Add"]}
     for graph in graphs:
-        rules, own = list[RewriteRule](), {node for node in graph if node in ends}
-        if options.rotary:
-            rules += Rotary.rule(shapes, remarks).commute()
-        if options.attention:
-            rules.append(FuseAttention.rule(shapes, nonempty, remarks, caches, shared))
+        own = {node for node in graph if node in ends}
+        attention = FuseAttention.rule(shapes, nonempty, remarks, caches, shared)
         if own:
-            _apply(model, rules, own.__contains__)
-    if options.attention:
-        if shared is not None:
-            shared.replace_sizes(whole for whole, _ in caches)
-        name_caches(caches)
-        remove_unused(model)
-        sort_nodes(model.graph)
-        refuse_the_rest(graphs, weighted, remarks)
+            rotary = Rotary.rule(shapes, remarks).commute()
+            _apply(model, [*rotary, attention], own.__contains__)
+    if shared is not None:
+        shared.replace_sizes(whole for whole, _ in caches)
+    name_caches(caches)
+    remove_unused(model)
+    sort_nodes(model.graph)
+    refuse_the_rest(graphs, weighted, remarks)
     if shared is not None:
         refused = (remark.reason for remark in remarks if remark.outcome is Outcome.REFUSED)
         shared.check((made for _, made in caches), next(refused, "it is not attention"))
@@ -201,8 +180,7 @@ def _apply(
     rules: Sequence[RewriteRule],
     is_candidate: Callable[[ir.Node], bool] = lambda node: True,
 ) -> None:
-    """Apply rules, if any; unused nodes and equal names are left for the end."""
-    if rules:
-        rule_set = DispatchingRuleSet(rules, is_candidate)
-        rule_set.cleans_up = False
-        rule_set.apply_to_model(model)
+    """Apply rules; unused nodes and equal names are left for the end."""
+    rule_set = DispatchingRuleSet(rules, is_candidate)
+    rule_set.cleans_up = False
+    rule_set.apply_to_model(model)

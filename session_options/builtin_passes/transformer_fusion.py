@@ -24,28 +24,6 @@ class TransformerFusion(Pass):
     # After the weights are those of MatMulNBits.
     position: ClassVar[int] = 60
 
-    rotary: bool = option(
-        True, "Rotary embeddings in any spelling, as one node (CPU sessions)."
-    )
-    attention: bool = option(
-        True,
-        "Attention in its fastest form; with a cache, one form for a token and one for a "
-        "prompt (CPU sessions).",
-    )
-    projections: bool = option(
-        True, "One MatMulNBits for Q, K and V, and one for gate and up (CPU sessions)."
-    )
-
-    grouped_queries: bool = option(
-        True,
-        "One MatMul for all query heads that share a key or value head, instead of repeated "
-        "heads; standard operators, for every provider.",
-    )
-    norms: bool = option(
-        True,
-        "Root-mean-square norms as one node, and each norm with the residual sum before it "
-        "(CPU sessions: the operators are onnxruntime's own).",
-    )
     kv_cache: str = option(
         "exported",
         "'shared': the caller binds long buffers as past and as present (IOBinding); new keys "
@@ -56,6 +34,6 @@ class TransformerFusion(Pass):
 
     def rewrite(self, model: ir.Model, context: PassContext) -> None:
         """Rewrite in place; see :mod:`.fuse`."""
-        from rewrite_rules.transformer_fusion.fuse import TransformerOptions, fuse_transformer
+        from rewrite_rules.transformer_fusion.fuse import fuse_transformer
 
-        fuse_transformer(model, TransformerOptions(**dataclasses.asdict(self)), context)
+        fuse_transformer(model, context, self.kv_cache)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from builders.token_batches import Run, token_feeds
 from rewrite_rules.remarks import PassContext, Remarks
-from rewrite_rules.transformer_fusion.fuse import TransformerOptions, fuse_transformer
+from rewrite_rules.transformer_fusion.fuse import fuse_transformer
 
 # Sizes of a decoder's runs: prompts, tokens and chunks, padded or not.
 RUNS = (
@@ -68,14 +68,14 @@ def greatest_difference(run: Run, actual: list[NDArray], expected: list[NDArray]
 
 
 def fused(
-    model: onnx.ModelProto, **options: bool | str
+    model: onnx.ModelProto, kv_cache: str = "exported"
 ) -> tuple[ir.Model, dict[str, list[str]], PassContext]:
     """The rewritten model, and the reasons of its remarks by outcome."""
     result, remarks = ir.from_proto(model), Remarks("transformer_fusion")
     onnx_ir.passes.common.ShapeInferencePass()(result)
     onnx_ir.passes.common.LiftConstantsToInitializersPass(lift_all_constants=True)(result)
     context = PassContext(remarks)
-    fuse_transformer(result, TransformerOptions(**options), context)
+    fuse_transformer(result, context, kv_cache)
     result.graph.sort()
     found = collections.defaultdict[str, list[str]](list)
     for remark in remarks:

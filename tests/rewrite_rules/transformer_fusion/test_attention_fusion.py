@@ -166,19 +166,6 @@ def test_one_row_of_positions_serves_the_batch(name: str):
     assert greatest_difference(sizes, actual, expected) < 1e-5
 
 
-def test_parts_can_be_switched_off():
-    model = exported("llama-dynamo-eager")
-    off = {"attention": False, "rotary": False}
-    result, *_ = fused(model, **off)
-    assert not counts(result)["If"] + counts(result)["RotaryEmbedding"]
-    model.graph.input[0].type.tensor_type.shape.dim.add().dim_value = 3
-    assert not any("rotary and" in text for text in fused(model, **off)[1]["refused"])
-    model = exported("llama-dynamo-eager")
-    result, *_ = fused(model, attention=True, rotary=False)
-    assert counts(result)["GroupQueryAttention"] == 2 * LAYERS
-    agrees(model, result, Run(2, 3, 4))
-
-
 def declared(sizes: Run) -> tuple[tuple[str, str], ...]:
     """Changes to a small decoder that declare the sizes of a run."""
     batch, length, past = sizes.batch, sizes.length, sizes.past
