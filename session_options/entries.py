@@ -39,7 +39,7 @@ BUILTIN_PASSES: dict[str, str | type] = {
 
 # Options of each of our passes, with their defaults as session entries.
 OPTIONS: Mapping[str, Mapping[str, str]] = {
-    "trim_padding": {"multiple": "1", "mask": "", "pack": "0"},
+    "trim_padding": {"mask": "", "pack": "0"},
     "mixed_precision_boundaries": {
         "overrides": "",
         "promote": "",

@@ -64,12 +64,10 @@ class PaddingNodes:
         self._wholes: dict[ir.Value, Any] = {}
         self._cut: ir.Value | None = None
 
-    def count(self, sizes: Mapping[ir.Value, tuple[int | None, ...]], multiple: int) -> None:
+    def count(self, sizes: Mapping[ir.Value, tuple[int | None, ...]]) -> None:
         """Count the padding behind the longest row.
 
-        Args:
-            sizes: Where inputs have the batch, if they do, and where the sequence, each time.
-            multiple: The length that is kept is a multiple of it.
+        ``sizes``: where inputs have the batch, if they do, and where the sequence, each time.
         """
         op, integers, back = self._before, self._before.integers, self._before.integers([-1])
         mask = self._mask
@@ -106,10 +104,6 @@ class PaddingNodes:
         cut = op.ArgMax(behind, axis=0, keepdims=1)
         if self._flow.keeps_one:
             cut = op.extreme("Max", op.Sub(cut, integers([1])), integers([0]))
-        if multiple > 1:
-            # Cut less, until what is kept is a multiple, or nothing is cut.
-            more = op.Mod(op.Sub(cut, self._length), integers([multiple]))
-            cut = op.extreme("Max", op.Sub(cut, more), integers([0]))
         self._cut = cut
         left = op.Sub(self._length, cut)
         self._kept = op.Where(op.Equal(cut, integers([0])), integers([_INT64_MAX]), left)

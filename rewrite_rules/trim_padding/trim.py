@@ -43,14 +43,13 @@ def trim_padding(
     model: ir.Model,
     context: PassContext,
     *,
-    multiple: int = 1,
     mask: str = "",
     pack: bool = False,
 ) -> None:
     """Trim in place; remarks say what was cut, or what stood in the way.
 
-    The length that is kept is a multiple of ``multiple``. ``mask`` names the input that is the
-    mask; empty to find it. ``pack`` runs what works token by token on real tokens only.
+    ``mask`` names the input that is the mask; empty to find it. ``pack`` runs what works token
+    by token on real tokens only.
     """
     names = FreshNames(model)
     try:
@@ -64,7 +63,7 @@ def trim_padding(
             if value is not flow.mask
         }
         nodes = PaddingNodes(model, names, flow)
-        nodes.count(sizes, multiple)
+        nodes.count(sizes)
     except Refusal as refusal:
         if _is_fused(model):
             refusal = Refusal("ORP508", f"{refusal}; {_FUSED}")

@@ -24,9 +24,6 @@ class TrimPadding(Pass):
     # The proof reads the operators of exporters, before anything is fused.
     position: ClassVar[int] = 5
 
-    multiple: int = option(
-        1, "Compute lengths that are multiples of this, or the whole length.", least=1
-    )
     mask: str = option(
         "",
         "Name of the attention mask, of shape [batch, sequence]; empty to find it by its use.",
@@ -41,4 +38,4 @@ class TrimPadding(Pass):
         """Trim in place; see :mod:`rewrite_rules.trim_padding.trim`."""
         from rewrite_rules.trim_padding.trim import trim_padding
 
-        trim_padding(model, context, multiple=self.multiple, mask=self.mask, pack=self.pack)
+        trim_padding(model, context, mask=self.mask, pack=self.pack)

@@ -500,11 +500,10 @@ def test_an_entry_that_nobody_reads_is_an_error(key: str, words: str, monkeypatc
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: ortplugins.TrimPadding(multiple=0), "multiple is 0; expected 1 or more"),
         (lambda: DqMatMulNBitsFusion(float_limit_mb=-3), "is -3; expected 0 or more"),
         (lambda: Everything(share=float("nan")), "share is nan; expected a finite number"),
         (lambda: ortplugins.ShapeSizeReorder(dims="b=1,b=2"), "'b' has two sizes"),
-        (an_entry("ortplugins.trim_padding.multiple", "-1"), None),
+        (an_entry("ortplugins.mixed_precision_boundaries.float_limit_mb", "-1"), None),
     ],
 )
 def test_numbers_have_bounds(call, words):

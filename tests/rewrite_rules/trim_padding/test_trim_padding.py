@@ -108,29 +108,25 @@ AT_1 = "Unsqueeze<axes = [1]>(real)"
 
 
 @pytest.mark.parametrize(
-    ("given", "options", "computed"),
+    "given",
     [
-        *[({"mask_type": name}, {}, 5) for name in MASK_TYPES],
-        *[
-            ({}, {"multiple": multiple}, n)
-            for multiple, n in ((1, 5), (8, 8), (5, 5), (64, 12))
-        ],
-        ({"shape": "batch, 12", "head": MEAN}, {}, 5),
-        ({"head": MEAN}, {}, 5),
-        ({"opset": 11, "mask": BOOLEAN.replace("Unsqueeze(real, middle)", AT_1)}, {}, 5),
-        ({"head": FIRST}, {}, 5),
-        ({"head": FIRST, "mask": BOOLEAN}, {}, 5),
+        *[{"mask_type": name} for name in MASK_TYPES],
+        {"shape": "batch, 12", "head": MEAN},
+        {"head": MEAN},
+        {"opset": 11, "mask": BOOLEAN.replace("Unsqueeze(real, middle)", AT_1)},
+        {"head": FIRST},
+        {"head": FIRST, "mask": BOOLEAN},
     ],
     ids=str,
 )
-def test_any_mask_shape_and_head(given, options, computed):
+def test_any_mask_shape_and_head(given):
     model = encoder(**given)
     kind = given.get("mask_type", "int64")
     dtype = {"float": np.float32}.get(kind, kind)
     feed = batch("111", "11111", length=12, dtype=dtype)
-    result = trimmed(model, **options).model
+    result = trimmed(model).model
     assert declared(result) == declared(model)
-    assert computed_length(result, feed) == computed
+    assert computed_length(result, feed) == 5
     assert_same(result, model, feed)
 
 
@@ -150,11 +146,6 @@ def test_few_nodes_are_added_and_lengths_inside_are_not_known():
     values = {value.name: value for value in model.graph.value_info}
     shape = values["scores"].type.tensor_type.shape.dim
     assert [dim.dim_param or dim.dim_value for dim in shape] == ["batch", 0, 0]
-
-
-def test_a_multiple_below_1_is_an_error():
-    with pytest.raises(ortplugins.OptionError, match="multiple is 0; expected 1 or more"):
-        ortplugins.TrimPadding(multiple=0)
 
 
 @pytest.mark.parametrize("numbers", [[2, 1, 0, 0], [-1, 1, 0, 0], [0.25, 0.5, 0, 0]])
