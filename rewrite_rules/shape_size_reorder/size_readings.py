@@ -26,7 +26,7 @@ _PICKS = frozenset({"Cast", "Gather", "Identity", "Reshape", "Slice", "Squeeze",
 # Operators whose numbers are read from a value directly, where they can be.
 _REREAD = frozenset({"Concat", "Gather", "Shape", "Slice", "Squeeze", "Unsqueeze"})
 # Operators whose numbers may be constant.
-FOLDED = _PICKS | _REREAD | {"Add", "Div", "Mul", "ReduceProd", "Size", "Sub"}
+FOLDED = _PICKS | _REREAD | {"Add", "Div", "Mul", "Size", "Sub"}
 _LONG_CHAIN = 4
 _SPAN_OPSET = 15
 

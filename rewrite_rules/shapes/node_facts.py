@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Hashable, Sequence
 
 import onnx_ir as ir
@@ -40,7 +39,6 @@ class Integers:
         return tuple(number[0] for number in self.numbers if number is not None)
 
 
-_MAX_STEPS = 8
 _OPEN_ENDS = (1 << 31) - 1, (1 << 63) - 1
 
 
@@ -141,32 +139,13 @@ class Site:
 
     def element(self, index: int, place: int, known: Dim | None = None) -> Hashable:
         """Return what an element of an input is known by: the same one is the same number."""
-        return self._origin(self.input(index), place) if known is None else known
-
-    def _origin(self, value: ir.Value, place: int) -> Hashable:
-        """Return the value and the place that an element of a list comes from."""
-        for _ in range(_MAX_STEPS):
-            node = value.producer()
-            if node is None or node.domain or not node.inputs or node.inputs[0] is None:
-                break
-            if node.op_type in ("Identity", "Squeeze", "Unsqueeze") and place == 0:
-                value = node.inputs[0]
-            elif node.op_type == "Concat" and len(node.inputs) > 1:
-                parts = [(v, self._length(v)) for v in node.inputs if v is not None]
-                ends = itertools.accumulate(length or 0 for _, length in parts)
-                found = next((i for i, end in enumerate(ends) if place < end), None)
-                if found is None or any(length is None for _, length in parts[: found + 1]):
-                    break
-                place -= sum(length or 0 for _, length in parts[:found])
-                value = parts[found][0]
-            else:
-                break
-        return value, place
-
-    def _length(self, value: ir.Value) -> int | None:
-        """Return how many numbers a list has."""
-        shape = self.facts.shape(value)
-        return number(shape[0]) if isinstance(shape, tuple) and len(shape) == 1 else None
+        value = self.input(index)
+        node = value.producer()
+        if node is not None and (node.op_type, node.domain) == ("Concat", ""):
+            parts = [part for part in node.inputs if part is not None]
+            if all(self.facts.shape(part) == ((1, ()),) for part in parts):
+                value, place = parts[place], 0
+        return (value, place) if known is None else known
 
     def constants(self, index: int) -> tuple[int, ...]:
         """The numbers of an input; refused if a run can change them."""

@@ -138,19 +138,6 @@ def _reshape(site: Site) -> Integers | None:
     )
 
 
-def _product_of_all(site: Site) -> Integers | None:
-    data = _input(site)
-    dims = None if data is None or len(data.shape) != 1 else data.known
-    if dims is None or site.axes(1) not in (None, (0,), (-1,)):
-        return None
-    if site.is_set("noop_with_empty_axes"):
-        return None
-    # The kernel multiplies in float64.
-    if math.prod(abs(size) or 1 for size, _ in dims) > EXACT:
-        return None
-    return Integers((_multiplied(site, *dims),), (1,) if site.is_set("keepdims", 1) else ())
-
-
 def _elementwise(
     compute: Callable[[Site, Dim, Dim], Dim | None],
 ) -> Callable[[Site], Integers | None]:
@@ -253,7 +240,6 @@ _RULES: dict[str, Callable[[Site], Integers | None]] = {
     "Gather": _gather,
     "Identity": _input,
     "Mul": _elementwise(_multiplied),
-    "ReduceProd": _product_of_all,
     "Reshape": _reshape,
     "Shape": _shape,
     "Size": lambda site: Integers((site.facts.count(site.input(0)),), ()),

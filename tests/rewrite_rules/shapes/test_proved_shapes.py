@@ -70,13 +70,11 @@ def test_what_is_known_of_integers_is_what_a_run_computes(data):
     constants = {f"c{i}": np.array([n]) for i, n in enumerate(_NUMBERS)}
     made, lines = ["size", *constants], ["size = Shape<start = 0, end = 1>(x)"]
     for number in range(8):
-        operator = pick(["Add", "Sub", "Mul", "Div", "ReduceProd", "Slice"])
+        operator = pick(["Add", "Sub", "Mul", "Div", "Slice"])
         name, a, b = f"n{number}", pick(made), pick(made)
         if operator == "Div":  # a process dies of 0, and of the least by -1
             b = pick([key for key, array in constants.items() if array[0] > 0])
-        if operator == "ReduceProd":
-            lines += [f"{name}j = Concat<axis = 0>({a}, {b})", f"{name} = ReduceProd({name}j)"]
-        elif operator == "Slice":
+        if operator == "Slice":
             step = pick([key for key, array in constants.items() if array[0]])
             lines += [
                 f"{name}s = Slice(x, {a}, {b}, zero, {step})",
