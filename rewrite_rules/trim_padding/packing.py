@@ -102,7 +102,6 @@ class _Packing:
         end = op.Where(self._holds, op.integers([_INT64_MAX]), op.integers([0]))
         rows = op.Sub(counts, op.integers(1))
         self._places = op.Slice(rows, op.integers([0]), end)
-        self._order = {node: place for place, node in enumerate(model.graph)}
         # Of sizes that are the same in every run, the first value that has them.
         self._like: dict[tuple[bool, Dims], ir.Value] = {}
 
@@ -118,25 +117,11 @@ class _Packing:
         self._op.register(self._graph)
         self._graph.extend(self._op.nodes)
 
-    def _place(self, value: ir.Value) -> int:
-        """Return where a value of the graph as it was is computed; -1 for inputs."""
-        node = value.producer()
-        return -1 if node is None else self._order.get(node, -1)
-
-    def _is_before(self, value: ir.Value, node: ir.Node) -> bool:
-        """Whether a value is computed before a node, and so not from it."""
-        producer = value.producer()
-        return producer is None or self._order[producer] < self._order.get(node, 0)
-
-    def _dims(self, value: ir.Value) -> Dims:
-        dims = self._flow.roles.shapes.dims(value)
-        assert dims is not None
-        return dims
-
     def _shape(self, value: ir.Value, rank: int, is_packed: bool) -> Any:
         """Return the sizes of a value, by one of which so many are the same in every run."""
-        key = is_packed, self._dims(value)[:rank]
-        return self._op.Shape(self._like.setdefault(key, value))
+        dims = self._flow.roles.shapes.dims(value)
+        assert dims is not None
+        return self._op.Shape(self._like.setdefault((is_packed, dims[:rank]), value))
 
     def _rows(self, value: ir.Value, rows: Any, is_packed: bool) -> Any:
         """Return rows, or all of a whole batch."""
@@ -160,13 +145,7 @@ class _Packing:
         op, width = self._op, _rows_width(value, self._flow)
         assert width is not None
         shape, value.shape = value.shape, ir.Shape([None, None, width])
-        readers = []
-        for node, i in [(node, i) for node, i in value.uses() if node not in inside]:
-            like = self._like.get((False, self._dims(value)))
-            if node.op_type == "Shape" and like is not None and self._is_before(like, node):
-                node.replace_input_with(i, like)
-            else:
-                readers.append((node, i))
+        readers = [(node, i) for node, i in value.uses() if node not in inside]
         outputs = [i for i, one in enumerate(self._graph.outputs) if one is value]
         if not readers and not outputs:
             return
@@ -174,14 +153,8 @@ class _Packing:
         if outputs:
             value.name = self._names.take(f"{name}_packed")
         places = self._rows(value, self._places, is_packed=True)
-        unpacked = self._like.get((False, self._dims(value)[:2]))
-        if unpacked is not None and self._place(unpacked) < self._place(value):
-            # It has these sizes in each run, packed or not.
-            rows = op.Slice(op.Shape(unpacked), op.integers([0]), op.integers([2]))
-            sizes = op.Concat(rows, op.integers([width]), axis=0)
-        else:
-            given = op.Concat(self._sizes, op.integers([width]), axis=0)
-            sizes = op.Where(self._holds, given, self._shape(value, 3, True))
+        given = op.Concat(self._sizes, op.integers([width]), axis=0)
+        sizes = op.Where(self._holds, given, self._shape(value, 3, True))
         # A size of 0 is no copy of another, which other passes could not know.
         literal = {"allowzero": 1} if self._flow.opset >= _ZERO_OPSET else {}
         whole = op.Reshape(op.Gather(value, places, axis=1), sizes, **literal)
