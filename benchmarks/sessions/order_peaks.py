@@ -28,7 +28,7 @@ from benchmarks.models.branching_graphs import GRAPHS
 from benchmarks.models.real_nets import real_nets
 from ortplugins.measurement.measure import Candidate, SessionProcess, write_feed
 from rewrite_rules.remarks import PassContext, Remarks
-from rewrite_rules.shape_size_reorder.memory_order import memory_order
+from rewrite_rules.shape_size_reorder.memory_order import GraphOrder
 from rewrite_rules.shape_size_reorder.reorder import reorder
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from session_options.plan import entries_of
@@ -218,12 +218,12 @@ def _ratio_of_runs(pair: tuple[Candidate, Candidate], feed: Path) -> float:
 
 def _late_shapes(path: Path) -> int:
     model = ir.load(path)
-    order = memory_order(model.graph, ProvedShapes(model, {}))
+    order = GraphOrder(model.graph, ProvedShapes(model, {}))
     found = 0
     pending = [order]
     while pending:
         item = pending.pop()
-        graph, ran = item.model.dependencies, item.priority.order
+        graph, ran = item.dependencies, item.priority.order
         readers = {node for node, is_reader in enumerate(graph.shape_readers) if is_reader}
         for node in readers:
             if graph.producers[node]:

@@ -13,11 +13,7 @@ import onnx_ir as ir
 
 from rewrite_rules.graph.nodes import all_nodes, is_custom, label, walk
 from rewrite_rules.remarks import PassContext, Refusal
-from rewrite_rules.shape_size_reorder.memory_order import (
-    GraphOrder,
-    SimulatedOrder,
-    memory_order,
-)
+from rewrite_rules.shape_size_reorder.memory_order import GraphOrder, SimulatedOrder
 from rewrite_rules.shape_size_reorder.simplify import simplify_shapes
 from rewrite_rules.shape_size_reorder.size_rules import move_behind_makers
 from rewrite_rules.shapes.proved_shapes import DEFAULT_DIM, ProvedShapes
@@ -48,7 +44,7 @@ def reorder(model: ir.Model, context: PassContext, *, dims: Mapping[str, int]) -
         return
     simplify_shapes(model, context)
     shapes = ProvedShapes(model, dims)
-    order = memory_order(model.graph, shapes)
+    order = GraphOrder(model.graph, shapes)
     _run_in_file_order(model, order, context)
     if context.cpu_only and order.default.peak >= _LEAN_BYTES:
         context.session_settings.update(_NO_REUSE)

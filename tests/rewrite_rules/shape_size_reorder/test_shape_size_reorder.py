@@ -24,8 +24,7 @@ from ortplugins.cache.artifact import Artifact
 from ortplugins.runtime.copied_options import running_options
 from rewrite_rules.graph.nodes import is_constant
 from rewrite_rules.remarks import PassContext, Remarks
-from rewrite_rules.shape_size_reorder.memory_order import GraphOrder, memory_order
-from rewrite_rules.shape_size_reorder.memory_plan import MemoryModel
+from rewrite_rules.shape_size_reorder.memory_order import GraphOrder
 from rewrite_rules.shape_size_reorder.onnxruntime_orders import Dependencies
 from rewrite_rules.shape_size_reorder.reorder import put_in_order, reorder
 from rewrite_rules.shapes.proved_shapes import DEFAULT_DIM, ProvedShapes
@@ -205,14 +204,12 @@ def held_by_onnxruntime(model: onnx.ModelProto, folder: Path, **settings: Any) -
 
 
 def ordered(model: ir.Model, **dims: int) -> GraphOrder:
-    return memory_order(model.graph, ProvedShapes(model, dims))
+    return GraphOrder(model.graph, ProvedShapes(model, dims))
 
 
 def simulated(model: ir.Model, *, priority: bool) -> list[int]:
-    dependencies = Dependencies.of(model.graph)
-    order = dependencies.priority() if priority else dependencies.default()
-    memory = MemoryModel(model.graph, ProvedShapes(model, {}))
-    return memory.live(order, {})
+    found = ordered(model)
+    return found.live((found.priority if priority else found.default).order)
 
 
 @pytest.mark.parametrize("seed", range(RANDOM_GRAPHS // 3))

@@ -18,7 +18,7 @@ from builders.text_models import model_of
 from ortplugins.optimization.shape_inference import infer_shapes
 from rewrite_rules.remarks import PassContext, Remarks
 from rewrite_rules.shape_size_reorder import size_rules
-from rewrite_rules.shape_size_reorder.memory_order import memory_order
+from rewrite_rules.shape_size_reorder.memory_order import GraphOrder
 from rewrite_rules.shape_size_reorder.reorder import put_in_order
 from rewrite_rules.shape_size_reorder.simplify import simplify_shapes
 from rewrite_rules.shapes.evaluator import array_of
@@ -166,7 +166,7 @@ def test_shapes_become(name):
     same(before, after, runs, "optimised" in case.settings)
     assert simplify(after, infer) == []
     if case.settings.get("law") == "BehindMaker":
-        put_in_order(after, memory_order(after.graph, ProvedShapes(after, {})))
+        put_in_order(after, GraphOrder(after.graph, ProvedShapes(after, {})))
     left = " ".join(node.op_type for node in after.graph)
     case.expect("\n".join([*written(after), left]))
 
