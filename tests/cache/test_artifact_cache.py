@@ -513,6 +513,7 @@ NO_PARTS: dict[str, dict[str, Any]] = {
         "ortplugins.enable_shape_size_reorder": "1",
         "ortplugins.enable_dq_matmulnbits_fusion": "1",
         "ortplugins.dq_matmulnbits_fusion.accuracy_level": "0",
+        "ortplugins.bake": "1",
     }},
 }  # fmt: skip
 

@@ -35,7 +35,7 @@ from session_options import (
     our_passes,
     read,
 )
-from session_options.entries import OPTIONS, stored
+from session_options.entries import OPTIONS, is_default, is_without_effect, option_key, stored
 from session_options.keys import format_value, options_of
 from session_options.plan import (
     GENERAL_OPTIONS,
@@ -397,6 +397,14 @@ def test_the_entries_that_a_start_asks_for_are_those_of_the_classes():
         specs = options_of(cls)
         defaults = {spec.name: format_value(spec.default) for spec in specs}
         assert OPTIONS[name] == defaults, f"session_options/entries.py: {name}"
+        keys = {option_key(name, option): text for option, text in defaults.items()}
+        assert all(itertools.starmap(is_default, keys.items()))
+    for spec in GENERAL_OPTIONS:
+        key = f"ortplugins.{spec.name}"
+        counts = not is_without_effect(key, "1")
+        assert counts == is_default(key, format_value(spec.default)) and not is_default(
+            key, "x"
+        )
 
 
 def test_importing_and_reading_imports_nothing_heavy():
