@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from rewrite_rules.graph.nodes import is_quantize_linear
 from rewrite_rules.mixed_precision_boundaries import boundary_rules, float_region_constants
 from rewrite_rules.mixed_precision_boundaries.float_region_constants import unpack_constants
-from rewrite_rules.mixed_precision_boundaries.fold_rules import fold_pairs
 from rewrite_rules.mixed_precision_boundaries.place import place_boundaries
 from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import QuantizedGraph
@@ -132,15 +131,6 @@ def test_the_page_has_a_case_of_each_rule():
     assert_laws_on_page(PAGE, [boundary_rules, float_region_constants], REGIONS, str)
 
 
-def test_new_values_have_types_and_shapes():
-    model = quantized(CHAIN)
-    before = {value.name for node in model.graph for value in node.outputs}
-    place(model, promote=["B"])
-    new = [v for node in model.graph for v in node.outputs if v.name not in before]
-    assert len(new) == 4  # of Q and DQ behind a and b
-    assert all(value.type is not None and list(value.shape) == [2, 3] for value in new)
-
-
 @pytest.mark.parametrize("domain", ["", "com.microsoft"])
 def test_domains_of_16_bits_below_opset_21(domain: str):
     model = quantized(CHAIN, opset=17)
@@ -225,31 +215,14 @@ def test_a_bias_that_would_overflow_stays():
     assert "2147483648, beyond int32" in remark.reason
 
 
-def test_a_bias_fits_the_8_bits_that_a_cpu_reads():
-    model = quantized("""g (float[1,2] x) => (float[1,1] y)
-        <int8[2,1] w = {5, -7}, float[1] sw = {0.5}, int8[1] zw = {0},
-         int32[1] b = {200}, float[1] sb = {0.01}, int32[1] zb = {0}> {
-            wf = DequantizeLinear <axis = 1> (w, sw, zw)
-            bf = DequantizeLinear <axis = 0> (b, sb, zb)
-            [A] y = Gemm(x, wf, bf) }""")
-    feeds = {"x": np.array([[0.1, 0.2]], np.float32)}
-    before = run(model, feeds)
-    place(model, overrides=read_overrides({"x": [{"convert": {"quant_type": "QUInt16"}}]}))
-    fold_pairs(model, PassContext(Remarks("test")))
-    np.testing.assert_allclose(run(model, feeds, optimised=True), before, atol=0.021)
-
-
 @pytest.mark.parametrize("asked", ["x", "A"])
-def test_a_float_bias_that_onnxruntime_makes_an_int32_fits(asked):
+def test_a_float_bias_that_onnxruntime_would_overflow_is_refused(asked):
     model = quantized("""g (float[1,1,1,1] x) => (float[1,1,1,1] y)
         <int8[1,1,1,1] w = {5}, float[1] s = {1e-6}, float[1] b = {1.5}> {
             wf = DequantizeLinear <axis = 0> (w, s)
             [A] y = Conv(x, wf, b) }""")
     remarks = place(model, promote=[asked])
     assert "ORP308" in {remark.code for remark in remarks}
-    fold_pairs(model, PassContext(Remarks("test")))
-    (y,) = run(model, {"x": np.ones((1, 1, 1, 1), np.float32)}, optimised=True)
-    assert y.item() == pytest.approx(1.5, abs=1e-3)
 
 
 # Quantisers remove the Relu or Clip between two tensors; the range stands for it. Operators,

@@ -128,15 +128,3 @@ def test_another_sign_has_the_same_values(source, target):
     other = grid.refine(target)
     assert other.dtype == target
     assert other.dequantize(other.codes()).tobytes() == grid.dequantize(grid.codes()).tobytes()
-
-
-@pytest.mark.parametrize("dtype", GRID_TYPES)
-def test_codes_come_back_as_onnxruntime_gives_them_back(dtype):
-    kept = []
-    for grid in random_grids(dtype, 12, seed=3):
-        codes = grid.codes()
-        _, values = by_onnxruntime(grid, np.zeros(1, np.float32), codes)
-        again, _ = by_onnxruntime(grid, values, codes)
-        kept.append(grid.keeps_codes(grid))
-        assert kept[-1] == np.array_equal(again, codes), str(grid)
-    assert any(kept)
