@@ -127,16 +127,15 @@ def test_several_records_of_one_tensor_but_those_without_bytes(tmp_path, blobs, 
 @pytest.mark.parametrize(
     ("key", "text"),
     [
-        *[("offset", text) for text in ("2", "-1", "x")],
-        *[("length", text) for text in ("41", "-1", None)],
-        *[("location", text) for text in ("nowhere", None)],
-        *[("prepacked_0", f"Op+1|{blob}") for blob in ("0;99;0", "41;1;0", "-1;1;0")],
+        ("offset", "2"),
+        ("offset", "-1"),
+        ("length", None),
+        ("location", "nowhere"),
+        ("prepacked_0", "Op+1|0;99;0"),
         # What is no record: in no case is it taken for another one.
-        *[("prepacked_0", text) for text in ("", "garbage", "|1;2;0")],
-        *[
-            ("prepacked_0", f"Op+1|{blob}")
-            for blob in ("", "1;2", "1;2;0;4", "1;2;0|", "a;2;0", "1;;0", "1.5;2;0", "1;-2;0")
-        ],
+        ("prepacked_0", "garbage"),
+        ("prepacked_0", "Op+1|1;2;0;4"),
+        ("prepacked_0", "Op+1|1;-2;0"),
     ],
 )
 def test_places_outside_the_file_are_refused(tmp_path, key, text):
