@@ -4,8 +4,7 @@
 - Of elementwise operators: ``code16 = (code8 - min8) * 256 + min16`` on the refined grid; the
   values stay bit for bit. Weights of Conv, MatMul and Gemm stay as they are.
 - Biases in int32, whose scale is the input's times the weight's: kernels of NPUs want the
-  same of the new input scale. ``code * old / new`` with the scale times ``new / old``; for a
-  refined input that is 256, exactly.
+  same of the new input scale: ``code * 256`` with the scale / 256, exactly.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import onnx_ir as ir
 
 from rewrite_rules.graph.nodes import dequantizer, input_of, label
 from rewrite_rules.graph.parameters import constant, require_constant
-from rewrite_rules.mixed_precision_boundaries.quantization_grid import QuantizationGrid
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
     ELEMENTWISE_OPERATORS,
     QuantizedGraph,
@@ -30,14 +28,16 @@ from rewrite_rules.remarks import Refusal
 _BIASED_OPERATORS = frozenset({"Conv", "ConvTranspose", "Gemm"})
 # Float32 products of two scales, and Gemm's beta of 1, are this close.
 _SCALE_TOLERANCE = 1e-3
+_FINER = 256  # steps of 16 bits in one of 8
+_MOST = np.iinfo(np.int32).max
 
 
 def change_constants(region: Region, graph: QuantizedGraph) -> None:
     """Note what becomes of a region's constants, and which biases stay."""
     region.constants += _elementwise_changes(region, graph)
-    for dequantize, ratio, nodes in _rescaled_biases(region):
+    for dequantize, nodes in _wider_biases(region).items():
         try:
-            region.constants.append(_rescaled(dequantize, ratio, nodes))
+            region.constants.append(_rescaled(dequantize, nodes))
         except Refusal as refusal:
             stays = refusal.behind(f"bias {label(dequantize)!r} stays: ")
             region.biases_that_stay[nodes[0]] = stays
@@ -90,24 +90,22 @@ def _elementwise_changes(region: Region, graph: QuantizedGraph) -> Iterator[Cons
         yield ConstantChange(dequantize, tuple(nodes), codes, scale, zero_point)
 
 
-def _rescaled_biases(region: Region) -> Iterator[tuple[ir.Node, float, list[ir.Node]]]:
-    """Yield int32 biases of nodes that read another grid now, the ratio, and the nodes."""
-    asked: dict[tuple[ir.Node, float], list[ir.Node]] = {}
+def _wider_biases(region: Region) -> dict[ir.Node, list[ir.Node]]:
+    """Return int32 biases of nodes whose input has 16 bits in place of 8, and the nodes."""
+    found: dict[ir.Node, list[ir.Node]] = {}
     for tensor, plan in region.plans.items():
         for node, dtype in plan.reads.items():
-            if dtype == ir.DataType.FLOAT or node.op_type not in _BIASED_OPERATORS:
+            is_wider = dtype != ir.DataType.FLOAT and dtype.bitwidth > tensor.grid.bits
+            if not is_wider or node.op_type not in _BIASED_OPERATORS:
                 continue
-            _check_float_bias(node, tensor, plan.grid(dtype))
-            ratio = float(tensor.grid.scale) / float(plan.grid(dtype).scale)
-            dequantize = _bias_of(node, tensor)
-            if dequantize is not None and ratio != 1:
-                asked.setdefault((dequantize, ratio), []).append(node)
-    for (dequantize, ratio), nodes in asked.items():
-        yield dequantize, ratio, nodes
+            _check_float_bias(node, tensor)
+            if (dequantize := _bias_of(node, tensor)) is not None:
+                found.setdefault(dequantize, []).append(node)
+    return found
 
 
-def _check_float_bias(node: ir.Node, tensor: QuantizedTensor, grid: QuantizationGrid) -> None:
-    """Refuse a float bias that overflows by this grid only.
+def _check_float_bias(node: ir.Node, tensor: QuantizedTensor) -> None:
+    """Refuse a float bias that overflows by the finer scale only.
 
     Between Q and DQ, onnxruntime quantises it to int32 by the scales of input and weight
     (weight_bias_quantization.cc, 1.32), without a check of the ends.
@@ -119,13 +117,11 @@ def _check_float_bias(node: ir.Node, tensor: QuantizedTensor, grid: Quantization
         return
     with np.errstate(divide="ignore", invalid="ignore"):
         values = np.ravel(bias.numpy()).astype(np.float64) / np.ravel(scale.numpy())
-    greatest = float(np.abs(values).max(initial=0))
-    steps = [greatest / float(each.scale) for each in (tensor.grid, grid)]
-    most = np.iinfo(np.int32).max
-    if steps[0] <= most < steps[1]:
+    steps = float(np.abs(values).max(initial=0)) / float(tensor.grid.scale)
+    if steps <= _MOST < _FINER * steps:
         raise Refusal(
             "ORP308",
-            f"float bias {bias.name!r} is {steps[1]:.3g} steps of the new scale, beyond "
+            f"float bias {bias.name!r} is {_FINER * steps:.3g} steps of the new scale, beyond "
             "int32, which onnxruntime makes it; quantise it, or promote in mode 'float'",
         )
 
@@ -147,21 +143,19 @@ def _bias_of(node: ir.Node, tensor: QuantizedTensor) -> ir.Node | None:
     return bias if np.allclose(own, product, rtol=_SCALE_TOLERANCE, atol=0) else None
 
 
-def _rescaled(dequantize: ir.Node, ratio: float, nodes: list[ir.Node]) -> ConstantChange:
+def _rescaled(dequantize: ir.Node, nodes: list[ir.Node]) -> ConstantChange:
     _, codes = require_constant(dequantize.inputs[0], "codes")
     _, scale = require_constant(dequantize.inputs[1], "scale")
-    wide = np.rint(codes.numpy().astype(np.float64) * ratio)
-    greatest = float(np.abs(wide).max(initial=0))
-    if greatest > np.iinfo(np.int32).max:
+    wide, old = codes.numpy().astype(np.int64) * _FINER, scale.numpy()
+    greatest, fine = int(np.abs(wide).max(initial=0)), old / old.dtype.type(_FINER)
+    if greatest > _MOST:
         raise Refusal(
             "ORP308",
-            f"times {ratio:.6g}, its greatest code is {greatest:.0f}, beyond int32; a greater "
-            "weight scale makes room",
+            f"times {_FINER}, its greatest code is {greatest}, beyond int32; a greater weight "
+            "scale makes room",
         )
-    old = scale.numpy()
-    fine = (old.astype(np.float64) / ratio).astype(old.dtype)
-    if not np.allclose(fine.astype(np.float64) * ratio, old.astype(np.float64), 1e-6, 0):
-        raise Refusal("ORP308", f"its scale / {ratio:.6g} is too small for {old.dtype}")
+    if (fine * old.dtype.type(_FINER) != old).any():
+        raise Refusal("ORP308", f"its scale / {_FINER} is too small for {old.dtype}")
     return ConstantChange(dequantize, tuple(nodes), wide.astype(np.int32), fine, None)
 
 
