@@ -39,7 +39,6 @@ from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
 from rewrite_rules.mixed_precision_boundaries.region_constants import change_constants
 from rewrite_rules.mixed_precision_boundaries.regions import (
     SHARING_OPERATORS,
-    Groups,
     Overridden,
     Region,
     TensorPlan,
@@ -87,7 +86,7 @@ def place_boundaries(
     ready = []
     for region in regions:
         try:
-            _complete(graph, region, groups)
+            _complete(graph, region)
         except Refusal as refusal:
             for seed in region.seeds:
                 context.remarks.refused(seed, refusal)
@@ -101,14 +100,13 @@ def place_boundaries(
         move_int8_codes(model)
 
 
-def _complete(graph: QuantizedGraph, region: Region, groups: Groups) -> None:
+def _complete(graph: QuantizedGraph, region: Region) -> None:
     """Choose the constants of a region; refused where the graph forbids it."""
     if region.refusal is not None:
         raise region.refusal
     for plan in region.plans.values():
         plan.clipped = _may_clip(graph, plan.tensor)
         _check_plan(graph, plan)
-        _check_sharing(graph, groups, region, plan)
     change_constants(region, graph)
 
 
@@ -147,27 +145,6 @@ def _check_plan(graph: QuantizedGraph, plan: TensorPlan) -> None:
             f"tensor {tensor.name!r} needs a Clip of opset {_OPSET_OF_CLIP}, and the model is "
             f"of opset {graph.opset}; convert the model",
         )
-
-
-def _check_sharing(
-    graph: QuantizedGraph, groups: Groups, region: Region, plan: TensorPlan
-) -> None:
-    """Refuse to cut data movement that goes by one grid: it could not run on codes."""
-    tensor = plan.tensor
-    for node, read in plan.reads.items():
-        if node.op_type not in SHARING_OPERATORS or read == ir.DataType.FLOAT:
-            continue
-        for other in graph.written_by(node):
-            known = region.plans.get(other)
-            written = other.grid.dtype if known is None else known.produced
-            same = groups.find(other) is groups.find(tensor)
-            if same and written not in (read, ir.DataType.FLOAT):
-                raise Refusal(
-                    "ORP305",
-                    f"node {label(node)!r} moves data by one grid, but would read "
-                    f"{tensor.name!r} as {type_name(read)} and write {other.name!r} as "
-                    f"{type_name(written)}; give both one type",
-                )
 
 
 # What operators compute, whatever they read.
