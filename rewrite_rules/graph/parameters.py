@@ -154,7 +154,7 @@ def require_constant(value: ir.Value | None, role: str) -> tuple[ir.Value, ir.Te
 
 
 def check_payload(tensor: ir.TensorProtocol, what: str) -> None:
-    """Refuse a tensor whose stored data, outside of files, contradicts its shape or type."""
+    """Refuse a tensor whose stored data, outside of files, contradicts its shape."""
     if tensor.dtype in (ir.DataType.STRING, ir.DataType.UNDEFINED):
         raise Refusal("ORP204", f"{what} is of type {tensor.dtype.name.lower()}")
     shape = tuple(tensor.shape.numpy())
@@ -177,12 +177,3 @@ def check_payload(tensor: ir.TensorProtocol, what: str) -> None:
             f"{what} holds {len(stored)} {unit}, but shape {list(shape)} of {name} takes "
             f"{expected}",
         )
-    if unit == "bytes" or dtype.bitwidth > 16:
-        return
-    low, high = 0, (1 << max(dtype.bitwidth, 8)) - 1
-    if dtype in (ir.DataType.INT8, ir.DataType.INT16):
-        low, high = int(dtype.min), int(dtype.max)
-    numbers = np.array(stored, np.int64)
-    wrong = numbers[(numbers < low) | (numbers > high)]
-    if wrong.size:
-        raise Refusal("ORP204", f"{what} holds {wrong[0]}, outside the range of {name}")

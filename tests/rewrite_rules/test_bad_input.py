@@ -250,14 +250,11 @@ def odd_numbers() -> Cases:
         yield left(f"scale-{number}-{dtype}", linear(s=tensor("s", array)), text)
     for number in (-1, 256, 1 << 20):
         w = filled("w", T.UINT8, [K, N], K * N, number)
-        text = f"weight 'w' holds {number}, outside the range of uint8"
-        yield left(f"codes-{number}", linear(w=w), text)
+        yield Case(f"codes-{number}", linear(w=w), sound=True)  # onnxruntime drops high bits
     z = filled("z", T.INT8, [2, N], 16, 128)
-    text = "zero point 'z' holds 128, outside the range of int8"
-    yield left("zero_point-128", linear(w=codes(dtype=np.int8), z=z), text)
+    yield Case("zero_point-128", linear(w=codes(dtype=np.int8), z=z), sound=True)
     packed = filled("w", T.INT4, [K, N], K * N // 2, 256)
-    text = "weight 'w' holds 256, outside the range of int4"
-    yield left("packed-256", linear(w=packed), text)
+    yield Case("packed-256", linear(w=packed), sound=True)
 
 
 def odd_lengths() -> Cases:
