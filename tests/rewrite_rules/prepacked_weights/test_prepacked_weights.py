@@ -17,7 +17,7 @@ from builders.dequantized_models import DequantizedMatMul, relative_error, run
 from builders.sessions import CPU, EXACT, options, start
 from builders.text_cases import assert_page_has, markdown
 from builders.text_models import Array, add_weights, graphs, normal, proto_of
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
 
 import ortplugins
 from benchmarks.models.int4_chain import write_chain
@@ -30,7 +30,6 @@ from rewrite_rules.prepacked_weights.prepack import prepack
 from rewrite_rules.prepacked_weights.records import (
     Record,
     drop_records,
-    lay_out,
     read_records,
     restore_order,
 )
@@ -46,18 +45,8 @@ node = helper.make_node
 # The layout.
 
 
-def external(name: str, size: int, entries: dict[str, str]) -> onnx.TensorProto:
-    tensor = TensorProto(name=name, data_type=TensorProto.UINT8, dims=[size])
-    tensor.data_location = TensorProto.EXTERNAL
-    for key, text in entries.items():
-        tensor.external_data.add(key=key, value=text)
-    return tensor
-
-
-def graph_of(
-    *tensors: onnx.TensorProto, nodes: Sequence[onnx.NodeProto] = ()
-) -> onnx.GraphProto:
-    return helper.make_graph(nodes, "test", [], [], tensors)
+def graph_of(nodes: Sequence[onnx.NodeProto] = ()) -> onnx.GraphProto:
+    return helper.make_graph(nodes, "test", [], [])
 
 
 def model_of(graph: onnx.GraphProto) -> onnx.ModelProto:
@@ -95,56 +84,6 @@ def tensors_by_offset(model: onnx.ModelProto) -> list[str]:
         if name in blobs
     )
     return list(dict.fromkeys(name.partition(".prepacked")[0] for name in blobs))
-
-
-@pytest.mark.parametrize(
-    ("blobs", "kernels"),
-    [("18;33;0", ["MatMul+a", "Gemm+7"]), ("18;33;0|0;0;0", ["MatMul+a"])],
-)
-def test_several_records_of_one_tensor_but_those_without_bytes(tmp_path, blobs, kernels):
-    content = bytes(range(51))
-    (tmp_path / "old.data").write_bytes(content)
-    entries = {"location": "old.data", "offset": "0", "length": "10"}
-    entries |= {"prepacked_0": "MatMul+a|10;8;0", "prepacked_1": f"Gemm+7|{blobs}"}
-    # A place that is read twice is written once.
-    twin = {key: text for key, text in entries.items() if "_" not in key}
-    inline = numpy_helper.from_array(normal(3), "inline")
-    model = model_of(graph_of(external("a", 10, entries), external("twin", 10, twin), inline))
-    size = lay_out(model, tmp_path, "new.data", places_of(model))
-    laid = (tmp_path / "new.data").read_bytes()
-    assert len(laid) == size
-    places = {name: (offset, length) for name, offset, length in pieces(model)}
-    assert places["0/a"] == places["0/twin"]
-    for name, old in {"0/a": 0, "0/a.prepacked_0.0": 10, "0/a.prepacked_1.0": 18}.items():
-        if name in places:
-            new, length = places[name]
-            assert laid[new : new + length] == content[old : old + length]
-    (records,) = read_records(model).values()
-    assert [record.kernel for record in records] == kernels
-    assert model.graph.initializer[-1] == inline
-
-
-@pytest.mark.parametrize(
-    ("key", "text"),
-    [
-        ("offset", "2"),
-        ("offset", "-1"),
-        ("length", None),
-        ("location", "nowhere"),
-        ("prepacked_0", "Op+1|0;99;0"),
-        # What is no record: in no case is it taken for another one.
-        ("prepacked_0", "garbage"),
-        ("prepacked_0", "Op+1|1;2;0;4"),
-        ("prepacked_0", "Op+1|1;-2;0"),
-    ],
-)
-def test_places_outside_the_file_are_refused(tmp_path, key, text):
-    (tmp_path / "old.data").write_bytes(bytes(41))
-    entries = {"location": "old.data", "offset": "1", "length": "40", key: text}
-    present = {name: entry for name, entry in entries.items() if entry is not None}
-    model = model_of(graph_of(external("w", 40, present)))
-    with pytest.raises((ValueError, FileNotFoundError)):
-        lay_out(model, tmp_path, "new.data", {})
 
 
 def test_nodes_go_back_to_their_order():
@@ -305,6 +244,9 @@ def kernels() -> onnx.ModelProto:
         weights |= {places[name]: array for name, array in own.items()}
         lines.append(f"[{op_type}] y_{op_type} = {kernel} {call.format(**places)}")
         outputs.append(f"{OUTPUT_TYPES.get(kernel, 'float')}[] y_{op_type}")
+    # Another kernel of the same weight.
+    lines.append("[shared] y_shared = Gemm (x, MatMul_w)")
+    outputs.append("float[] y_shared")
     inputs = "float[2, 64] x, float[1, 8, 9, 9] image, float[3, 2, 64] sequence"
     return proto_of(
         f"""g ({inputs}) => ({", ".join(outputs)}) {{
@@ -345,6 +287,7 @@ def test_everything_that_onnxruntime_packs(tmp_path):
     packed = onnx.load(path, load_external_data=False)
     records = read_records(packed)
     assert all_in_use(reason) == sum(map(len, records.values()))
+    assert len(records["MatMul_w",]) == 2
     found = {r.kernel.partition("+")[0] for each in records.values() for r in each}
     assert found >= _ALWAYS_PACKED
     if sys.platform == "linux" and os.uname().machine == "x86_64":
