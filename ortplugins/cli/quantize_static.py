@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
@@ -31,7 +30,6 @@ def quantize_static(
     output: opt.Output,
     given: opt.GivenSamples = opt.GivenSamples(),
     printing: opt.Printing = opt.Printing(),
-    overrides: Path | None = None,
     promote: tuple[str, ...] = (),
     budget: float | None = None,
     max_16bit: Annotated[
@@ -49,7 +47,6 @@ def quantize_static(
     in a model that has 8 bits already.
 
     Args:
-        overrides: File of JSON, {"NAME": [{"quant_type": "QUInt16"}]}.
         promote: A tensor or node to give 16 bits; repeatable.
         budget: Promote until the outputs have this cosine to those with unquantised
             activations, for example 0.995.
@@ -70,7 +67,6 @@ def quantize_static(
             model,
             output,
             source,
-            overrides=overrides.read_text("utf-8", "replace") if overrides else "",
             promote=promote,
             budget=budget,
             max_16bit=max_16bit,

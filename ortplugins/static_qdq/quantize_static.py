@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -54,7 +54,6 @@ def quantize_static_mixed(
     model_output: str | os.PathLike[str] | None = None,
     data: CalibrationSource = None,
     *,
-    overrides: str | Mapping[str, Any] = "",
     promote: Collection[str] = (),
     budget: float | None = None,
     max_16bit: float | None = None,
@@ -67,7 +66,7 @@ def quantize_static_mixed(
     """Quantise weights and activations of a float model, some activations to 16 bits.
 
     A model that is quantised already keeps its grids, and gets those of 16 bits. Of a float
-    model, without ``overrides`` and ``promote``, the graph is the one that onnxruntime's
+    model, without ``promote``, the graph is the one that onnxruntime's
     ``quantize_static`` makes; with them, Relu and Clip nodes stay, whose work it leaves to the
     range of 8 bits.
 
@@ -78,8 +77,6 @@ def quantize_static_mixed(
         model_output: File to write; large tensors go to ``<output>.data``.
         data: Samples, each a dict of input names and arrays: an object with ``get_next()``, an
             iterable, or paths of ``.npz`` files.
-        overrides: onnxruntime's ``TensorQuantOverrides``, as a dict or as JSON; by names of
-            the float model.
         promote: Tensors to give 16 bits, and nodes whose inputs and outputs get them; by names
             of the float model.
         budget: Cosine of the outputs to those of unquantised activations that is to be
@@ -105,8 +102,7 @@ def quantize_static_mixed(
             activation has no finite range.
         FileExistsError: If ``model_output`` exists and ``overwrite`` is false.
         MissingFileError, ModelFileError: If the model or its data can't be used.
-        OptionError: If overrides can't be read, or mode is unknown.
-        PassError: If an override asks for what can't be.
+        OptionError: If the mode is unknown.
         QuantizationError: If an argument is out of range, a pattern means no node,
             onnxruntime can't quantise the model, or no promotion reaches the budget. No output
             is written, whatever is raised.
@@ -127,13 +123,13 @@ def quantize_static_mixed(
             f"activation_type is {activation.name.lower()}: name tensors that get 16 bits in "
             "promote"
         )
-    wanted = functools.partial(MixedPrecisionBoundaries, overrides=overrides, mode=mode)
+    wanted = functools.partial(MixedPrecisionBoundaries, mode=mode)
     wanted(promote=",".join(promote))  # what it refuses, it refuses before samples are run
     file = QuantizedFile(model_input, model_output, overwrite=overwrite)
     model = file.model
     is_quantized = any(node.op_type == "QuantizeLinear" for node in model.graph)
     plans = budget is not None or max_16bit is not None
-    if is_quantized and (of_quantiser or not (overrides or promote or plans)):
+    if is_quantized and (of_quantiser or not (promote or plans)):
         what = f"{of_quantiser[0]!r} has no effect" if of_quantiser else "nothing to promote"
         raise QuantizationError(f"{file.loaded.name}: is quantised already: {what}")
     notes = [] if is_quantized else _prepared(model, settings["per_channel"])
@@ -156,7 +152,7 @@ def quantize_static_mixed(
                 model,
                 scratch,
                 samples,
-                keep_relu=bool(below_0 or overrides or promote or plans),
+                keep_relu=bool(below_0 or promote or plans),
                 nodes_to_exclude=excluded,
                 **settings,
             )
@@ -178,7 +174,7 @@ def quantize_static_mixed(
     result = optimize(
         model,
         model_output,
-        passes=[wanted(promote=",".join(promoted))] if overrides or promoted else [],
+        passes=[wanted(promote=",".join(promoted))] if promoted else [],
         providers=[item if isinstance(item, str) else item[0] for item in providers],
         external_data=has_data_file(file.loaded, model),
         overwrite=overwrite,

@@ -24,7 +24,7 @@ from onnxruntime.quantization import (
 )
 
 from ortplugins import quantize_static_mixed
-from ortplugins.errors import CalibrationError, PassError, QuantizationError
+from ortplugins.errors import CalibrationError, QuantizationError
 from session_options import OptionError
 
 # onnx_ir's type of an element type, as onnx's text has it.
@@ -66,7 +66,7 @@ def nodes(model: onnx.ModelProto) -> list[str]:
 
 @pytest.mark.parametrize("kind", FLOATS)
 @pytest.mark.parametrize("method", [CalibrationMethod.MinMax, CalibrationMethod.Entropy])
-def test_without_overrides_it_is_onnxruntimes_graph_byte_for_byte(kind, method, tmp_path):
+def test_without_promotions_it_is_onnxruntimes_graph_byte_for_byte(kind, method, tmp_path):
     onnx.save(conv_net(kind), tmp_path / "model.onnx")
     feeds = samples(dtype=FLOATS[kind])
     quantize_static(
@@ -123,17 +123,12 @@ def op_types(model: onnx.ModelProto) -> Counter[str]:
     return Counter(node.op_type for node in model.graph.node)
 
 
-U16 = [{"quant_type": "QUInt16"}]
-
-
 @pytest.mark.parametrize(
     "options",
     [
         {},
         {"promote": ["a"]},  # what reads its output stays in 8 bits
         {"promote": ["a", "b"]},
-        {"overrides": {"a": [{"convert": {"quant_type": "QUInt16"}}]}},
-        {"overrides": {"a": U16, "b": U16}},
     ],
     ids=str,
 )
@@ -157,9 +152,6 @@ def test_relu_goes_as_in_onnxruntime_or_stays_with_its_name(options):
         ({"mode": "int8"}, OptionError, "'int8'"),
         ({"promote": ["conf"]}, QuantizationError, "no 'conf'; did you mean 'conv'"),
         ({"nodes_to_exclude": ["hed"]}, QuantizationError, "'head'"),
-        ({"overrides": {"A": U16}}, PassError, "tensor 'A'.* mean 'a'"),
-        ({"overrides": "{"}, OptionError, "not JSON"),
-        ({"overrides": {"b": [{"scale": 1.0}]}}, OptionError, "known are quant_type, convert"),
     ],
 )
 def test_errors_say_what_is_wrong(options, error, text, tmp_path):
@@ -293,18 +285,14 @@ def test_the_command_does_the_same(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     onnx.save(conv_net(), "model.onnx")
     np.savez("samples.npz", **samples(1)[0])
-    overrides = {"d": [{"quant_type": "QUInt16"}]}
-    Path("overrides.json").write_text(json.dumps(overrides))
     files = ["model.onnx", "-o", "out.onnx", "--samples", "samples.npz"]
-    settings = ["--overrides", "overrides.json", "--no-per-channel"]
+    settings = ["--promote", "d", "--no-per-channel"]
     arguments = ["quantize-static", *files, *settings]
     shown = printed(*arguments, "-v")
     assert "d: uint8 -> uint16" in shown and "wrote out.onnx" in shown
-    options = {"overrides": overrides, "per_channel": False}
+    options = {"promote": ["d"], "per_channel": False}
     wanted = quantize_static_mixed("model.onnx", None, samples(1), **options)
     assert arrays(onnx.load("out.onnx")) == arrays(ir.to_proto(wanted.model))
     assert "--force" in refused(*arguments)
     done = ortplugins_command(*arguments, "--force", "--format", "json")
     assert json.loads(done.stdout)["fired"] == len(wanted.report.fired)
-    Path("overrides.json").write_text('{"D": [{"quant_type": "QUInt16"}]}')
-    assert "override of tensor 'D'" in refused(*arguments, "--force")
