@@ -129,13 +129,10 @@ def plan_precision(
     count = len(graph.tensors)
     units, switches = _switched_units(graph, switched)
     if not units:
-        text = (
+        raise QuantizationError(
             "the model has no activation of 8 bits between a QuantizeLinear and a "
             "DequantizeLinear: quantise it first, to a QDQ graph"
         )
-        for name, reason in [*graph.refused.items()][:1]:
-            text += f" (of {name!r}: {reason})"
-        raise QuantizationError(text)
     opened = _open(switched, scratch, providers)
     measure = functools.partial(_measured, opened, samples, switches, progress)
     before, *alone = measure([switches, *(unit.switches for unit in units)])
@@ -187,10 +184,7 @@ def _switched_units(graph: QuantizedGraph, model: ir.Model) -> tuple[list[Unit],
     places = [
         tensor
         for tensor in graph.tensors
-        if tensor.quantize is not None
-        and tensor.dequantizes
-        and all(node.graph is model.graph for node in (tensor.quantize, *tensor.dequantizes))
-        and not tensor.codes_are_read
+        if tensor.quantize is not None and tensor.dequantizes and not tensor.codes_are_read
     ]
     # Before the graph is changed. Activations of one name are one, too.
     groups = sharing_groups(graph)

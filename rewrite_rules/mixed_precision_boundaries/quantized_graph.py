@@ -106,13 +106,11 @@ def _type_without_zero_point(node: ir.Node) -> ir.DataType:
 class QuantizedTensor:
     """One quantised activation; two of them are equal if they are the same.
 
-    ``name`` is that of the float tensor, ``names`` all that users may call it: the codes' and
-    those of what is dequantised, too. Without ``quantize``, the codes are fed, or computed
+    ``name`` is that of the float tensor. Without ``quantize``, the codes are fed, or computed
     from codes.
     """
 
     name: str
-    names: tuple[str, ...]
     codes: ir.Value
     quantize: ir.Node | None
     dequantizes: tuple[ir.Node, ...]
@@ -141,22 +139,20 @@ class QuantizedTensor:
         """The dequantised values."""
         return {node.outputs[0] for node in self.dequantizes}
 
-    def uses(self) -> Iterator[tuple[ir.Node, int]]:
-        """What reads the dequantised values: nodes, each with the index of the input."""
-        for node in self.dequantizes:
-            yield from node.outputs[0].uses()
-
     def consumers(self) -> list[ir.Node]:
-        """The nodes of :meth:`uses`, each once, QuantizeLinear among them."""
-        return list(dict.fromkeys(node for node, _ in self.uses()))
+        """The nodes that read the dequantised values, each once, QuantizeLinear among them."""
+        uses = (use for node in self.dequantizes for use in node.outputs[0].uses())
+        return list(dict.fromkeys(use.node for use in uses))
 
 
 class QuantizedGraph:
-    """All quantised activations of a model, and by each name why another one is refused."""
+    """All quantised activations of a model, and by each name why another tensor stays.
+
+    An activation may be called by the names of its codes and of what is dequantised, too.
+    """
 
     def __init__(self, model: ir.Model) -> None:
         self.tensors: list[QuantizedTensor] = []
-        self.refused: dict[str, Refusal] = {}
         self.opset = model.opset_imports.get("", 0)
         # Several where a float tensor is quantised twice.
         self.by_name: dict[str, list[QuantizedTensor]] = {}
@@ -164,20 +160,16 @@ class QuantizedGraph:
         self._written: dict[ir.Value, list[QuantizedTensor | Refusal]] = defaultdict(list)
         self._grid = functools.cache(read_grid)
         self.by_label: dict[str, list[ir.Node]] = {}
+        constant_stays = Refusal(
+            "ORP306", "it is a constant: what those are stored as is chosen when quantising"
+        )
+        self.stay: dict[str, Refusal] = {}
         for graph in model.graphs():
+            self.stay.update(dict.fromkeys(graph.initializers, constant_stays))
             for node in graph:
                 self.by_label.setdefault(label(node), []).append(node)
         for codes, dequantizes in _quantized_values(model).items():
             self._read(codes, tuple(dequantizes))
-        # By name, why a tensor stays as it is; constants, too.
-        self.stay = {
-            name: Refusal(
-                "ORP306",
-                "it is a constant: what those are stored as is chosen when quantising",
-            )
-            for graph in model.graphs()
-            for name in graph.initializers
-        } | self.refused
 
     def _read(self, codes: ir.Value, dequantizes: tuple[ir.Node, ...]) -> None:
         producer = codes.producer()
@@ -202,10 +194,10 @@ class QuantizedGraph:
                 )
             grid = grids.pop()
             _check_value_type(source)
-            tensor = QuantizedTensor(name, names, codes, quantize, dequantizes, grid)
+            tensor = QuantizedTensor(name, codes, quantize, dequantizes, grid)
         except Refusal as refusal:
             readings = refusal.with_traceback(None)
-            self.refused.update(dict.fromkeys(names, refusal))
+            self.stay.update(dict.fromkeys(names, refusal))
         else:
             readings = tensor
             self.tensors.append(tensor)
