@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import onnx
@@ -274,8 +273,7 @@ def small_decoder(
         "lowest": np.float32(lowest),
         **{name: number for name, number in _SPARE.items() if name in read},
     }
-    dtype = ml_dtypes.bfloat16 if "bfloat16" in text else np.float32
-    dtype = np.float16 if " float16" in text else dtype
+    dtype = np.float16 if " float16" in text else np.float32
     arrays = {name: np.asarray(given) for name, given in constants.items()}
     with np.errstate(over="ignore"):
         tensors = {k: a.astype(dtype) if a.dtype.kind == "f" else a for k, a in arrays.items()}

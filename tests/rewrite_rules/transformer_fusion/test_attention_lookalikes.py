@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: MIT
 """What looks like attention, rotary embedding or a norm and means something else stays right.
 
-Each case changes a decoder that is fused, or feeds it what no made-up run does. It may be
-fused, refused, or fused in part; the numbers are those of the model.
+Each case is a form of attention, changes a decoder that is fused, or feeds it what no made-up
+run does. It may be fused, refused, or fused in part; the numbers are those of the model.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from builders.attention_forms import FORMS, form, form_feeds
 from builders.decoders import CASES, changed, small_decoder
 from builders.exports import decoder_feeds, fused
 from builders.same_numbers import session as opened
@@ -22,6 +24,11 @@ BOOL = onnx.TensorProto.BOOL
 # Prompts, single tokens, chunks after a cache; rows that see nothing come from FEEDS.
 SIZES = (Run(1, 6, 0), Run(3, 6, 0), Run(2, 6, 5), Run(1, 1, 5), Run(3, 1, 6), Run(1, 1, 0),
          Run(2, 33, 0), Run(1, 2, 31))  # fmt: skip
+
+
+# Texts, queries and keys of forms.
+FORM_SIZES = ((1, 1, 1), (2, 3, 5), (3, 5, 3), (4, 1, 4), (1, 4, 1), (2, 4, 4), (0, 3, 3),
+              (2, 0, 3), (1, 8, 8))  # fmt: skip
 
 
 def runs_taken(
@@ -98,6 +105,16 @@ def test_a_decoder_is_fused_or_stays_and_is_right(name: str):
     taken, became = agrees(model, feeds_of(model))
     assert taken
     CASES[name].expect(became)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_form_is_fused_or_left_and_right(name: str):
+    model = form(name)
+    drawn = itertools.product(FORM_SIZES, range(6))
+    runs = [form_feeds(model, *sizes, seed) for sizes, seed in drawn]
+    taken, became = agrees(model, runs)
+    assert taken > len(runs) / 3
+    FORMS[name].expect(became)
 
 
 def test_an_empty_cache_has_neither_heads_nor_a_batch():

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 from builders.attention_forms import form
 from builders.decoders import UNCACHED, small_decoder
-from builders.exports import ENCODERS, decoder_feeds, exported, fused
+from builders.exports import decoder_feeds, fused
 from builders.order_graphs import profile
 from builders.same_numbers import session as opened
 from builders.token_batches import Run
@@ -167,12 +167,3 @@ def test_query_heads_may_share_keys(tmp_path: Path):
     )
     feeds = [decoder_feeds(model, Run(3, 7, 0, side), 1) for side in ("left", "right")]
     assert is_by_text(model, tmp_path, *feeds) == [True, True]
-
-
-@pytest.mark.parametrize(
-    "name", [n for n in ENCODERS if n.startswith(("bert-d", "bert-t", "distilbert"))]
-)
-def test_exported_encoders(name: str, tmp_path: Path):
-    model = exported(name)
-    feeds = [decoder_feeds(model, Run(3, 7, 0, side), 1) for side in ("", "left", "right")]
-    assert all(is_by_text(model, tmp_path, *feeds))
