@@ -51,8 +51,6 @@ class AxisRoles:
         opened = frozenset(dim for dim in declared if isinstance(dim, int) and dim != 1)
         self.shapes = ProvedShapes(model, nonempty=True, opened=opened)
         self._masks = masks
-        # What is joined along an axis, by its size.
-        self._parts: dict[Dim, list[Dim]] = {}
         self._solved: dict[int, Dim] = {}
         # The sizes of inputs, and where they are.
         self.places = {
@@ -122,13 +120,6 @@ class AxisRoles:
         """Return whether two sizes count the same."""
         return self._rooted(one) == self._rooted(other)
 
-    def last_part(self, total: Dim) -> Dim | None:
-        """Return the last of the sizes that are joined to one: the new tokens of all."""
-        for made, parts in self._parts.items():
-            if self._rooted(made) == self._rooted(total):
-                return self._rooted(parts[-1])
-        return None
-
     def sources(self, value: ir.Value) -> frozenset[ir.Value]:
         """Return the inputs whose numbers a value depends on."""
         if value.is_graph_input():
@@ -162,8 +153,6 @@ class AxisRoles:
             elif kind in _RESHAPES:
                 product = self.shapes.unknowns.product
                 self._equate((product(first), product(result)), may_be_1=False)
-            elif kind == "Concat":
-                self._note_parts(inputs, result, int_attribute(node, "axis", 0))
 
     def _equate(
         self, sizes: Iterable[Dim], made: Dim | None = None, may_be_1: bool = True
@@ -202,11 +191,6 @@ class AxisRoles:
         sources = self.sources(counts) if counts is not None else frozenset()
         masks = [source for source in sources if source in self._masks]
         return self.shapes.dims(masks[0]) if len(sources) == 1 and masks else None
-
-    def _note_parts(self, shapes: list[Dims | None], result: Dims, axis: int) -> None:
-        parts = [dims[axis] for dims in shapes if dims and len(dims) == len(result)]
-        if len(parts) == len(shapes) and result[axis][1] and self._is_followed(result[axis]):
-            self._parts[result[axis]] = parts
 
     def _solve(self) -> None:
         while sum(self._unify(*pair, may_be_1) for pair, may_be_1 in self._pairs.items()):

@@ -44,30 +44,20 @@ class SharedCache:
         return read is not None and self._read in (None, read)
 
     def _columns(self, found: Attention) -> tuple[ir.Value, ir.Value] | None:
-        """Return the mask ``[B, T]`` and tokens ``[B, S, ...]`` by what their axes meet.
-
-        A mask of which a node gathers meets nothing: it is the one that what is added to the
-        scores depends on, beside inputs of the new tokens.
-        """
-        same, facts = self._roles.same, found.facts
-        sizes = {v: self._roles.shapes.dims(v) or () for v in self._graph.inputs}
-        whole = self._roles.shapes.dims(found.caches[0])
-        if whole is None:
-            return None
-        last = self._roles.last_part(whole[_LENGTH])
-        of_query = facts.unknowns.broadcast_parts(found.sizes.dim("S"))
-        tokens = [v for v, dims in sizes.items() if last and dims[1:] and same(dims[1], last)]
-        tokens += [v for v in sizes if {*(facts.dims(v) or ())[1:2]} & {*of_query}]
+        """Return the mask ``[B, T]``, on which scores depend, and tokens ``[B, S, ...]``."""
+        facts, roles = found.facts, self._roles
+        length = facts.unknowns.broadcast_parts(found.sizes.dim("S"))
+        axes = {value: (facts.dims(value) or ())[1:2] for value in self._graph.inputs}
+        tokens = [value for value, second in axes.items() if {*second} & {*length}]
         if not tokens:
             return None
-        new = sizes[tokens[0]][1]
-        masks = [v for v, dims in sizes.items() if len(dims) == 2 and not same(dims[1], new)]
-        met = [v for v in masks if same(sizes[v][1], whole[_LENGTH])]
-        read = [
-            v for v in masks if any(v in self._roles.sources(m.value) for m in found.masks)
+        new = (roles.shapes.dims(tokens[0]) or ())[1]
+        read = {source for mask in found.masks for source in roles.sources(mask.value)}
+        sizes = {source: roles.shapes.dims(source) or () for source in read}
+        masks = [
+            v for v, dims in sizes.items() if len(dims) == 2 and not roles.same(dims[1], new)
         ]
-        chosen = met[:1] or read
-        return (chosen[0], tokens[0]) if len(chosen) == 1 else None
+        return (masks[0], tokens[0]) if len(masks) == 1 else None
 
     def counts(self, found: Attention) -> tuple[ir.Value, ir.Value]:
         """Return ``last`` and ``total``, emitted in front of the graph for all layers."""
