@@ -149,7 +149,9 @@ class DequantizedOperand:
         onnxruntime looks at no scales before it takes MatMulIntegerToFloat or QGemm.
         """
         if len(self.shape) != 2:
-            return True
+            outer, quantised, inner = self.runs
+            columns = inner.size == 1 and quantised.block == 1 and outer.has_one_scale
+            return self.scale_tensor.size == 1 or (columns and not self.trail)
         weight = self.matrix(k_axis)
         return weight.one_block and (weight.n.block == 1 or weight.n.has_one_scale)
 

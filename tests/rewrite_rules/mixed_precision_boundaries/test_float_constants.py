@@ -146,6 +146,10 @@ def test_moved_operands_of_integers_keep_their_codes(tmp_path, move, side):
 @pytest.mark.parametrize(
     ("scales", "axis", "product"),
     [
+        # Of a stack of matrices.
+        ((2,), "axis = 0", "MatMul(d, stack)"),
+        ((64,), "axis = 1", "MatMul(d, stack)"),
+        ((64,), "axis = 2", "MatMul(d, stack)"),
         ((4, 64), "axis = 0, block_size = 16", "MatMul(d, v)"),
         ((64, 4), "axis = 1, block_size = 16", "MatMul(d, v)"),
         ((64,), "axis = 0", "MatMul(d, v)"),
@@ -161,14 +165,14 @@ def test_a_product_in_float_runs_whatever_scales_its_weight_has(
 ):
     rng = np.random.default_rng(0)
     constants = {
-        "w": rng.integers(-64, 65, (64, 64), np.int8),
+        "w": rng.integers(-64, 65, (2, 64, 64)["stack" not in product :], np.int8),
         "s": rng.random(scales, np.float32) / 100,
         "a": np.float32(0.05),
         "z": np.uint8(128),
     }
     text = f"""c = QuantizeLinear(x, a, z)  d = DequantizeLinear(c, a, z)
         t = Transpose<perm = [1, 0]>(d)
-        v = DequantizeLinear<{axis}>(w, s)  p = {product}
+        v = DequantizeLinear<{axis}>(w, s)  p = {product.replace("stack", "v")}
         q = QuantizeLinear(p, a, z)  y = DequantizeLinear(q, a, z)"""
     model = text_model(text, constants, {"x": (1, [3, 64])})
     asked = [
