@@ -24,7 +24,7 @@ from onnxscript.rewriter import MatchContext, MatchResult, RewriteRule, RewriteR
 
 from rewrite_rules.conv_fusion.affine import ANY, KINDS, OFFSETS, SCALES, Affines, Kind
 from rewrite_rules.conv_fusion.linear import Affine, Float64, Linear, Linears, like
-from rewrite_rules.facts.sensitivity import Sensitivity
+from rewrite_rules.facts.sensitivity import step_behind
 from rewrite_rules.graph.nodes import label, made_by, producer
 from rewrite_rules.graph.parameters import ints_attribute, source_of
 from rewrite_rules.graph.rule_set import one_of
@@ -46,7 +46,7 @@ class Folding:
         self.linears = Linears(model)
         self.shapes = ProvedShapes(model, on_demand=True)
         self.affines = Affines(self.shapes)
-        self.sensitivity = Sensitivity(model)
+        self.model = model
         self.refused: dict[ir.Node, Refusal] = {}
 
     def fired(self, node: ir.Node, what: str) -> None:
@@ -93,7 +93,7 @@ class FoldingRule(RewriteRuleClassBase):
                     "ORP655", "onnxruntime makes a Gelu of it and the nodes before it"
                 )
             self._found = self.find(out, **values)
-            if self.rounds and (step := self._folding.sensitivity.reader(out)):
+            if self.rounds and (step := step_behind(self._folding.model, out)):
                 raise Refusal(
                     "ORP652", f"rounded otherwise, it may come out as another step of {step}"
                 )

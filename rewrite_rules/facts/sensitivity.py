@@ -9,12 +9,9 @@ threshold. Linear nodes and norms end a way: they round sums of many terms anywa
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
-
 import onnx_ir as ir
 
-from rewrite_rules.graph.nodes import label, subgraphs, walk
+from rewrite_rules.graph.nodes import label
 
 _STEPS = frozenset({
     "ArgMax", "ArgMin", "Ceil", "Cos", "CumProd", "CumSum", "Equal", "Floor", "Greater",
@@ -32,45 +29,28 @@ _ENDS = frozenset({
 _FLOATS = frozenset({
     ir.DataType.BFLOAT16, ir.DataType.DOUBLE, ir.DataType.FLOAT, ir.DataType.FLOAT16,
 })  # fmt: skip
-_MAX_STEPS = 2000
+_MAX_FOLLOWED = 2000
 
 
-class Sensitivity:
-    """Looks for such ways in one model."""
+def step_behind(model: ir.Model, value: ir.Value) -> str | None:
+    """Return the step that a value leads to, for a remark; None where none is found.
 
-    def __init__(self, model: ir.Model) -> None:
-        self._model = model
-
-    def reader(self, value: ir.Value) -> str | None:
-        """Return the step that a value leads to, for a remark; None where none is found."""
-        pending, seen = [value], {value}
-        for _ in range(_MAX_STEPS):
-            if not pending:
-                return None
-            current = pending.pop()
-            for node in self._readers(current):
-                standard = not node.domain
-                if standard and (node.op_type in _STEPS or _cuts(node)):
-                    return f"{node.op_type} {label(node)!r}"
-                if not (standard and node.op_type in _ENDS):
-                    pending += [made for made in node.outputs if made not in seen]
-                    seen.update(node.outputs)
-        return "a node too far on to look for"
-
-    def _readers(self, value: ir.Value) -> Iterator[ir.Node]:
-        """Yield the nodes that read a value, and the one whose subgraph results in it."""
-        yield from value.consumers()
-        if value.is_graph_output():
-            producer = value.producer()
-            graph = value.graph if producer is None else producer.graph
-            if (holder := self._holders.get(graph)) is not None:
-                yield holder
-
-    @functools.cached_property
-    def _holders(self) -> dict[object, ir.Node]:
-        """The If, Loop or Scan of each subgraph."""
-        nodes = walk(self._model.graph)
-        return {graph: node for node in nodes for graph in subgraphs(node)}
+    What leaves a subgraph, or goes too far on, may lead to one.
+    """
+    pending, seen = [value], {value}
+    for current in pending:  # grows
+        if len(pending) > _MAX_FOLLOWED:
+            return "a node too far on to look for"
+        if current.is_graph_output() and current not in model.graph.outputs:
+            return "what reads the output of a subgraph"
+        for node in current.consumers():
+            if not node.domain and (node.op_type in _STEPS or _cuts(node)):
+                return f"{node.op_type} {label(node)!r}"
+            if node.domain or node.op_type not in _ENDS:
+                new = [made for made in node.outputs if made not in seen]
+                seen.update(new)
+                pending += new
+    return None
 
 
 def _cuts(node: ir.Node) -> bool:
