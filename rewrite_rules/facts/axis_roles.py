@@ -52,13 +52,7 @@ class AxisRoles:
         self.shapes = ProvedShapes(model, nonempty=True, opened=opened)
         self._masks = masks
         self._solved: dict[int, Dim] = {}
-        # The sizes of inputs, and where they are.
-        self.places = {
-            unknown: (value, axis)
-            for value in model.graph.inputs
-            for axis, dim in enumerate(self.shapes.dims(value) or ())
-            for unknown in dim[1]
-        }
+        self.places = self.shapes.places
         self._followed = dict.fromkeys(self.places, True)
         self._sources: dict[ir.Value, frozenset[ir.Value]] = {}
         # Equations, and whether one of the sizes may be 1 where they differ.

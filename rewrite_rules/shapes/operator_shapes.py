@@ -473,25 +473,6 @@ def _conv(site: Site, weight: int = 1) -> Sequence[Shape]:
     return [(dims[0], kernel[0], *_window(site, dims, sizes))]
 
 
-def _conv_transpose(site: Site) -> Sequence[Shape]:
-    dims, kernel, rank = site.dims(0), site.dims(1), len(site.dims(0)) - 2
-    channels = site.unknowns.product((kernel[1], known(site.integer("group", 1))))
-    strides, dilations = site.ints("strides"), site.ints("dilations")
-    pads, more = site.ints("pads") or (0,) * (2 * rank), site.ints("output_padding")
-    plain = site.text("auto_pad", "NOTSET") == "NOTSET" and not site.ints("output_shape")
-    key = ("ConvTranspose", _attributes_key(site.node), kernel[2:])
-    sizes = []
-    for i, dim in enumerate(dims[2:]):
-        reach = number(kernel[i + 2])
-        if dim[1] or reach is None or not plain:
-            sizes.append(site.unknowns.remembered(key, i, dim))
-            continue
-        size = (strides[i] if strides else 1) * (dim[0] - 1) + (more[i] if more else 0) + 1
-        size += (dilations[i] if dilations else 1) * (reach - 1) - pads[i] - pads[i + rank]
-        sizes.append(known(max(size, 0)))
-    return [(dims[0], channels, *sizes)]
-
-
 def _pool(site: Site) -> Sequence[Shape]:
     dims, kernel = site.dims(0), site.ints("kernel_shape")
     if kernel is None or len(dims) < 3:
@@ -562,7 +543,6 @@ _STANDARD: dict[str, _Rule] = {
     "ConstantOfShape": lambda site: [_sizes(site, 0)],
     "Conv": _conv,
     "ConvInteger": _conv,
-    "ConvTranspose": _conv_transpose,
     "Einsum": _einsum,
     "Expand": lambda site: [site.unknowns.broadcast((site.shape(0), _sizes(site, 1)))],
     "Flatten": _flatten,

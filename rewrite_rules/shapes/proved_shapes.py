@@ -57,6 +57,8 @@ class ProvedShapes(Facts):
         self.nonempty = nonempty
         self._numbers, self._opened = dims, opened
         self.guessed = set[str]()
+        # The sizes of the model's inputs, and where they are.
+        self.places: dict[int, tuple[ir.Value, int]] = {}
         if dims is not None:
             self.integer_types = ir.DataType.INT64, ir.DataType.INT32
         self._main = model.opset_imports
@@ -138,13 +140,13 @@ class ProvedShapes(Facts):
     def _input_axis(self, unknown: int) -> int:
         """Return which axis of inputs has a size, or all that broadcast to it; else -1."""
         parts = self.unknowns.broadcast_parts((1, (unknown,)))
-        places = [self._fed.get(u) for part in parts for u in part[1] or (-1,)]
+        places = [self.places.get(u) for part in parts for u in part[1] or (-1,)]
         axes = {-1 if place is None else place[1] for place in places}
         return axes.pop() if len(axes) == 1 else -1
 
     def place_in_inputs(self, dim: Dim) -> tuple[ir.Value, int] | None:
         """Return an input of the model and its axis that has a size, if any has."""
-        return self._fed.get(dim[1][0]) if dim[0] == len(dim[1]) == 1 else None
+        return self.places.get(dim[1][0]) if dim[0] == len(dim[1]) == 1 else None
 
     def integers(self, value: ir.Value) -> Integers | None:
         """Return what is known of a small int64 tensor's elements; None for other tensors."""
@@ -166,7 +168,7 @@ class ProvedShapes(Facts):
         for value in graph.inputs:
             self._define(value, self._declared(value, main))
         if main:
-            self._fed = {
+            self.places = {
                 unknown: (value, axis)
                 for value in graph.inputs
                 for axis, dim in enumerate(self.dims(value) or ())

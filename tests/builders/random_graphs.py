@@ -54,7 +54,6 @@ MaxPool(f(4), kernel_shape=[3, 3], auto_pad="{SAME_UPPER|SAME_LOWER}", strides=[
 AveragePool(f(4), kernel_shape=[{2|3}, 2], ceil_mode=1, strides=[2, 2])
 {GlobalAveragePool|GlobalLpPool|GlobalMaxPool|MeanVarianceNormalization}(f(4))
 {Conv|ms_FusedConv}(f(4), w(2, s[1], {1|3}, 1), pads=[{0|1}, 0, {0|1}, 0], strides=[1, {1|2}])
-ConvTranspose(f(4), w(s[1], 2, 2, {1|2}), strides=[{1|2}, 1], pads=[{0|1}, 0, 0, 0])
 ConvInteger(u(4), codes(2, s[1], 1, {1|2}))
 QLinearConv(u(4), 1.0, zero, codes(2, s[1], 1, {1|2}), 1.0, zero, 1.0, zero)
 GRU(f(3), w(1, 6, s[2]), w(1, 6, 2), hidden_size=2, out=2)
