@@ -138,13 +138,6 @@ def holds_halves(model: onnx.ModelProto) -> bool:
     return any(kind in halves for kind in kinds)
 
 
-def serialised(model: ir.Model) -> bytes:
-    """The model, without the types that reading a Constant node's tensor writes down."""
-    proto = ir.to_proto(model)
-    del proto.graph.value_info[:]
-    return proto.SerializeToString()
-
-
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
     """Raise TooSlow, which no ``except Exception`` stops, after more seconds of CPU time."""

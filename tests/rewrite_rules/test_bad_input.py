@@ -453,6 +453,22 @@ def test_a_scale_of_0_under_codes_that_are_the_zero_point_fuses(tmp_path, point)
     assert opened.run(None, {"x": x[:0]})[0].shape == (0, N)
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"slow_kernels": "fuse"}, "rank 2 fuses"),
+        ({"slow_kernels": "keep"}, "rank 2 fuses; kept, as slow_kernels=keep asks"),
+        ({"float_limit_mb": "0"}, "rank 2 fuses; as a float constant it would take"),
+    ],
+)
+def test_a_weight_that_no_kernel_takes_is_left_where_it_may_not_be_float(options, text):
+    weight = {"w": codes((2, K, N)), "s": scales((2, 2, N))}
+    proto = linear(dq=dequantize(axis=1), x=[2, "rows", K], **weight)
+    options = {f"{PASS}.{name}": option for name, option in options.items()}
+    (remark,) = ortplugins.optimize(proto, options=options).report.refused
+    assert text in remark.reason
+
+
 @pytest.mark.parametrize("consumer", ["MatMul", "Mul", "Gather"])
 def test_a_long_chain(tmp_path, consumer):
     names = ["d", *(f"n{i}" for i in range(3000)), "e"]
