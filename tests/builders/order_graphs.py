@@ -126,7 +126,7 @@ class RandomGraph:
         return inner, inner.value("Relu", [inner.like(rows)], rows)
 
     def control_flow(self, rows: int) -> None:
-        kind, number = self.rng.choice(["If", "If", "Loop", "Scan"]), next(self.names)
+        kind, number = self.rng.choice(["If", "If", "Loop"]), next(self.names)
         state = f"s{number}"
         if kind == "If":
             branches = [self.body({}, rows) for _ in range(2)]
@@ -136,25 +136,13 @@ class RandomGraph:
                 for name, (inner, last) in zip(("then", "else"), branches, strict=True)
             ]
             attributes = ", ".join(branches)
-        elif kind == "Loop":
+        else:
             inner, last = self.body({state: rows}, rows)
             (go_on,) = inner.add("Identity", [f"go{number}"])
             given = [f"int64 it{number}", f"bool go{number}", info(state, rows)]
             made = {go_on: f"bool {go_on}", last: info(last, rows)}
             attributes = f"body = {inner.text('loop', given, made)}"
             inners, inputs = [inner], ["trips", "", self.like(rows)]
-        else:
-            # Scan hands over rows of one dimension less; give it back first.
-            inner, last = self.body({f"l{number}": 1}, 1)
-            axes = self.constant("int64[1]", 0)
-            lift = f"[n_l{number}] l{number} = Unsqueeze ({state}, {axes})"
-            inner.nodes.insert(0, Node(lift, [f"l{number}"], {state, axes}))
-            (flat,) = inner.add("Squeeze", [last, axes])
-            row = f"float[{COLUMNS}]"
-            body = inner.text("scan", [f"{row} {state}"], {flat: f"{row} {flat}"})
-            attributes = f"num_scan_inputs = 1, body = {body}"
-            inners, inputs = [inner], [start := self.any()]
-            rows = self.rows[start]
         nodes = [node for inner in inners for node in inner.nodes]
         captured = {name for node in nodes for name in node.read}
         self.value(kind, inputs, rows, attributes, captured)
