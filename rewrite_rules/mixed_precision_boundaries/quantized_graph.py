@@ -55,7 +55,7 @@ def read_grid(node: ir.Node) -> QuantizationGrid:
             "ORP311",
             f"scale {tensor.name!r} is {tensor.dtype.name.lower()}: float32 is rewritten",
         )
-    scale = np.float32(tensor.numpy().reshape(-1)[0])
+    scale = np.float32(tensor.numpy().item())
     for attribute in ("output_dtype", "precision"):
         named = type_attribute(node, attribute)
         # Of DequantizeLinear it is the type of the values, which grids take from the scale.
@@ -74,7 +74,7 @@ def read_grid(node: ir.Node) -> QuantizationGrid:
         raise Refusal(
             "ORP306", f"codes of type {tensor.dtype.name.lower()} are not activations"
         )
-    return QuantizationGrid(tensor.dtype, scale, int(tensor.numpy().reshape(-1)[0]))
+    return QuantizationGrid(tensor.dtype, scale, int(tensor.numpy().item()))
 
 
 def _single(value: ir.Value | None, role: str) -> ir.TensorProtocol:

@@ -76,7 +76,7 @@ def _elementwise_changes(region: Region, graph: QuantizedGraph) -> Iterator[Cons
             grid = read_grid(dequantize)
         except Refusal:
             continue  # per channel, or of another type: legal beside any activation
-        if grid.dtype == dtype or grid.bits > dtype.bitwidth:
+        if grid.bits >= dtype.bitwidth:
             continue
         name = label(dequantize)
         try:
