@@ -70,7 +70,6 @@ class LayoutCase:
     opset: int = 21
     zero_points: bool | None = None  # an input of the fused nodes; None where either is right
     stored_weights: int | None = None  # different tensors of codes, where counted
-    runs: bool = True  # whether onnxruntime has kernels for it without optimisation
 
     @functools.cached_property
     def proto(self) -> onnx.ModelProto:
@@ -222,30 +221,15 @@ LOOP = """{0} y = Loop (trips, , x) <
 SCAN = """{0} total, products = Scan (zeros, x) <num_scan_inputs = 1,
     body = body (float[3, 32] before, float[3, 32] element) => (after, product)
     {{ {1} p = MatMul (element, W) after = Add (before, p) product = Identity (p) }}>"""
-NESTED = """y = Loop (trips, , x) <
-    body = body (int64 i, bool go_in, float[rows, 32] state) => (go_on, state_out) {
-      state_out = If (condition) <
-        then_branch = then () => (a) { W = $w a = MatMul (state, W) },
-        else_branch = other () => (b) { b = Identity (state) }>
-      go_on = Identity (go_in) }>"""
 SHARED = f"U = $w o = MatMul (x, U) z = {IF.format('', 'W = $w', 'V = $w')[4:]} y = Add (o, z)"
-IDENTITY = """part = Identity (w)
-    W = DequantizeLinear <axis = 0, block_size = 16> (part, w_scale, w_zero_point)
-    y = MatMul (x, W)"""
 BODIES = {
     "if": (IF.format("", "W = $w", "V = $v"), "body"),
     "if-outer": (IF.format("", "W = $w", "V = $w"), "graph"),
-    "if-outer_dequantize": (IF.format("W = $w V = $w", "", ""), "graph"),
     "loop": (LOOP.format("", "W = $w"), "body"),
-    "loop-constants": (LOOP.format("", "W = $w"), "nodes"),
     "loop-outer": (LOOP.format("", "W = @w"), "graph"),
-    "loop-outer_dequantize": (LOOP.format("W = $w", ""), "graph"),
     "scan": (SCAN.format("", "W = $w"), "body"),
-    "scan-outer": (SCAN.format("", "W = $w"), "graph"),
-    "nested": (NESTED, "graph"),
     "shared": (SHARED, "graph"),
     "constants": (MATMUL, "nodes"),
-    "identity-codes": (IDENTITY, "graph"),
     "identity": ("D = $w W = Identity (D) y = MatMul (x, W)", "graph"),
     "function": (f"{CALL} (x, {WEIGHTS})", "graph"),
     "function-constants": (f"{CALL} (x)", "nodes"),
@@ -276,8 +260,6 @@ def _places() -> Iterator[LayoutCase]:
             outputs=("total", "products") if "Scan" in text else ("y",),
             functions=CODE_OF.get(name, ""),
             place=place,
-            # onnxruntime has no Identity kernel for less than 8 bits.
-            runs=name != "identity-codes" or storage == "uint8",
         )
 
 
