@@ -19,7 +19,7 @@ import onnxruntime as ort
 import pytest
 from builders.dequantized_models import DequantizedMatMul
 from builders.processes import FEED, digest_of, disk, result_of, spawn
-from builders.sessions import CPU, backdate, files, options, save, start
+from builders.sessions import CPU, backdate, files, options
 
 import ortplugins
 from ortplugins import DqMatMulNBitsFusion, OrtpluginsWarning, PrepackedWeights
@@ -33,19 +33,6 @@ CASE = DequantizedMatMul(512, 256, 32)
 FUSION = DqMatMulNBitsFusion()
 
 Output = npt.NDArray[Any]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model of the case: to be read, not to be changed."""
-    return save(CASE, tmp_path_factory.mktemp("models") / "model.onnx")
-
-
-@pytest.fixture(scope="module")
-def output(model: Path) -> Output:
-    """What the fused model computes without blobs."""
-    fused = ortplugins.optimize(onnx.load(model), passes=[FUSION]).model
-    return ort.InferenceSession(fused.SerializeToString(), providers=CPU).run(None, FEED)[0]
 
 
 @dataclasses.dataclass
@@ -92,31 +79,14 @@ class Faults:
 
 @pytest.fixture
 def faults(
-    model_path: Path,
-    cache_dir: Path,
-    tmp_path: Path,
-    output: Output,
-    monkeypatch: pytest.MonkeyPatch,
+    model_path: Path, cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Faults:
     """With an empty cache; built in a child, as programs do."""
     monkeypatch.delenv("ORTPLUGINS_BUILD_IN_PROCESS")
+    fused = ortplugins.optimize(onnx.load(model_path), passes=[FUSION]).model
+    opened = ort.InferenceSession(fused.SerializeToString(), providers=CPU)
+    (output,) = opened.run(None, FEED)
     return Faults(model_path, cache_dir, tmp_path, output, monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def built(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that holds the artifact of the case: to be copied, not to be changed."""
-    cache = tmp_path_factory.mktemp("built") / "cache"
-    so = options(FUSION, PrepackedWeights(), cache_dir=str(cache))
-    start(model, so)
-    return cache
-
-
-@pytest.fixture
-def warm(faults: Faults, built: Path) -> Faults:
-    shutil.copytree(built, faults.cache)
-    faults.cache.chmod(0o700)
-    return faults
 
 
 def blobs_in_use(text: str) -> int:
@@ -237,29 +207,31 @@ def flip_blob(cache_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("verify", ["size", "digest"])
-def test_a_flipped_bit_is_found(warm: Faults, verify: str):
-    flip_blob(warm.cache)
+def test_a_flipped_bit_is_found(faults: Faults, verify: str):
+    faults.start()
+    flip_blob(faults.cache)
     for source in ("built", "cache"):
-        session, reported = warm.start(verify=verify)
+        session, reported = faults.start(verify=verify)
         assert session.ortplugins_report.source == source
         assert ("model.onnx.data changed on disk" in reported) == (source == "built")
-        warm.check(session)
-    assert litter(warm.cache) == []
+        faults.check(session)
+    assert litter(faults.cache) == []
 
 
 @pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root gives files away"
 )
-def test_a_cache_of_another_user_is_refused(warm: Faults):
-    flip_blob(warm.cache)  # as an attacker would; the sizes are right
-    for path in (warm.cache, *warm.cache.rglob("*")):
+def test_a_cache_of_another_user_is_refused(faults: Faults):
+    faults.start()
+    flip_blob(faults.cache)  # as an attacker would; the sizes are right
+    for path in (faults.cache, *faults.cache.rglob("*")):
         os.chown(path, 12345, 12345)
-    before = files(warm.cache)
-    session, reported = warm.start()
+    before = files(faults.cache)
+    session, reported = faults.start()
     assert "belongs to another user" in reported
     assert session.ortplugins_report.source == "built"
-    warm.check(session)
-    assert files(warm.cache) == before
+    faults.check(session)
+    assert files(faults.cache) == before
 
 
 @pytest.mark.parametrize(
