@@ -8,7 +8,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from builders.same_numbers import session
-from builders.text_models import text_model
+from builders.text_models import proto_of, text_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +25,17 @@ def test_a_damaged_constant_proves_nothing(held):
     facts = ProvedShapes(model)
     assert facts.integers(model.graph.initializers["back"]) is None
     assert all(dim[1] for dim in facts.shape(model.graph.outputs[0]))  # of unknown sizes
+
+
+def test_what_a_loop_carries_may_grow():
+    """Whatever its body declares, which nothing checks."""
+    model = proto_of("""g (int64 n, float[1, 4] x) => (float[M, 4] y) <bool go = {1}> {
+        y = Loop(n, go, x) <body = b (int64 i, bool c, float[1, 4] held)
+            => (bool more, float[K, 4] both) {
+                more = Identity(c) both = Concat<axis = 0>(held, held) }> }""")
+    loaded = ir.from_proto(model)
+    (loop,) = loaded.graph
+    assert ProvedShapes(loaded).dims(loop.attributes["body"].as_graph().outputs[1]) is None
 
 
 @pytest.mark.parametrize(

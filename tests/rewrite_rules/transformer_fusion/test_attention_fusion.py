@@ -144,19 +144,14 @@ def test_quantized_projections_hide_no_types(name: str):
     assert found["SkipSimplifiedLayerNormalization"] == 2 * LAYERS
 
 
-def declared(sizes: Run) -> tuple[tuple[str, str], ...]:
-    """Changes to a small decoder that declare the sizes of a run."""
+@pytest.mark.parametrize("sizes", [Run(1, 3, 4), Run(2, 1, 0)])
+def test_sizes_may_be_declared(sizes: Run):
     batch, length, past = sizes.batch, sizes.length, sizes.past
-    return (
+    model = small_decoder(
         ("int64[B, S]", f"int64[{batch}, {length}]"),
         ("int64[B, T]", f"int64[{batch}, {length + past}]"),
         ("P, 8]", f"{past}, 8]"),
     )
-
-
-@pytest.mark.parametrize("sizes", [Run(1, 3, 4), Run(2, 1, 0)])
-def test_sizes_may_be_declared(sizes: Run):
-    model = small_decoder(*declared(sizes))
     result, remarks, _ = fused(model)
     assert not remarks["refused"]
     assert counts(result)["GroupQueryAttention"]
@@ -169,84 +164,38 @@ def test_a_mask_of_each_head_takes_the_kernel_for_long_prompts():
     agrees(model, result, Run(1, 1023, 0), Run(1, 1024, 0))
 
 
-def nested(text: str, step: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model of a graph whose node runs a step with the weights outside."""
-    model = proto_of(text)
-    model.graph.initializer.extend(step.graph.initializer)
-    made = {name for node in step.graph.node for name in node.output}
-    for attribute in model.graph.node[0].attribute:
-        graph = attribute.g
-        graph.node.extend(step.graph.node)
-        graph.output.extend(step.graph.output)
-        for names in (names for node in graph.node for names in (node.input, node.output)):
-            names[:] = [graph.name + n if n in made else n for n in names]
-        for value in graph.output:
-            value.name = graph.name + value.name
-    return model
+def in_branches(model: onnx.ModelProto, first: str, results: list[str]) -> None:
+    """Put nodes, from one that makes a value on, into both branches of an If of ``flag``."""
+    graph, branches = model.graph, {}
+    made = [{*node.output} for node in graph.node]
+    begin = next(i for i, names in enumerate(made) if first in names)
+    end = max(i for i, names in enumerate(made) if not names.isdisjoint(results)) + 1
+    names = set[str]().union(*made[begin:end])
+    for branch in ("then_branch", "else_branch"):
+        inside = [
+            onnx.NodeProto.FromString(n.SerializeToString()) for n in graph.node[begin:end]
+        ]
+        for each in (each for node in inside for each in (node.input, node.output)):
+            each[:] = [branch + name if name in names else name for name in each]
+        ends = [onnx.helper.make_tensor_value_info(branch + name, 1, None) for name in results]
+        branches[branch] = onnx.helper.make_graph(inside, branch, [], ends)
+    del graph.node[begin:end]
+    graph.node.insert(begin, onnx.helper.make_node("If", ["flag"], results, **branches))
+    graph.input.append(onnx.helper.make_tensor_value_info("flag", 9, [1]))
 
 
-CACHE = "float[B, 2, {0}, 8] {1}_key, float[B, 2, {0}, 8] {1}_value"
-
-
-def test_a_merged_decoder_is_right():
-    """Attention is fused in both branches of an If; each has its own nodes."""
-    text = f"""g (int64[B, S] input_ids, int64[B, T] attention_mask, bool[1] use_cache_branch,
-        {CACHE.format("P", "past")}) => (float[B, S, 32] a, {CACHE.format("U", "last")}) {{
-        a, last_key, last_value = If (use_cache_branch)
-            <then_branch = t () => () {{ }}, else_branch = e () => () {{ }}> }}"""
-    model = nested(text, small_decoder())
-    result, remarks, _ = fused(model)
-    assert remarks["fired"] == ["attention: Attention, GroupQueryAttention"] * 2
-    assert counts(result)["GroupQueryAttention"] == 4 and not remarks["refused"]
-    for flagged in (True, False):
-        feeds = decoder_feeds(small_decoder(), Run(2, 5, 7), 1)
-        feeds["use_cache_branch"] = np.array([flagged])
-        assert_same_outputs(result, model, feeds, rtol=1e-5, atol=1e-6)
-
-
-def test_a_loop_of_decoder_steps_is_right():
-    """A cache that is carried from step to step may have other axes in each: it stays."""
-    step = small_decoder(
-        ("int64[B, T] attention_mask,", ""),
-        ("(float[B, S, 32] y, ", "(bool more, "),
-        ("value)\n<", "value, float[B, S, 32] y)\n<"),
-        "bias = Where(before, nothing, lowest)",
-        "more = Identity(go)\nhidden = Gather(table, input_ids)",
-    )
-    text = f"""g (int64[B, S] input_ids, {CACHE.format("F", "first")})
-        => ({CACHE.format("L", "last")}, float[N, B, S, 32] all_y) <int64 steps = {{3}}> {{
-        last_key, last_value, all_y = Loop (steps, , first_key, first_value) <body =
-            s (int64 step, bool go, {CACHE.format("P", "past")}) => () {{ }}> }}"""
-    model = nested(text, step)
-    result, remarks, _ = fused(model)
-    assert "is not known to be of heads" in "".join(remarks["refused"])
-    feeds = {name: normal(2, 2, 4, 8) for name in ("first_key", "first_value")}
-    feeds["input_ids"] = np.random.default_rng(1).integers(0, 40, (2, 3))
-    assert_same_outputs(result, model, feeds, rtol=1e-5, atol=1e-6)
-
-
-def test_a_cache_outside_of_an_if_is_read_there():
-    """Values of a branch are not outputs of the graph around it."""
+@pytest.mark.parametrize(
+    ("first", "results", "kernels"),
+    [("hidden", ["y", "key", "value"], 4), ("k_right", ["y_rows"], 0)],
+    ids=["merged by optimum", "a cache outside"],
+)
+def test_attention_in_branches_is_right(first: str, results: list[str], kernels: int):
+    """Each has its own nodes; values of a branch are not outputs of the graph around it."""
     model = small_decoder()
-    first = next(i for i, n in enumerate(model.graph.node) if n.output[0] == "k_right")
-    last = next(i for i, n in enumerate(model.graph.node) if n.output[0] == "y_rows")
-    inside = list(model.graph.node[first : last + 1])
-    made = {name for node in inside for name in node.output}
-    graphs = []
-    for prefix in ("t", "e"):
-        nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in inside]
-        for names in (names for node in nodes for names in (node.input, node.output)):
-            names[:] = [prefix + name if name in made else name for name in names]
-        out = onnx.helper.make_tensor_value_info(f"{prefix}y_rows", 1, None)
-        graphs.append(onnx.helper.make_graph(nodes, prefix, [], [out]))
-    branches = {"then_branch": graphs[0], "else_branch": graphs[1]}
-    chosen = onnx.helper.make_node("If", ["flag"], ["y_rows"], **branches)
-    nodes = [*model.graph.node[:first], chosen, *model.graph.node[last + 1 :]]
-    del model.graph.node[:]
-    model.graph.node.extend(nodes)
-    model.graph.input.append(onnx.helper.make_tensor_value_info("flag", 9, [1]))
+    in_branches(model, first, results)
     result, remarks, _ = fused(model)
-    assert len(remarks["fired"]) == 2
+    assert len(remarks["fired"]) == 2 and not remarks["refused"]
+    assert counts(result)["GroupQueryAttention"] == kernels
     for flag in (True, False):
         for sizes in (Run(2, 5, 7), Run(1, 6, 0), Run(2, 1, 3)):
             feeds = decoder_feeds(small_decoder(), sizes, 1) | {"flag": np.array([flag])}
@@ -456,25 +405,16 @@ def projections(levels: tuple[int, int] = (4, 4)) -> onnx.ModelProto:
 X = {"x": normal(2, 3, 32, seed=1)}
 
 
-@pytest.mark.parametrize(("levels", "left"), [((4, 4), 1), ((0, 4), 2)])
+@pytest.mark.parametrize(("levels", "left"), [((4, 4), 3), ((0, 4), 4)])
 def test_projections_of_one_input_and_level_are_one(levels: tuple[int, int], left: int):
+    """Weights may be tied: these multiply another input as well, and make outputs."""
     model = projections(levels)
+    model.graph.node.append(onnx.helper.make_node("Neg", ["x"], ["other"]))
+    for name, node in zip("cd", [model.graph.node[0], model.graph.node[2]], strict=True):
+        model.graph.node.add().CopyFrom(node)
+        model.graph.node[-1].input[0], model.graph.node[-1].output[0] = "other", name
+        model.graph.output.append(onnx.helper.make_tensor_value_info(name, 1, None))
     result, remarks, _ = fused(model)
     assert counts(result)["MatMulNBits"] == left
-    assert len(remarks["fired"]) == counts(result)["Split"] == 2 - left
-    assert_same_outputs(result, model, X)
-
-
-def test_tied_projections_are_merged_and_right():
-    """One weight multiplies two inputs, one of them twice."""
-    model = projections()
-    first, _, tied, _ = model.graph.node
-    tied.CopyFrom(first)
-    tied.output[0] = "b_product"
-    model.graph.node.append(onnx.helper.make_node("Neg", ["x"], ["other"]))
-    model.graph.node.add().CopyFrom(first)
-    model.graph.node[-1].input[0], model.graph.node[-1].output[0] = "other", "c"
-    model.graph.output.append(onnx.helper.make_tensor_value_info("c", 1, None))
-    result, *_ = fused(model)
-    assert counts(result)["MatMulNBits"] == 2
+    assert len(remarks["fired"]) == counts(result)["Split"]
     assert_same_outputs(result, model, X)
