@@ -177,8 +177,6 @@ def follow_heads(
             break
         sizes = _split_sizes(source, value, facts) if before == FLAT else None
         count, size = sizes or (found.count, None)
-        if found.count not in (None, count):
-            break
         path = *found.path, (source, before)
         found = dataclasses.replace(found, path=path, count=count, size=size)
     return found
