@@ -64,15 +64,10 @@ def all_cases() -> Iterator[LayoutCase]:
 
 
 class File(NamedTuple):
-    """One optimised file of a case, named as in ``run_models.py``, and its report."""
+    """One optimised file of a case, named as in ``run_models.py``."""
 
     model: str
-    remarks: tuple[str, ...] = ()
     refused: bool = False
-
-    def speaks_of(self, version: str) -> bool:
-        text = f"onnxruntime {version.rpartition('.')[0]} "
-        return any(text in remark for remark in self.remarks)
 
 
 # Greatest relative error of a model without and with onnxruntime's optimisers, or why none.
@@ -100,10 +95,8 @@ class Matrix:
         return stem
 
     @functools.cache  # noqa: B019
-    def files(
-        self, accuracy_level: int, policy: str = "fuse", version: str | None = None
-    ) -> dict[str, File]:
-        """Optimise every case for a version, by default the installed one."""
+    def files(self, accuracy_level: int, policy: str, version: str) -> dict[str, File]:
+        """Optimise every case for a version."""
         fusion = ortplugins.DqMatMulNBitsFusion(accuracy_level, slow_kernels=policy)
         found = {}
         for name, case in self.cases.items():
@@ -112,7 +105,6 @@ class Matrix:
             )
             found[name] = File(
                 self._written(name, result.model),
-                tuple(map(str, result.report.remarks)),
                 bool(result.report.refused),
             )
         return found
@@ -120,8 +112,7 @@ class Matrix:
     @functools.cache  # noqa: B019
     def outcomes(self, version: str) -> dict[tuple[str, str], Outcome]:
         """Run what concerns a version; by model and level of the optimisers."""
-        settings = [(level, "fuse", None) for level in ACCURACY_LEVELS]
-        settings += itertools.product(ACCURACY_LEVELS, POLICIES, [version])
+        settings = [*itertools.product(ACCURACY_LEVELS, POLICIES, [version])]
         if version == NEWEST:
             settings += itertools.product([4], POLICIES, VERSIONS)
         models = {file.model for each in settings for file in self.files(*each).values()}
@@ -173,11 +164,8 @@ class Judge:
         # Exactness has a bound of its own; rounded numbers are compared across versions.
         self.newest = matrix.outcomes(NEWEST) if accuracy_level == 4 else {}
 
-    def judge(self, name: str, file: File, reported: bool) -> tuple[str, str]:
-        """Say what became of a file, and what is wrong.
-
-        ``reported`` if inspect says that this version has no right kernel.
-        """
+    def judge(self, name: str, file: File) -> tuple[str, str]:
+        """Say what became of a file, and what is wrong."""
         faults = [level for level in LEVELS if not self._agrees(name, file, level)]
         originals = {at: self.here[self.matrix.originals[name], at] for at in LEVELS}
         said = {at: self.here[file.model, at] for at in faults}
@@ -186,10 +174,6 @@ class Judge:
             return "agree", ""
         if all(isinstance(outcome, str) for outcome in originals.values()):
             return "original does not run", ""
-        if reported:
-            silent = any(isinstance(outcome, float) for outcome in said.values())
-            what = "would give wrong numbers" if silent else "would not run"
-            return f"reported by inspect ({what})", ""
         if file.refused and not any(is_right(originals[at], tolerance) for at in faults):
             return "left as it was, original fails alike", ""
         return "WRONG", f"{name}: {said}"
@@ -204,26 +188,19 @@ class Judge:
                 bound = min(bound, newest + max(ROUNDED_DIFFERENCE, case.tolerance))
         return is_right(outcome, bound)
 
-    def judge_all(
-        self,
-        what: str,
-        files: dict[str, File],
-        capsys,
-        reported: dict[str, File] | None = None,
-    ) -> None:
+    def judge_all(self, policy: str, files: dict[str, File], capsys) -> None:
         """Print the counts; fail if anything is wrong without an excuse."""
         counts, failures = Counter[str](), list[str]()
         for name, file in files.items():
-            excuse = bool(reported) and reported[name].speaks_of(self.version)
-            kind, failure = self.judge(name, file, excuse)
+            kind, failure = self.judge(name, file)
             counts[kind] += 1
             failures += [failure] if failure else []
         text = ", ".join(f"{number} {kind}" for kind, number in counts.items())
         with capsys.disabled():
-            print(f"\n{self.version} level {self.accuracy_level}, {what}: {text}", end=" ")
+            print(f"\n{self.version} level {self.accuracy_level}, {policy}: {text}", end=" ")
         more = [f"and {len(failures) - SHOWN} more"] * (len(failures) > SHOWN)
         if failures:
-            pytest.fail("\n".join([what, *failures[:SHOWN], *more]), pytrace=False)
+            pytest.fail("\n".join([*failures[:SHOWN], *more]), pytrace=False)
 
 
 @pytest.fixture(scope="session")
@@ -241,30 +218,7 @@ def version(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("level", ACCURACY_LEVELS)
-def test_one_file_for_all(version: str, matrix: Matrix, level: int, capsys):
-    """What the installed version gets, the others run, unless inspect says they can't."""
-    inspected = matrix.files(level, "fuse", version)
-    judge = Judge(matrix, version, level)
-    judge.judge_all("one file for all", matrix.files(level), capsys, inspected)
-
-
-@pytest.mark.parametrize("level", ACCURACY_LEVELS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_file_for_the_version(version: str, matrix: Matrix, policy: str, level: int, capsys):
     files = matrix.files(level, policy, version)
-    Judge(matrix, version, level).judge_all(f"file for it, {policy}", files, capsys)
-
-
-def test_inspect_denies_no_kernel_that_is_right(version: str, matrix: Matrix):
-    """At level 0; at level 4 what is wrong depends on shapes too."""
-    here, one_file = matrix.outcomes(version), matrix.files(0)
-    denied = [
-        name
-        for name, file in matrix.files(0, "fuse", version).items()
-        if file.speaks_of(version)
-        and all(
-            is_right(here[one_file[name].model, at], matrix.cases[name].tolerance)
-            for at in LEVELS
-        )
-    ]
-    assert denied == []
+    Judge(matrix, version, level).judge_all(policy, files, capsys)
