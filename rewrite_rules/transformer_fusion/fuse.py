@@ -23,6 +23,7 @@ from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.graph.value_types import derive_types
 from rewrite_rules.remarks import Outcome, PassContext, Refusal, Remarks
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
+from rewrite_rules.transformer_fusion.activations import TanhGelu
 from rewrite_rules.transformer_fusion.attention import (
     FuseAttention,
     multiplied_weights,
@@ -85,7 +86,8 @@ def fuse_transformer(
         )
     if context.cpu_only:
         norms = RmsNorm.rule(shapes, remarks).commute()
-        _apply(model, [*norms, SkipNorm.rule(shapes, remarks)])
+        gelus = [TanhGelu.rule(remarks)] if nodes["Tanh"] else []
+        _apply(model, [*norms, SkipNorm.rule(shapes, remarks), *gelus])
         merge_projections(model, remarks)
     remove_unused(model)
     if not any(remark.outcome is Outcome.FIRED for remark in remarks):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Text of attention on shared heads and of norms, as exporters spell them."""
+"""Text of attention on shared heads, of norms and of Gelu, as exporters spell them."""
 
 import re
 from pathlib import Path
@@ -74,5 +74,16 @@ def norm(*changes: tuple[str, str]) -> onnx.ModelProto:
         inverse = Reciprocal(root)
         normal = Mul(x, inverse)
         y = Mul(normal, weight)
+    }"""
+    return parsed(text, *changes)
+
+
+def gelu(*changes: tuple[str, str]) -> onnx.ModelProto:
+    """Gelu by tanh, as TorchScript's exporter writes it."""
+    text = """gelu (float[B, 8] x) => (float[B, 8] y)
+    <float one = {1}, float half = {0.5}, float cubic = {0.044715},
+     float root = {0.7978845834732056}> {
+        square = Mul(x, x) cube = Mul(x, square) c = Mul(cubic, cube) b = Add(x, c)
+        a = Mul(root, b) t = Tanh(a) g = Add(one, t) h = Mul(x, g) y = Mul(half, h)
     }"""
     return parsed(text, *changes)

@@ -17,6 +17,7 @@ from builders.transformer_parts import (
     LAYOUTS,
     REPEATS,
     attention,
+    gelu,
     norm,
 )
 
@@ -112,6 +113,7 @@ def _small_ones() -> Iterator[tuple[str, Form]]:
         yield f"form {name}", Form(partial(form, name), TRANSFORMER, _form_feeds)
     for name, make in {
         "norm": norm,
+        "gelu": gelu,
     }.items():
         yield name, Form(make, TRANSFORMER, plain_feeds)
 
@@ -150,7 +152,7 @@ FAMILIES = {
         for family, share, starts in (
             ("decoder", 18, r"decoder |torch$|grouped|infinite"),
             ("encoder", 12, "encoder "),
-            ("heads, norms", 8, "heads|norm"),
+            ("heads, norms", 8, "heads|norm|gelu"),
             ("form", 6, "form "),
             ("weight", 8, "weight"),
             ("order", 6, "order"),
