@@ -13,39 +13,10 @@ import onnx.parser
 from .text_cases import text_cases
 from .text_models import add_weights
 
-VOCABULARY, PLACES, HEADS, HEAD_SIZE = 48, 40, 2, 8
+VOCABULARY, HEADS, HEAD_SIZE = 48, 2, 8
 WIDTH = HEADS * HEAD_SIZE
 
-# Dimensions that must agree have several names, as torch.onnx.export(dynamo=True) names them.
-_TORCH = f"""<ir_version: 10, opset_import: ["": 21]>
-g (int64[s10, s70] input_ids, int64[s43, s53] attention_mask, int64[s10, s70] position_ids,
-   float[s10, {HEADS}, s15, {HEAD_SIZE}] past_key_values_0_key,
-   float[s10, {HEADS}, s89, {HEAD_SIZE}] past_key_values_0_value)
-=> (float[s10, s70, {VOCABULARY}] logits, float[s10, {HEADS}, t, {HEAD_SIZE}] present_0_key,
-    float[s10, {HEADS}, t, {HEAD_SIZE}] present_0_value)
-<int64[4] split = {{0, 0, {HEADS}, {HEAD_SIZE}}}, int64[3] merge = {{0, 0, {WIDTH}}},
- int64[2] rows = {{1, 2}}> {{
-    word = Gather(table, input_ids)
-    place = Gather(places, position_ids)
-    x = Add(word, place)
-    q2 = MatMul(x, wq)  q3 = Reshape(q2, split)  q = Transpose <perm = [0, 2, 1, 3]> (q3)
-    k2 = MatMul(x, wk)  k3 = Reshape(k2, split)  k = Transpose <perm = [0, 2, 1, 3]> (k3)
-    v2 = MatMul(x, wv)  v3 = Reshape(v2, split)  v = Transpose <perm = [0, 2, 1, 3]> (v3)
-    present_0_key = Concat <axis = 2> (past_key_values_0_key, k)
-    present_0_value = Concat <axis = 2> (past_key_values_0_value, v)
-    kt = Transpose <perm = [0, 1, 3, 2]> (present_0_key)
-    score = MatMul(q, kt)
-    counts = Cast <to = 1> (attention_mask)
-    mask = Unsqueeze(counts, rows)
-    masked = Mul(score, mask)
-    share = Softmax <axis = -1> (masked)
-    mixed = MatMul(share, present_0_value)
-    o3 = Transpose <perm = [0, 2, 1, 3]> (mixed)
-    o = Reshape(o3, merge)
-    logits = MatMul(o, head)
-}}"""
-
-# The size of a head has a name, too, as onnxruntime-genai's model builder writes it.
+# The size of a head has a name, too.
 _GENAI = f"""<ir_version: 10, opset_import: ["": 21, "com.microsoft": 1]>
 g (int64[batch_size, sequence_length] input_ids, int32[batch_size] seqlens_k,
    int32 total_sequence_length,
@@ -63,24 +34,20 @@ g (int64[batch_size, sequence_length] input_ids, int32[batch_size] seqlens_k,
     logits = MatMul(o, head)
 }}"""
 
-FORMS = {"torch": _TORCH, "genai": _GENAI}
 
-
-def decoder(form: str) -> onnx.ModelProto:
-    """Return a decoder of one layer, in one of :data:`FORMS`."""
-    model = onnx.parser.parse_model(FORMS[form])
+def genai_decoder() -> onnx.ModelProto:
+    """Return a decoder of one layer, as onnxruntime-genai's model builder writes it."""
+    model = onnx.parser.parse_model(_GENAI)
     rng = np.random.default_rng(0)
     shapes = {"table": (VOCABULARY, WIDTH), "head": (WIDTH, VOCABULARY)}
     shapes |= dict.fromkeys(("wq", "wk", "wv"), (WIDTH, WIDTH))
-    if form == "torch":
-        shapes["places"] = (PLACES, WIDTH)
     weights = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
     add_weights(model.graph, weights)
     return model
 
 
 def genai_feeds(tokens: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
-    """Return what the decoder of onnxruntime-genai's form takes for the first tokens."""
+    """Return what :func:`genai_decoder` takes for the first tokens."""
     cache = np.zeros((1, HEADS, 0, HEAD_SIZE), np.float32)
     return {
         "input_ids": np.array([tokens]),

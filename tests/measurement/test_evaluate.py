@@ -9,8 +9,9 @@ import numpy as np
 import onnx
 import pytest
 from builders.command_line import as_json, printed, refused
-from builders.decoders import VOCABULARY, decoder, genai_feeds
+from builders.decoders import VOCABULARY, genai_decoder, genai_feeds
 from builders.encoders import encoder
+from builders.exports import exported
 from builders.same_numbers import session
 from builders.samples import write_tokenizer
 
@@ -28,7 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Hold a decoder, its tokenizer and a text of 100 words."""
     monkeypatch.chdir(tmp_path)
     Path("float").mkdir()
-    onnx.save(decoder("genai"), "float/model.onnx")
+    onnx.save(genai_decoder(), "float/model.onnx")
     write_tokenizer(Path("float/tokenizer.json"), WORDS)
     Path("text.txt").write_text(" ".join(WORDS[token] for token in IDS))
     return tmp_path
@@ -116,7 +117,7 @@ def test_an_encoder_against_its_float_model():
 
 
 def with_nan() -> onnx.ModelProto:
-    model = decoder("genai")
+    model = genai_decoder()
     head = next(tensor for tensor in model.graph.initializer if tensor.name == "head")
     array = onnx.numpy_helper.to_array(head).copy()
     array[0, 0] = np.nan
@@ -125,12 +126,20 @@ def with_nan() -> onnx.ModelProto:
 
 
 def without_logits() -> onnx.ModelProto:
-    model = decoder("genai")
+    model = genai_decoder()
     del model.graph.output[0]
     return model
 
 
-GENAI, SHORT = decoder("genai"), {"window": 16}
+def without_order() -> onnx.ModelProto:
+    """A decoder in which each token sees the later ones, not the earlier ones."""
+    model = exported("gpt2-dynamo-eager")
+    (before,) = (node for node in model.graph.node if node.op_type == "LessOrEqual")
+    before.op_type = "GreaterOrEqual"
+    return model
+
+
+GENAI, SHORT = genai_decoder(), {"window": 16}
 
 
 @pytest.mark.parametrize(
@@ -140,7 +149,7 @@ GENAI, SHORT = decoder("genai"), {"window": 16}
         (GENAI, {"tokens": 1}, UsageError, "tokens is 1; expected 2 or more"),
         (GENAI, {**SHORT, "tokenizer": "large.json"}, CalibrationError, "not a row of"),
         (with_nan(), SHORT, ModelFileError, "output 'logits' has NaN"),
-        (decoder("torch"), SHORT, ModelFileError, "not a causal language model"),
+        (without_order(), SHORT, ModelFileError, "not a causal language model"),
         (without_logits(), SHORT, ModelFileError, "has no float output"),
         (encoder(), {}, ModelFileError, "judged against its float model"),
     ],

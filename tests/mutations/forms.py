@@ -95,7 +95,6 @@ def _decoders() -> Iterator[tuple[str, Form]]:
         rotation = decoders.ROTARIES[rotary]
         make = partial(decoders.small_decoder, masks[mask], rotary=rotation)
         yield f"decoder {rotary} {mask}", Form(make, TRANSFORMER)
-    yield "torch", Form(partial(decoders.decoder, "torch"), TRANSFORMER)
     infinite = [name for name in decoders.CASES if name.startswith("infinite")]
     for name in ("grouped on an axis", *infinite):
         yield name, Form(partial(decoders.changed, name), TRANSFORMER)
@@ -111,10 +110,7 @@ def _small_ones() -> Iterator[tuple[str, Form]]:
         yield f"heads {repeat} {layout}", Form(make, TRANSFORMER, plain_feeds)
     for name in ATTENTION_FORMS:
         yield f"form {name}", Form(partial(form, name), TRANSFORMER, _form_feeds)
-    for name, make in {
-        "norm": norm,
-        "gelu": gelu,
-    }.items():
+    for name, make in {"norm": norm, "gelu": gelu}.items():
         yield name, Form(make, TRANSFORMER, plain_feeds)
 
 
@@ -150,7 +146,7 @@ FAMILIES = {
     **{
         family: (share, [name for name in FORMS if re.match(starts, name)])
         for family, share, starts in (
-            ("decoder", 18, r"decoder |torch$|grouped|infinite"),
+            ("decoder", 18, r"decoder |grouped|infinite"),
             ("encoder", 12, "encoder "),
             ("heads, norms", 8, "heads|norm|gelu"),
             ("form", 6, "form "),

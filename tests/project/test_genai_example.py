@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from builders.decoders import HEAD_SIZE, HEADS, VOCABULARY, decoder, genai_feeds
+from builders.decoders import HEAD_SIZE, HEADS, VOCABULARY, genai_decoder, genai_feeds
 from builders.dequantized_models import run
 from builders.same_numbers import session
 
@@ -25,7 +25,7 @@ def source(tmp_path: Path) -> Path:
     folder.mkdir()
     options = {"save_as_external_data": True, "location": "weights", "size_threshold": 0}
     head = {"rules": {"*": "float", "logits": {"keep_float": False}}, "block_size": 16}
-    onnx.save(quantize(decoder("genai"), **head).model, folder / "model.onnx", **options)
+    onnx.save(quantize(genai_decoder(), **head).model, folder / "model.onnx", **options)
     part = {
         "filename": "model.onnx", "session_options": {"log_id": "mine", LEVEL: "0"},
         "num_hidden_layers": 1, "num_key_value_heads": HEADS, "head_size": HEAD_SIZE,

@@ -5,7 +5,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from builders.decoders import decoder, genai_feeds
+from builders.decoders import genai_decoder, genai_feeds
 from builders.exports import exported
 from builders.sessions import CPU
 from builders.text_models import model_of, normal
@@ -106,7 +106,7 @@ def test_codes_are_those_of_the_greatest_numbers_in_the_samples(shared):
 
 
 def test_the_graph_of_onnxruntimes_builder_is_taken_and_a_session_with_passes_opens_it():
-    model = ir.from_proto(decoder("genai"))
+    model = ir.from_proto(genai_decoder())
     feed = {
         "input_ids": np.arange(6)[None],
         "seqlens_k": np.array([5], np.int32),
@@ -161,14 +161,14 @@ def in_a_branch() -> ir.Model:
     return model_of(text, {"W": normal(16, 16), "heads": np.array([0, 0, 2, 8])})
 
 
-GENAI, FEED = ir.from_proto(decoder("genai")), genai_feeds([1, 2, 3])
+GENAI, FEED = ir.from_proto(genai_decoder()), genai_feeds([1, 2, 3])
 
 
 @pytest.mark.parametrize(
     ("model", "error", "match"),
     [
         (
-            ir.from_proto(decoder("torch")),
+            ir.from_proto(exported("gpt2-dynamo-eager")),
             ModelFileError,
             "no GroupQueryAttention.*optimize the model",
         ),

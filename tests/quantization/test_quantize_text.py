@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from builders.command_line import as_json, ortplugins_command, printed
-from builders.decoders import decoder
+from builders.decoders import genai_decoder
 from builders.samples import write_tokenizer
 
 from ortplugins.errors import MissingFileError, ModelFileError
@@ -24,7 +24,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = Path("float")
     (folder / "onnx").mkdir(parents=True)
     onnx.save(
-        decoder("genai"),
+        genai_decoder(),
         folder / "onnx/model.onnx",
         save_as_external_data=True,
         location="weights",

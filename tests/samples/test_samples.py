@@ -11,7 +11,8 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from builders.command_line import printed, refused
-from builders.decoders import HEAD_SIZE, HEADS, PLACES, VOCABULARY, decoder
+from builders.decoders import genai_decoder
+from builders.exports import exported
 from builders.samples import write_tokenizer
 from builders.text_models import model_of, normal, proto_of
 
@@ -28,30 +29,31 @@ def feeds_of(model: onnx.ModelProto, **options):
     return comparison_feeds(session, **options)
 
 
-@pytest.mark.parametrize("form", ["torch", "genai"])
-def test_a_decoder_gets_tokens_and_then_one_more_with_a_past(form):
-    model = decoder(form)
-    session = ort.InferenceSession(model.SerializeToString())
+# Of this many words and positions; heads of a cache, and their size.
+VOCABULARY, PLACES, HEADS, HEAD_SIZE = 40, 48, 4, 8
+
+
+def test_a_decoder_gets_tokens_and_then_one_more_with_a_past():
+    model = exported("gpt2-dynamo-eager")
     first, second = feeds_of(model)
     assert first["input_ids"].shape == (1, 32)
-    assert first["past_key_values_0_key"].shape == (1, HEADS, 0, HEAD_SIZE)
+    assert first["past_key_values.0.key"].shape == (1, HEADS, 0, HEAD_SIZE)
     assert second["input_ids"].shape == (1, 1)
     for part in ("key", "value"):
-        assert second[f"past_key_values_0_{part}"].shape == (1, HEADS, 32, HEAD_SIZE)
-    if form == "torch":
-        assert first["attention_mask"].tolist() == [[1] * 32]
-        assert second["attention_mask"].tolist() == [[1] * 33]
-        assert first["position_ids"].tolist() == [list(range(32))]
-        assert second["position_ids"].tolist() == [[32]]
-    else:
-        assert (first["seqlens_k"].tolist(), first["total_sequence_length"]) == ([31], 32)
-        assert (second["seqlens_k"].tolist(), second["total_sequence_length"]) == ([32], 33)
-    session.run(None, second)
+        assert second[f"past_key_values.0.{part}"].shape == (1, HEADS, 32, HEAD_SIZE)
+    assert first["attention_mask"].tolist() == [[1] * 32]
+    assert second["attention_mask"].tolist() == [[1] * 33]
+    assert first["position_ids"].tolist() == [list(range(32))]
+    assert second["position_ids"].tolist() == [[32]]
+    ort.InferenceSession(model.SerializeToString()).run(None, second)
+    first, second = feeds_of(genai_decoder())
+    assert (first["seqlens_k"].tolist(), first["total_sequence_length"]) == ([31], 32)
+    assert (second["seqlens_k"].tolist(), second["total_sequence_length"]) == ([32], 33)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_ids_and_positions_stay_below_the_rows_of_their_tables(seed):
-    feeds = feeds_of(decoder("torch"), samples=8, seed=seed)
+    feeds = feeds_of(exported("gpt2-dynamo-eager"), samples=8, seed=seed)
     ids = np.concatenate([feed["input_ids"].ravel() for feed in feeds])
     assert (ids.min() >= 0, 30 < ids.max() < VOCABULARY) == (True, True)
     assert max(feed["position_ids"].max() for feed in feeds) < PLACES
@@ -75,12 +77,12 @@ def test_a_named_dimension_has_one_size_at_all_inputs():
         ({"s10": 3}, {"input_ids": (3, 32), "attention_mask": (3, 32)}),
         ({"batch": 2, "sequence": 5}, {"input_ids": (2, 5), "attention_mask": (2, 5)}),
         ({"s15": 7, "s70": 4}, {"input_ids": (1, 4), "attention_mask": (1, 11)}),
-        ({"past": 6}, {"past_key_values_0_value": (1, HEADS, 6, HEAD_SIZE)}),
+        ({"past": 6}, {"past_key_values.0.value": (1, HEADS, 6, HEAD_SIZE)}),
     ],
     ids=str,
 )
 def test_one_size_is_enough_for_all_dimensions_that_count_the_same(dims, shapes):
-    feed = feeds_of(decoder("torch"), dims=dims)[0]
+    feed = feeds_of(exported("gpt2-dynamo-eager"), dims=dims)[0]
     assert {name: feed[name].shape for name in shapes} == shapes
 
 
@@ -95,7 +97,7 @@ def test_what_cannot_be_solved_names_one_dimension():
 
 @pytest.mark.parametrize("dims", [{"sequenze": 3}, {"s70": -1}, {"s70": True}])
 def test_a_size_that_cannot_be_is_an_error(dims):
-    graph = ir.from_proto(decoder("torch")).graph
+    graph = ir.from_proto(exported("gpt2-dynamo-eager")).graph
     with pytest.raises(UsageError, match=next(iter(dims))):
         MadeUpInputs(graph, dims)
 
@@ -112,7 +114,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     write_tokenizer(Path("tokenizer.json"), WORDS)
     Path("text.txt").write_text("a b c d e\n\nf g h a b\n\nc d e f g\n\nh a b c d")
-    onnx.save(decoder("torch"), "model.onnx")
+    onnx.save(exported("gpt2-dynamo-eager"), "model.onnx")
     return tmp_path
 
 
@@ -130,7 +132,7 @@ def test_windows_hold_the_text_between_the_tokens_around_it():
     assert words == Path("text.txt").read_text().split()
     assert found[0]["attention_mask"].tolist() == [[1] * 6]
     assert found[0]["position_ids"].tolist() == [list(range(6))]
-    assert found[0]["past_key_values_0_key"].shape[2] == 0
+    assert found[0]["past_key_values.0.key"].shape[2] == 0
     # A rest is left out, and a short text is one window.
     assert [feed["input_ids"].shape for feed in feeds(window=10)] == [(1, 10)] * 2
     assert [feed["input_ids"].shape for feed in feeds(window=64)] == [(1, 22)]

@@ -13,7 +13,7 @@ import onnxruntime
 import pytest
 from builders.decoders import (
     changed,
-    decoder,
+    genai_decoder,
     small_decoder,
 )
 from builders.dequantized_models import assert_same_outputs, run
@@ -203,7 +203,7 @@ def test_attention_in_branches_is_right(first: str, results: list[str], kernels:
 
 
 def test_attention_that_a_builder_fused_is_left():
-    result, remarks, _ = fused(decoder("genai"))
+    result, remarks, _ = fused(genai_decoder())
     assert remarks["note"] == ["attention: GroupQueryAttention already"]
     assert counts(result)["GroupQueryAttention"] == 1
 
