@@ -18,7 +18,6 @@ from rewrite_rules.graph.nodes import (
     walk,
 )
 from rewrite_rules.graph.opset_conversion import convert_opset
-from rewrite_rules.graph.parameters import int_attribute
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.graph.value_types import derive_types
 from rewrite_rules.remarks import Outcome, PassContext, Refusal, Remarks
@@ -43,8 +42,6 @@ from rewrite_rules.transformer_fusion.shared_cache import SharedCache, cache_inp
 
 # Shape(x, start, end) stands in what grouped queries write.
 _SHAPE_OPSET = 15
-# From here on, Softmax is over one axis, and not over all from that on.
-_ONE_AXIS_OPSET = 13
 # From here on, no operator takes axes as an attribute.
 _AXES_OPSET = 18
 # Attention and RotaryEmbedding are standard operators.
@@ -101,17 +98,9 @@ def _raise_opset(model: ir.Model, context: PassContext) -> None:
     """Convert a model with attention: rules meet one spelling, and may write kernels."""
     opset = model.opset_imports.get("", 0)
     wanted = _KERNEL_OPSET if context.cpu_only else _AXES_OPSET
-    softmaxes = _by_operator(model)["Softmax"]
-    weighted = multiplied_weights(softmaxes)
+    weighted = multiplied_weights(_by_operator(model)["Softmax"])
     if not weighted or opset >= wanted:
         return
-    if opset < _ONE_AXIS_OPSET:
-        # The converter flattens an axis of which it does not know that it is the last.
-        shapes = ProvedShapes(model, on_demand=True)
-        for node in softmaxes:
-            dims = shapes.dims(node.inputs[0])
-            if dims and int_attribute(node, "axis", 1) == len(dims) - 1:
-                node.attributes.add(ir.AttrInt64("axis", -1))
     reason = convert_opset(model, wanted)
     if reason:
         text = f"opset {opset} was not converted to {wanted}: {reason}"

@@ -74,28 +74,6 @@ def counts(model: ir.Model) -> collections.Counter[str]:
     return collections.Counter(node.op_type for node in model.graph.all_nodes())
 
 
-OLD_SOFTMAX = """<ir_version: 6, opset_import: ["": 11]>
-g (float[B, S, 32] x) => (float[B, S, 32] y) <int64[1] all = {-1}, int64[1] four = {4},
-    int64[1] eight = {8}, int64[1] width = {32}, float scale = {0.35}, int64 first = {0}> {
-    sizes = Shape(x)  number = Gather(sizes, first)  row = Unsqueeze<axes = [0]>(number)
-    batch = ReduceProd<axes = [0]>(row)  heads = Concat<axis = 0>(batch, all, four, eight)
-    k = Relu(x)  v = Neg(x)  q3 = Reshape(x, heads)  k3 = Reshape(k, heads)
-    v3 = Reshape(v, heads)  q4 = Transpose<perm = [0, 2, 1, 3]>(q3)
-    k4 = Transpose<perm = [0, 2, 3, 1]>(k3)  v4 = Transpose<perm = [0, 2, 1, 3]>(v3)
-    scores = MatMul(q4, k4)  scaled = Mul(scores, scale)  p = Softmax<axis = 3>(scaled)
-    o = MatMul(p, v4)  joined = Transpose<perm = [0, 2, 1, 3]>(o)
-    end = Concat<axis = 0>(batch, all, width)  y = Reshape(joined, end) }"""
-
-
-@pytest.mark.parametrize(("axis", "is_fused"), [(3, True), (2, False)])
-def test_softmax_of_the_last_of_all_axes_below_opset_13(axis: int, is_fused: bool):
-    """Of sizes that ONNX's shape inference does not know the number of."""
-    model = onnx.parser.parse_model(OLD_SOFTMAX.replace("axis = 3>", f"axis = {axis}>"))
-    result, remarks, _ = fused(model)
-    assert len(remarks["fired"]) == is_fused
-    assert_same_outputs(result, model, {"x": normal(2, 5, 32)}, rtol=1e-5, atol=1e-6)
-
-
 # Soft caps keep their nodes.
 UNCAPPED = [name for name in DECODERS if not name.startswith("gemma2")]
 
