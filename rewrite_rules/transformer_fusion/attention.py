@@ -277,7 +277,7 @@ class FuseAttention(RewriteRuleClassBase):
         nodes = own_nodes([end, *held], read, [*found.past, *masks])
         inside = {value for node in nodes for value in node.outputs}
         inputs = {value for node in nodes for value in node.inputs} - inside
-        if own_nodes([*inputs, *masks], held):
+        if not {*held}.isdisjoint(read) or own_nodes([*inputs, *masks], held):
             raise Refusal("ORP603", "what it reads is computed from its own new cache")
         return lambda op: clone(op, nodes, [end, *held], self._facts)
 

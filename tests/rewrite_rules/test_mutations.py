@@ -38,6 +38,12 @@ def test_keys_of_one_text_are_not_rotated_for_all():
     assert judge(name).kind == "right"
 
 
+def test_a_cache_of_values_that_takes_the_new_cache_of_keys_is_left():
+    """A kernel makes both, and can't read one of them."""
+    name = Name("grouped on an axis", "an operand from elsewhere", 657976331)
+    assert judge(name).kind == "right"
+
+
 def test_sizes_that_are_declared_wrong_stop_no_session():
     """Trimmed, an embedding has other sizes, beside which onnxruntime would believe them."""
     assert judge(Name("bert-torchscript-sdpa", "a stale type", 187712879)).kind == "right"
