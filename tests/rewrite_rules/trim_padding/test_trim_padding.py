@@ -6,7 +6,6 @@ import re
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 import pytest
 from builders.encoders import ADDITIVE, BOOLEAN, FIRST, MEAN, TOKENS, UNMASKED, batch, encoder
 from builders.exports import ENCODERS, exported, optimized
@@ -16,8 +15,6 @@ from builders.sessions import options, start
 import ortplugins
 from ortplugins.optimization.optimize import OptimizeResult
 from ortplugins.quantization import quantize_encoder8
-from rewrite_rules.remarks import PassContext, Remarks
-from rewrite_rules.trim_padding.trim import trim_padding
 
 
 def trimmed(model: onnx.ModelProto, **options: object) -> OptimizeResult:
@@ -505,12 +502,3 @@ def test_a_session_is_trimmed(tmp_path, length):
     assert length or opened.ortplugins_report.fired
     (found,), (expected,) = opened.run(None, feed), run(model, feed)
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
-
-
-def test_five_thousand_nodes():
-    layers = "\n".join(f"h{i} = Add(h{i - 1}, one)" for i in range(1, 5000))
-    model = encoder(head=f"h0 = Identity(hidden)\n{layers}\ny = Identity(h4999)")
-    graph = ir.from_proto(model)
-    remarks = Remarks("trim_padding")
-    trim_padding(graph, PassContext(remarks))
-    assert any(remark.outcome.value == "fired" for remark in remarks)
