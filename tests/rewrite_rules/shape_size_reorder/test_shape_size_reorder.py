@@ -389,6 +389,25 @@ def test_zero_size_unknown_rank_and_sequences():
     assert is_order(found.ours.order, Dependencies.of(model.graph))
 
 
+ESTIMATED = {
+    # By the annotation, of which no operator says more.
+    "g (float[4] x) => (int64[1, 4] y) <int64[1, 4] i> { i = NonZero(x)  y = Neg(i) }": 64,
+    # As tf2onnx computes shapes.
+    """g (float[9, 8] x) => (float[a, b] y) <float[1] k = {1}> {
+        s = Shape(x)  i = Cast<to = 6>(s)  t = Cast<to = 7>(i)  y = Expand(k, t) }""": 304,
+    # The outputs of an If's branches are its own.
+    """g (bool c, float[9, 8] x) => (float[9, 8] y) {
+        y = If (c) <then_branch = t () => (float[9, 8] d) { a = Exp(x)  d = Neg(a) },
+            else_branch = f () => (float[9, 8] e) { e = Neg(x) }> }""": 2 * 288,
+}
+
+
+@pytest.mark.parametrize("text", ESTIMATED)
+def test_sizes_are_estimated_by(text):
+    found = ordered(model_of(text))
+    assert (found.ours.peak, found.unknown_values) == (ESTIMATED[text], [])
+
+
 def test_shapes_of_inputs_initializers_and_as_outputs():
     graph = model_of("""
         g (float[4, n] x) => (int64[2] s, int64 z, float[4, n] y)
