@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime
+import onnxruntime.transformers  # adds its folder to sys.path, once
 import pytest
 from builders.command_line import as_json, ortplugins_command, refused
 from builders.dequantized_models import DequantizedMatMul
