@@ -344,20 +344,6 @@ def test_encoders_are_fused_and_right(name: str):
             np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_declared_sizes_need_no_guard_against_empty_inputs():
-    model = exported("bert-dynamo-eager")
-    for value in model.graph.input:
-        for dim, size in zip(value.type.tensor_type.shape.dim, (2, 9), strict=True):
-            dim.dim_value = size
-    result, *_ = fused(model)
-    assert counts(result)["Attention"] == LAYERS
-    # What is asked is whether the mask shows something to each token.
-    assert counts(result)["If"] == LAYERS
-    for _, *outputs in outputs_of_both(model, result, [Run(2, 9, 0)]):
-        for actual, expected in zip(*outputs, strict=True):
-            np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
-
-
 def test_sizes_that_only_agree_by_name_are_checked():
     """Rows of another input that heads are split by: an error, never other heads."""
     model = exported("bert-dynamo-eager")
