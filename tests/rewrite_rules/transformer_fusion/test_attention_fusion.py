@@ -259,10 +259,21 @@ def test_forms_with_a_cache_in_buffers(name: str):
     agrees(model, result, *SINGLE)
 
 
+def test_positions_are_no_mask_of_a_shared_cache():
+    """Though the mask that is added depends on them as well."""
+    model = changed("positions decide")
+    result, *_ = fused(model, kv_cache="shared")
+    agrees(model, result, *(one for one in SINGLE if one.batch == 1))
+
+
 _DECOY = """of_others = Cast<to = 1>(%s)
     peak = ReduceMax<keepdims = 0>(of_others)
     y_less = MatMul(y_rows, o_weight)
     y = Mul(y_less, peak)"""
+
+
+_BOTH = """others = Add(attention_mask, other)
+    real = Cast<to = 9>(others)"""
 
 
 @pytest.mark.parametrize("ids", ["attention_mask", "input_ids"])
@@ -291,6 +302,10 @@ def test_names_do_not_say_how_much_a_shared_cache_holds(ids: str, other: str):
         (("merged = Relu(mixed)",), "goes to Relu"),
         (("peak = ReduceMax<keepdims = 0>(key)\ny = Mul(y_rows, peak)",), "reads 'key'"),
         (("seen = Identity(before)", _DECOY % "attention_mask"), "which inputs are a mask"),
+        (
+            (_BOTH, ("past_value)", "past_value, int64[B, T] other)")),
+            "which inputs are a mask",
+        ),
     ],
 )
 def test_a_cache_that_cannot_be_shared_is_an_error(change, reason: str):
