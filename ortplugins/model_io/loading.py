@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,6 +33,8 @@ _OPTIONAL_INPUTS = 4
 _TYPES = "ortplugins.types"
 # Constant nodes with fewer elements stay: shapes and axes, which other tools expect there.
 _LIFTED_ELEMENTS = 16
+# Nodes of a model whose functions are inlined.
+_MAX_INLINED = 1_000_000
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -233,10 +236,30 @@ def _prepare(model: ir.Model, name: str) -> None:
                     f"{name}: attribute {attribute.name!r} of node {node.name!r} refers to "
                     "one of a function, but the node is in none"
                 )
+    if model.functions:
+        _check_inlined_size(model, name)
     try:
         model.graph.sort()
     except Exception as error:  # ValueError for a cycle, others for damaged subgraphs
         raise ModelFileError(f"{name}: its nodes can't be put in order: {error}") from error
+
+
+def _check_inlined_size(model: ir.Model, name: str) -> None:
+    """Refuse functions that would fill the memory once they are inlined."""
+
+    @functools.cache
+    def size(called: ir.OperatorIdentifier) -> int:
+        function = model.functions.get(called)
+        nodes = () if function is None else function.graph.all_nodes()
+        return 1 + sum(size(node.op_identifier()) for node in nodes)
+
+    with contextlib.suppress(RecursionError):  # a cycle, which those who inline will name
+        total = sum(size(node.op_identifier()) for node in model.graph.all_nodes())
+        if total > _MAX_INLINED:
+            raise ModelFileError(
+                f"{name}: would have {total} nodes once its functions are inlined: "
+                f"{_MAX_INLINED} at most are read"
+            )
 
 
 def _check_are_computed(values: Iterable[ir.Value | None], what: str) -> None:
