@@ -113,6 +113,7 @@ class Matrix:
     def outcomes(self, version: str) -> dict[tuple[str, str], Outcome]:
         """Run what concerns a version; by model and level of the optimisers."""
         settings = [*itertools.product(ACCURACY_LEVELS, POLICIES, [version])]
+        settings += [(0, "fuse", NEWEST)]
         if version == NEWEST:
             settings += itertools.product([4], POLICIES, VERSIONS)
         models = {file.model for each in settings for file in self.files(*each).values()}
@@ -222,3 +223,19 @@ def version(request: pytest.FixtureRequest) -> str:
 def test_file_for_the_version(version: str, matrix: Matrix, policy: str, level: int, capsys):
     files = matrix.files(level, policy, version)
     Judge(matrix, version, level).judge_all(policy, files, capsys)
+
+
+def test_no_kernel_is_denied_that_is_right(version: str, matrix: Matrix):
+    """At level 0; at level 4 what is wrong depends on shapes too."""
+    here, newest = matrix.outcomes(version), matrix.files(0, "fuse", NEWEST)
+    denied = [
+        name
+        for name, file in matrix.files(0, "fuse", version).items()
+        if file.refused
+        and not newest[name].refused
+        and all(
+            is_right(here[newest[name].model, at], matrix.cases[name].tolerance)
+            for at in LEVELS
+        )
+    ]
+    assert denied == []
