@@ -102,6 +102,7 @@ class _Packing:
         end = op.Where(self._holds, op.integers([_INT64_MAX]), op.integers([0]))
         rows = op.Sub(counts, op.integers(1))
         self._places = op.Slice(rows, op.integers([0]), end)
+        self._order = {node: place for place, node in enumerate(model.graph)}
         # Of sizes that are the same in every run, the first value that has them.
         self._like: dict[tuple[bool, Dims], ir.Value] = {}
 
@@ -117,11 +118,20 @@ class _Packing:
         self._op.register(self._graph)
         self._graph.extend(self._op.nodes)
 
-    def _shape(self, value: ir.Value, rank: int, is_packed: bool) -> Any:
-        """Return the sizes of a value, by one of which so many are the same in every run."""
+    def _place(self, value: ir.Value) -> int:
+        """Return where a value of the graph as it was is computed; -1 for inputs."""
+        node = value.producer()
+        return -1 if node is None else self._order.get(node, -1)
+
+    def _dims(self, value: ir.Value) -> Dims:
         dims = self._flow.roles.shapes.dims(value)
         assert dims is not None
-        return self._op.Shape(self._like.setdefault((is_packed, dims[:rank]), value))
+        return dims
+
+    def _shape(self, value: ir.Value, rank: int, is_packed: bool) -> Any:
+        """Return the sizes of a value, by one of which so many are the same in every run."""
+        key = is_packed, self._dims(value)[:rank]
+        return self._op.Shape(self._like.setdefault(key, value))
 
     def _rows(self, value: ir.Value, rows: Any, is_packed: bool) -> Any:
         """Return rows, or all of a whole batch."""
@@ -153,8 +163,14 @@ class _Packing:
         if outputs:
             value.name = self._names.take(f"{name}_packed")
         places = self._rows(value, self._places, is_packed=True)
-        given = op.Concat(self._sizes, op.integers([width]), axis=0)
-        sizes = op.Where(self._holds, given, self._shape(value, 3, True))
+        unpacked = self._like.get((False, self._dims(value)[:2]))
+        if unpacked is not None and self._place(unpacked) < self._place(value):
+            # It has these sizes in each run, packed or not.
+            rows = op.Slice(op.Shape(unpacked), op.integers([0]), op.integers([2]))
+            sizes = op.Concat(rows, op.integers([width]), axis=0)
+        else:
+            given = op.Concat(self._sizes, op.integers([width]), axis=0)
+            sizes = op.Where(self._holds, given, self._shape(value, 3, True))
         # A size of 0 is no copy of another, which other passes could not know.
         literal = {"allowzero": 1} if self._flow.opset >= _ZERO_OPSET else {}
         whole = op.Reshape(op.Gather(value, places, axis=1), sizes, **literal)
