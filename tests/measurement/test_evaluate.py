@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from builders.command_line import as_json, printed, refused
+from builders.command_line import as_json, ortplugins_command, printed, refused
 from builders.decoders import VOCABULARY, genai_decoder, genai_feeds
 from builders.encoders import encoder
 from builders.exports import exported
@@ -181,17 +181,55 @@ def test_what_cannot_be_compared_is_named(models, message):
 
 
 @pytest.mark.usefixtures("folder")
-def test_the_command_takes_folders_of_one_model():
+def test_the_commands_take_folders_of_one_model():
+    Path("float/onnx").mkdir()
+    Path("float/model.onnx").rename("float/onnx/model.onnx")
+    quantised = ["quantize", "float", "--block-size", "16", "-o", "int4.onnx"]
+    printed(*quantised)
     arguments = ["evaluate", "float", "--text", "text.txt", "--window", "16", "--tokens", "32"]
-    found = as_json(*arguments, "--against", "float/model.onnx")
+    found = as_json(*arguments, "--against", "float/onnx/model.onnx")
     assert (found["count"], found["kl_divergence"], found["cosine"]) == (30, 0, None)
     shown = printed(*arguments)
     assert "perplexity" in shown and "KL" not in shown
 
-    shutil.copy("float/model.onnx", "float/other.onnx")
-    assert "model.onnx, other.onnx" in refused(*arguments)
-    Path("float/other.onnx").unlink()
-    Path("float/model.onnx").unlink()
-    assert "no .onnx file" in refused(*arguments)
+    shutil.copy("float/onnx/model.onnx", "float/onnx/other.onnx")
+    for each in (arguments, quantised):
+        assert "2 models, onnx/model.onnx, onnx/other.onnx" in refused(*each)
+    shutil.rmtree("float/onnx")
+    for each in (arguments, quantised):
+        assert "no .onnx file" in refused(*each)
     Path("float/tokenizer.json").unlink()
     assert "no tokenizer.json next to" in refused(*arguments)
+
+
+@pytest.mark.usefixtures("folder")
+def test_quantising_ends_with_figures_where_there_is_a_text(monkeypatch):
+    Path("text.txt").write_text(" ".join(RNG.choice(WORDS[3:], 1800)))
+    arguments = ["quantize", "float", "--block-size", "16", "--text", "text.txt", "-o"]
+    shown = printed(*arguments, "int4.onnx")
+    assert "perplexity" in shown and "top-1 agreement" in shown
+    assert "float: Gather, 1 weights, " in shown
+    assert "refused" not in shown  # a table that nobody asked for
+    planned = printed("quantize", "float", "--block-size", "16", "--dry-run")
+    assert "float: Gather, 1 weights, " in planned
+    result = as_json(*arguments, "more.onnx", "--method", "gptq")
+    found = result["evaluation"]
+    (table, *_) = result["floats"]
+    assert (table["op_type"], table["reason"]) == ("Gather", "Gather is not among op_types")
+    # A third of the text is more than a window.
+    assert found["count"] == 511 and found["kl_divergence"] > 0 and found["held_back"]
+    assert "evaluated on what calibration left of the text" in shown
+    # A tokenizer in a subfolder does as well, as some exports have it.
+    Path("float/hf").mkdir()
+    Path("float/tokenizer.json").rename("float/hf/tokenizer.json")
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ortplugins.evaluation.evaluate", interrupted)
+        done = ortplugins_command(*arguments, "stopped.onnx")
+    assert done.returncode != 0 and "wrote stopped.onnx" in done.stdout
+    Path("text.txt").write_text("w1 w2 w3 w4")
+    expected = "not evaluated: text.txt: has "
+    assert expected in printed(*arguments, "short.onnx")

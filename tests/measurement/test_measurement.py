@@ -138,15 +138,6 @@ def test_a_process_of_plain_onnxruntime_imports_nothing_of_ours(model_path, tmp_
         assert started.report is not None and started.report["source"] == source
 
 
-def test_what_a_start_takes_is_what_programs_see(model_path, tmp_path):
-    """A start from the cache imports no pass."""
-    ours = Candidate(model_path, settings=entries_of([FUSION], cache_dir=str(tmp_path)))
-    for _ in range(2):
-        with SessionProcess() as process:
-            modules = process.open(ours).modules
-    assert "session_options.registry" not in modules
-
-
 def test_settings_reach_the_session(model_path):
     settings = {
         "graph_optimization_level": "ORT_DISABLE_ALL",

@@ -107,15 +107,7 @@ def test_codes_are_those_of_the_greatest_numbers_in_the_samples(shared):
 
 def test_the_graph_of_onnxruntimes_builder_is_taken_and_a_session_with_passes_opens_it():
     model = ir.from_proto(genai_decoder())
-    feed = {
-        "input_ids": np.arange(6)[None],
-        "seqlens_k": np.array([5], np.int32),
-        "total_sequence_length": np.array(6, np.int32),
-        **dict.fromkeys(
-            ("past_key_values_0_key", "past_key_values_0_value"),
-            np.zeros((1, 2, 0, 8), np.float32),
-        ),
-    }
+    feed = genai_feeds(range(6))
     made = quantize_kv_cache(model, calibration_data_reader=[feed]).model
     empty = np.zeros((1, 2, 0, 8), np.int8)
     given = feed | {name: empty for name in feed if name.startswith("past")}

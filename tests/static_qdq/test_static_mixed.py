@@ -164,33 +164,25 @@ def test_infinite_ranges_are_named_and_can_be_left_out():
 
 
 @pytest.mark.parametrize(
-    ("opset", "per_channel", "least"),
-    [(12, True, 13), (12, False, 12), (9, True, 13), (9, False, 10)],
+    ("kind", "opset", "per_channel", "least"),
+    [
+        ("float", 12, True, 13),
+        ("float", 12, False, 12),
+        ("float", 9, True, 13),
+        ("float", 9, False, 10),
+        ("float16", 13, True, 19),
+        ("float16", 17, True, 19),
+    ],
 )
-def test_older_models_are_converted_to_the_opset_that_scales_need(opset, per_channel, least):
-    given = conv_net(opset=opset)
-    result = quantize_static_mixed(given, None, samples(), per_channel=per_channel)
+def test_older_models_are_converted_to_the_opset_that_scales_need(
+    kind, opset, per_channel, least
+):
+    given, feeds = conv_net(kind, opset), samples(dtype=FLOATS[kind])
+    result = quantize_static_mixed(given, None, feeds, per_channel=per_channel)
     assert op_types(result.model)["QuantizeLinear"] > 4
     assert result.model.opset_import[0].version == least
-    assert given == conv_net(opset=opset)
-    (new,), (old,) = (run(model, samples()[0]) for model in (result.model, given))
-    np.testing.assert_allclose(new, old, atol=0.05 * np.abs(old).max())
-
-
-@pytest.mark.parametrize("opset", [13, 17, 19])
-def test_float16_gets_the_opset_in_which_it_can_be_quantised(opset):
-    model = onnx.parser.parse_model(
-        f"""<ir_version: 8, opset_import: ["": {opset}]>
-        g (float[b, 8] x) => (float[b, 8] y) {{
-            h = Cast<to = 10>(x)  a = Relu(h)  m = MatMul(a, w)  y = Cast<to = 1>(m)
-        }}"""
-    )
-    weight = np.random.default_rng(0).standard_normal((8, 8)).astype(np.float16)
-    model.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
-    feed = {"x": np.random.default_rng(1).standard_normal((4, 8)).astype(np.float32)}
-    result = quantize_static_mixed(model, None, [feed])
-    assert result.model.opset_import[0].version == 19
-    (new,), (old,) = (run(item, feed) for item in (result.model, model))
+    assert given == conv_net(kind, opset)
+    (new,), (old,) = (run(model, feeds[0]) for model in (result.model, given))
     np.testing.assert_allclose(new, old, atol=0.05 * np.abs(old).max())
 
 
@@ -272,18 +264,23 @@ def test_the_command_is_quiet_about_weights_among_the_inputs(tmp_path, monkeypat
     assert found.out == "" and "initializer" not in found.err
 
 
-def test_the_command_does_the_same(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("arguments", "options", "said"),
+    [
+        ("--promote d --no-per-channel", {"promote": ["d"], "per_channel": False}, "d: uint8"),
+        ("--max-16bit 2", {"max_16bit": 2}, "2 of 8 activations at 16 bits"),
+    ],
+)
+def test_the_command_does_the_same(arguments, options, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     onnx.save(conv_net(), "model.onnx")
     np.savez("samples.npz", **samples(1)[0])
     files = ["model.onnx", "-o", "out.onnx", "--samples", "samples.npz"]
-    settings = ["--promote", "d", "--no-per-channel"]
-    arguments = ["quantize-static", *files, *settings]
-    shown = printed(*arguments, "-v")
-    assert "d: uint8 -> uint16" in shown and "wrote out.onnx" in shown
-    options = {"promote": ["d"], "per_channel": False}
+    command = ["quantize-static", *files, *arguments.split()]
+    shown = printed(*command, "-v")
+    assert said in shown and "-> uint16" in shown and "wrote out.onnx" in shown
     wanted = quantize_static_mixed("model.onnx", None, samples(1), **options)
     assert arrays(onnx.load("out.onnx")) == arrays(ir.to_proto(wanted.model))
-    assert "--force" in refused(*arguments)
-    done = ortplugins_command(*arguments, "--force", "--format", "json")
+    assert "--force" in refused(*command)
+    done = ortplugins_command(*command, "--force", "--format", "json")
     assert json.loads(done.stdout)["fired"] == len(wanted.report.fired)
