@@ -14,7 +14,7 @@ import onnxruntime
 import pytest
 from builders.dequantized_models import DequantizedMatMul
 from builders.processes import FEED
-from builders.sessions import CPU, options, source, start
+from builders.sessions import CPU, files, options, source, start
 from builders.text_models import model_of, normal
 
 import ortplugins
@@ -131,10 +131,11 @@ def opened(path: Path, *names: str) -> ortplugins.InferenceSession:
 
 
 def test_data_stays_where_it_is_and_other_tools_can_still_read_it(tmp_path, cache_dir):
-    path = float_model(tmp_path / "a")
+    path, so = float_model(tmp_path / "a"), options(ortplugins.ShapeSizeReorder())
     plain = onnxruntime.InferenceSession(path, providers=CPU)
     for origin in ("built", "cache"):
-        session = opened(path)
+        session = start(path, so)
+        assert stored(so, DATA_FOLDER_KEY) is None
         assert session.ortplugins_report.source == origin
         for a, b in zip(plain.run(None, FEED), session.run(None, FEED), strict=True):
             np.testing.assert_array_equal(a, b)
@@ -164,39 +165,30 @@ def test_data_at_the_root_of_a_container():
         assert folder_of(names, "/m.onnx", None) == "/"
 
 
-def test_options_are_left_alone_where_data_stays(tmp_path):
-    path, so = float_model(tmp_path / "a"), options(ortplugins.ShapeSizeReorder())
-    start(path, so)
-    assert stored(so, DATA_FOLDER_KEY) is None
-    onnxruntime.InferenceSession(path, so, providers=CPU)
-
-
-def test_a_copy_is_read_where_it_lies(tmp_path, cache_dir):
-    path = float_model(tmp_path / "a")
-    opened(path)
-    shutil.copytree(path.parent, tmp_path / "b")
-    shutil.rmtree(path.parent)
-    session = opened(tmp_path / "b/model.onnx")
-    assert session.ortplugins_report.source == "cache"
-    assert np.isfinite(session.run(None, FEED)[0]).all()
-
-
 @pytest.mark.skipif(os.name == "nt", reason="links want a privilege there")
-def test_files_behind_links_are_read_where_they_are(tmp_path, cache_dir):
-    """As in Hugging Face's cache: the names of the files are hashes of their content."""
+@pytest.mark.parametrize("data_is_linked", [True, False])
+def test_files_behind_links_are_read_where_they_are(tmp_path, cache_dir, data_is_linked):
+    """As in Hugging Face's cache: the names of the files are hashes of their content.
+
+    onnxruntime also finds data beside the file linked to.
+    """
     path = float_model(tmp_path / "a")
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
     blobs.mkdir()
     snapshot.mkdir()
-    for index, name in enumerate(("model.onnx", "model.onnx.data")):
-        path.with_name(name).rename(blobs / f"blob{index}")
+    path.with_name("model.onnx.data").rename(blobs / "model.onnx.data")
+    for index, name in enumerate(("model.onnx", "model.onnx.data")[: 1 + data_is_linked]):
+        (path if not index else blobs / name).rename(blobs / f"blob{index}")
         (snapshot / name).symlink_to(blobs / f"blob{index}")
+    before = sorted(files(tmp_path))
     for origin in ("built", "cache"):
         session = opened(snapshot / "model.onnx")
         assert session.ortplugins_report.source == origin
         assert np.isfinite(session.run(None, FEED)[0]).all()
     entry = entry_of(cache_dir, snapshot / "model.onnx")
-    assert entry.artifact.data == {"model.onnx.data": "blob1"}
+    place = "blob1" if data_is_linked else "model.onnx.data"
+    assert entry.artifact.data == {"model.onnx.data": place}
+    assert sorted(files(tmp_path)) == before
 
 
 @pytest.mark.parametrize(

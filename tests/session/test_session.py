@@ -3,7 +3,6 @@
 
 import concurrent.futures
 import dataclasses
-import json
 import shutil
 import sys
 import warnings
@@ -47,27 +46,6 @@ def test_first_start_builds_and_second_takes_it_from_the_cache(model_path, cache
     assert len(list((cache_dir / "entries").iterdir())) == 1
 
 
-def test_it_is_a_stock_session_in_every_other_respect(tmp_path):
-    model = CASE.model()
-    model.metadata_props["author"] = "me"
-    model.producer_name = "exporter"
-    path = tmp_path / "m.onnx"
-    ir.save(model, path)
-    stock = ort.InferenceSession(path, providers=CPU)
-    for session in (start(path), start(path), start(path, bake=False)):
-        assert isinstance(session, ort.InferenceSession)
-        for mine, theirs in zip(
-            (*session.get_inputs(), *session.get_outputs()),
-            (*stock.get_inputs(), *stock.get_outputs()),
-            strict=True,
-        ):
-            assert str(mine) == str(theirs)
-        assert session.get_providers() == stock.get_providers()
-        mine, theirs = session.get_modelmeta(), stock.get_modelmeta()
-        for name in ("custom_metadata_map", "producer_name", "graph_name"):
-            assert getattr(mine, name) == getattr(theirs, name) != ""
-
-
 @pytest.mark.parametrize("declared", [None, [None, None], ["rows", None], [None, 64]])
 def test_outputs_have_the_sizes_that_stock_reports(tmp_path, declared):
     nodes = "z = Relu (dq_out)  h = MatMul (x, z)  y = Reshape (h, both)  n = NonZero (h)"
@@ -100,20 +78,6 @@ def test_bytes(external, model_path):
         assert session.ortplugins_report.source == expected
         check(session, CASE)
     assert stored(so, key) == (str(model_path.parent) if external else None)
-
-
-def test_the_sessions_own_options_reach_the_session(model_path, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    so = options()
-    so.enable_profiling = True
-    session = start(model_path, so)
-    check(session, CASE)
-    # No session that is opened on the way leaves a profile, too.
-    profile = Path(session.end_profiling())
-    assert [path.name for path in tmp_path.glob("*.json")] == [profile.name]
-    events = json.loads(profile.read_text())
-    assert any(event.get("args", {}).get("op_name") == "MatMulNBits" for event in events)
-    assert so.enable_profiling
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="keeps a folder that is in use")
@@ -325,11 +289,6 @@ def test_a_hit_imports_neither_passes_nor_json(model_path):
         "session_options.entries",
     }  # fmt: skip
     assert "ortplugins.cache.build" not in imported[1]
-
-
-def test_the_stock_file_says_the_same_without_us(model_path):
-    # The toggles are harmless where the plug-ins are not installed.
-    check(ort.InferenceSession(model_path, options(), providers=CPU), CASE)
 
 
 def test_overridden_dimensions_are_respected(model_path):

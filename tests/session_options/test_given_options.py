@@ -172,7 +172,11 @@ def test_one_profile_for_one_session(path, tmp_path, overridden):
     if overridden:
         so.add_free_dimension_override_by_name("rows", 1)
     session = start(path, so)
-    assert [str(file) for file in tmp_path.glob("profile*")] == [session.end_profiling()]
+    session.run(None, FEED)
+    (profile,) = tmp_path.glob("profile*")
+    assert str(profile) == session.end_profiling()
+    assert "MatMulNBits" in profile.read_text()
+    assert so.enable_profiling
 
 
 @pytest.mark.parametrize("kind", ["onnx", "ort"])
