@@ -256,15 +256,6 @@ def test_pruning_forgets_what_belongs_to_no_entry(model_path, cache_dir, monkeyp
     assert cache.own("index") == cache.own("locks") == []
 
 
-def test_where_the_cache_is(monkeypatch, tmp_path):
-    assert cache_folder(str(tmp_path / "chosen")) == str(tmp_path / "chosen")
-    monkeypatch.setenv("ORTPLUGINS_CACHE_DIR", str(tmp_path / "env"))
-    assert cache_folder() == str(tmp_path / "env")
-    monkeypatch.delenv("ORTPLUGINS_CACHE_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert Path(cache_folder()).name == "ortplugins"
-
-
 def test_clean_leaves_what_is_not_the_caches(model_path, cache_dir):
     start(model_path)
     cache = ArtifactCache(cache_dir)
@@ -351,10 +342,10 @@ def test_a_file_replaced_while_it_is_hashed_is_not_remembered(
     assert digest(large_file, cache_dir) == folder.digest_of(b"x" * (5 << 20))
 
 
-SMALL = DequantizedMatMul(32, 32, 32)
+SMALL = DequantizedMatMul(128, 64, 32)
 
 
-def test_a_byte_changed_anywhere_is_a_miss(tmp_path, cache_dir, monkeypatch):
+def test_damage_anywhere_is_a_miss(tmp_path, cache_dir, monkeypatch):
     """In entries and in the index: never an error, never another result."""
     all_is_settled(monkeypatch)
     monkeypatch.setattr(folder, "INDEXED_BYTES", 0)
@@ -364,12 +355,19 @@ def test_a_byte_changed_anywhere_is_a_miss(tmp_path, cache_dir, monkeypatch):
     names = [x.relative_to(cache_dir) for x in cache_dir.rglob("*") if x.is_file()]
     names = [name for name in names if name.parts[0] != "locks"]
     assert {name.parts[0] for name in names} == {"entries", "index"}
+    files = {name.name for name in names if name.parts[0] == "entries"}
+    assert files == {"artifact", "model.onnx", "model.onnx.data", "report.json"}
     whole = {name: (cache_dir / name).read_bytes() for name in names}
     for name, content in whole.items():
+        damages = [None, b"", content[:-5], content + b"x"]
         for place in draw.sample(range(len(content)), min(12, len(content))):
-            spoilt = bytearray(content)
-            spoilt[place] ^= 1 << draw.randrange(8)
-            (cache_dir / name).write_bytes(spoilt)
+            damages.append(bytearray(content))
+            damages[-1][place] ^= 1 << draw.randrange(8)
+        for spoilt in damages:
+            if spoilt is None:
+                (cache_dir / name).unlink()
+            else:
+                (cache_dir / name).write_bytes(spoilt)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", ".*changed on disk")
                 session = start(path)
@@ -425,8 +423,14 @@ def test_on_windows_only_the_users_profile_is_private(tmp_path, monkeypatch):
     assert not folder.is_private(tmp_path / "me" / "missing")
 
 
-def test_a_user_without_a_home_gets_a_folder_for_temporary_files(tmp_path, monkeypatch):
-    for name in ("HOME", "ORTPLUGINS_CACHE_DIR", "XDG_CACHE_HOME"):
+def test_where_the_cache_is(tmp_path, monkeypatch):
+    """For a user without a home, in a folder for temporary files."""
+    assert cache_folder(str(tmp_path / "chosen")) == str(tmp_path / "chosen")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == os.environ["ORTPLUGINS_CACHE_DIR"]
+    monkeypatch.delenv("ORTPLUGINS_CACHE_DIR")
+    assert cache_folder() == str(tmp_path / "ortplugins")
+    for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", lambda _: {}["no such user"])
     monkeypatch.chdir(tmp_path)
