@@ -30,7 +30,6 @@ class Kind(enum.Enum):
     POSITIONS = enum.auto()
     ZEROS = enum.auto()  # token types; the state before the first step
     CACHE = enum.auto()  # keys or values of earlier tokens
-    EMBEDDINGS = enum.auto()  # of the new tokens
     LAST = enum.auto()  # onnxruntime-genai's seqlens_k: the last position of each row
     TOTAL = enum.auto()  # onnxruntime-genai's total_sequence_length
     RATE = enum.auto()  # samples of audio in a second
@@ -44,12 +43,10 @@ class Role:
 
     That is ``batch``, ``sequence`` (the new tokens), ``past``, ``total`` (past and new ones),
     ``source`` (what an encoder reads), ``heads``, ``head_size``; ``""`` if not known.
-    ``known``: whether made-up values show what a model computes from them.
     """
 
     kind: Kind
     axes: tuple[str, ...]
-    known: bool = True
 
 
 # Name of the input, what it is, and its last axes. The first row that fits counts.
@@ -68,7 +65,7 @@ _BY_NAME = (
     (r"^sr$|sampl(e|ing)_?rate", Kind.RATE, ""),
     (r"^(state|h|c|hn|cn|h0|c0)$", Kind.ZEROS, "layers batch width"),
     (r"ids$|tokens$", Kind.IDS, "batch sequence"),
-    (r"embeds$", Kind.EMBEDDINGS, "batch sequence width"),
+    (r"embeds$", Kind.NUMBERS, "batch sequence width"),
 )
 _BY_SYMBOL = (
     (r"\+", ""),
@@ -79,7 +76,7 @@ _BY_SYMBOL = (
     (r"seq", "sequence"),
 )
 # What floats may be; ints may be anything but a cache's, by their names.
-_FLOATS = (Kind.EMBEDDINGS, Kind.MASK, Kind.NUMBERS, Kind.ZEROS)
+_FLOATS = (Kind.MASK, Kind.NUMBERS, Kind.ZEROS)
 # Ids stay below this where no table says how many rows it has.
 _IDS = 10
 _SAMPLES_PER_SECOND = 16000
@@ -98,7 +95,7 @@ def role_of(value: ir.Value) -> Role:
     """Find out what an input is, also by its uses where the graph is at hand."""
     shape = value.shape or ir.Shape([])
     if not isinstance(value.type, ir.TensorType | None):  # a sequence, an optional, a map
-        return Role(Kind.NUMBERS, ("",) * len(shape), known=False)
+        return Role(Kind.NUMBERS, ("",) * len(shape))
     name = (value.name or "").lower()
     for pattern, kind, named in _BY_NAME:
         if re.search(pattern, name) and _fits(kind, value):
