@@ -63,34 +63,6 @@ def dequantised(model: onnx.ModelProto) -> dict[str, Numbers]:
     return found
 
 
-def rounded_to_nearest(
-    weight: npt.NDArray, *, bits: int, block_size: int, is_symmetric: bool = True
-) -> Numbers:
-    """What the nearest codes ``[K, N]`` stand for: a loop over blocks, by the definition.
-
-    Symmetric ones on the grid "amax", whose scales are not searched.
-    """
-    k, n = weight.shape
-    size = k if block_size == -1 else block_size
-    stored = np.float16 if weight.dtype == np.float16 else np.float32
-    values = np.zeros((k, n))
-    low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if is_symmetric else (0, 2**bits - 1)
-    for column in range(n):
-        for start in range(0, k, size):
-            block = weight[start : start + size, column].astype(np.float64)
-            if is_symmetric:
-                scale, zero = max(abs(block)) / high, 0
-            else:
-                least, most = min(block.min(), 0), max(block.max(), 0)
-                scale = (most - least) / high
-                zero = np.rint(-least / float(stored(scale))) if scale else 0
-            scale = float(stored(scale)) or 1.0
-            for row, number in enumerate(block, start):
-                code = np.clip(np.rint(number / scale) + zero, low, high)
-                values[row, column] = (code - zero) * scale
-    return values
-
-
 def _readers(model: onnx.ModelProto, name: str) -> Iterator[onnx.NodeProto]:
     for node in nodes_of(model):
         if name in node.input:

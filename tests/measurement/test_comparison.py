@@ -58,15 +58,9 @@ def test_measures_are_their_formulas(at_a_time, monkeypatch):
     assert math.isclose(found.cosine, a @ b / np.linalg.norm(a) / np.linalg.norm(b))
 
 
-def test_equal_is_no_difference_whatever_it_is():
-    odd = [np.nan, np.inf, -np.inf, 0.0, 3.0]
-    for a in (odd, [], np.zeros((0, 3)), [0, 0], [True, False], ["a", "b"]):
-        found = difference((a, a))
-        assert (found.max_abs, found.relative_rms) == (0, 0)
-        assert found.cosine == 1
-
-
 INF = math.inf
+ODD = [np.nan, INF, -INF, 0.0, 3.0]
+EQUAL = [ODD, [], np.zeros((0, 3)), [0, 0], [True, False], ["a", "b"]]
 
 
 @pytest.mark.parametrize(
@@ -80,18 +74,19 @@ INF = math.inf
         ([0.0, 0.0], [3.0, 4.0], (4, 5, 0)),
         # Integers are not subtracted in their own type.
         (np.uint8([3]), np.uint8([5]), (2, 2 / 3, 1)),
+        # Other shapes are no numbers.
+        (np.zeros((2, 3)), np.zeros((3, 2)), "shape [2, 3] in a, [3, 2] in b"),
+        # Equal is no difference, whatever it is.
+        *((equal, equal, (0, 0, 1)) for equal in EQUAL),
     ],
 )
 def test_measures_of_special_numbers(a, b, measures):
     found = difference((a, b))
-    found_measures = found.max_abs, found.relative_rms, found.cosine
-    assert found_measures == pytest.approx(measures)
-
-
-def test_other_shapes_are_no_numbers():
-    found = difference((np.zeros((2, 3)), np.zeros((3, 2))))
-    assert found.mismatch == "shape [2, 3] in a, [3, 2] in b"
-    assert found.max_abs == INF
+    if isinstance(measures, str):
+        assert (found.mismatch, found.max_abs) == (measures, INF)
+    else:
+        found_measures = found.max_abs, found.relative_rms, found.cosine
+        assert found_measures == pytest.approx(measures)
 
 
 # Neighbours in their own type, and equal, or nearly, as float64.
@@ -157,8 +152,9 @@ def test_dimensions_have_the_sizes_that_are_given():
         shapes(sek=5)
     with pytest.raises(ValueError, match=r"it has .*'n', 'o\[1\]'"):
         shapes(rows=5)
-    with pytest.raises(ValueError, match="'seq' is -1; expected 0 or a positive int"):
-        shapes(seq=-1)
+    for size in (-1, True):
+        with pytest.raises(ValueError, match=f"'seq' is {size}; expected 0 or a positive int"):
+            shapes(seq=size)
 
 
 def test_an_initializer_among_the_inputs_may_be_left_out():

@@ -140,6 +140,7 @@ def without_order() -> onnx.ModelProto:
 
 
 GENAI, SHORT = genai_decoder(), {"window": 16}
+TEXTS = {"window": 16, "text": "texts.txt"}  # several paragraphs
 
 
 @pytest.mark.parametrize(
@@ -152,32 +153,17 @@ GENAI, SHORT = genai_decoder(), {"window": 16}
         (without_order(), SHORT, ModelFileError, "not a causal language model"),
         (without_logits(), SHORT, ModelFileError, "has no float output"),
         (encoder(), {}, ModelFileError, "judged against its float model"),
+        (GENAI, {**TEXTS, "against": encoder()}, ModelFileError, "compared: 48 .* and 8"),
+        (encoder(), {**TEXTS, "against": GENAI}, ModelFileError, "compared: 8 numbers"),
     ],
 )
 @pytest.mark.usefixtures("folder")
 def test_what_cannot_be_evaluated_is_named(model, options, error, message):
     write_tokenizer(Path("large.json"), [*WORDS[:3], *map(str, range(VOCABULARY)), *WORDS[3:]])
+    Path("texts.txt").write_text("\n\n".join(["w1 w2 w3 " * 20] * 3))
     onnx.save(model, "float/model.onnx")
     with pytest.raises(error, match=message):
-        ortplugins.evaluate("float", text="text.txt", **options)
-
-
-@pytest.mark.parametrize(
-    ("models", "message"),
-    [
-        ((GENAI, encoder()), rf"cannot be compared: {VOCABULARY} numbers .* and 8"),
-        ((encoder(), GENAI), "cannot be compared: 8 numbers"),
-    ],
-    ids=["a decoder and an encoder", "an encoder and a decoder"],
-)
-@pytest.mark.usefixtures("folder")
-def test_what_cannot_be_compared_is_named(models, message):
-    Path("text.txt").write_text("\n\n".join(["w1 w2 w3 " * 20] * 3))
-    for name, model in zip(("a.onnx", "b.onnx"), models, strict=True):
-        onnx.save(model, name)
-    given = {"tokenizer": "float/tokenizer.json", "text": "text.txt", "window": 16}
-    with pytest.raises(ModelFileError, match=message):
-        ortplugins.evaluate("a.onnx", "b.onnx", **given)
+        ortplugins.evaluate("float", **({"text": "text.txt"} | options))
 
 
 @pytest.mark.usefixtures("folder")

@@ -9,9 +9,8 @@ from unittest import mock
 import numpy as np
 import onnx_ir as ir
 import pytest
-from builders.quantized_files import arrays_of, read
 from builders.same_numbers import session
-from builders.text_models import matmul_of, model_of, normal
+from builders.text_models import model_of, normal
 from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -165,6 +164,8 @@ def test_types_shapes_and_codes_in_range(form, k, n):
     assert (zeros is None) == form.is_symmetric
     assert codes.min() >= form.lowest_code and codes.max() <= form.highest_code
     assert np.isfinite(scales).all() and (scales != 0).all()
+    if form.grid == "positive" or not form.is_symmetric:
+        assert (scales > 0).all()
     if k == 52:
         h = damped(gram)
         done = loss(weight, h, (codes, scales, zeros), form)
@@ -327,32 +328,19 @@ def test_reported_errors_are_those_between_the_two_models(settings):
         assert rows[name].output_error == pytest.approx(error, rel=1e-3), name
 
 
-def test_what_each_method_adds_to_the_error_of_a_deep_model():
-    width, layers, values = 64, "ABCDE", ["x"]
-    x, weights = inputs_and_weights(width, (width,) * len(layers), 1200)
-    lines = ""
-    for name in layers:
-        lines += f" h{name} = MatMul({values[-1]}, {name}) y{name} = LeakyRelu(h{name})"
-        values.append(f"y{name}")
-    text = f"g (float[T, {width}] x) => (float[T, {width}] {values[-1]}) {{ {lines} }}"
-    model = model_of(text, {name: w / 8 for name, w in zip(layers, weights, strict=True)})
-    feed, samples = {"x": x[800:]}, [{"x": x[:800]}]
-    (expected,) = session(model, optimised=True).run(None, feed)
-
-    def error(method: str) -> float:
-        result = quantize(model, method=method, calibration_data_reader=samples)
-        opened = session(result.model, optimised=True, accuracy_level=0)
-        return float(np.linalg.norm(opened.run(None, feed)[0] - expected))
-
-    assert error("gptq") < 0.45 * error("rtn")
+def test_error_feedback_makes_up_for_the_errors_before_a_weight():
+    model, errors = network(), {}
+    for method in ("rtn", "gptq"):
+        result = quantize(model, method=method, calibration_data_reader=SAMPLES)
+        errors[method] = np.linalg.norm(outputs(result.model)["down"] - outputs(model)["down"])
+    assert errors["gptq"] < 0.7 * errors["rtn"]
 
 
 # AWQ.
 
 
-def search_scales(weights, x, forms=None, **options):
-    forms = forms or [FORM] * len(weights)
-    return awq.search_scales(weights, abs(x).mean(axis=0), gram_of(x), forms, **options)
+def search_scales(weights, x):
+    return awq.search_scales(weights, abs(x).mean(axis=0), gram_of(x), [FORM] * len(weights))
 
 
 def scaled_loss(weight, gram, form, scales):
@@ -420,8 +408,6 @@ def test_silent_channels_and_extremes_are_safe():
 # Round-to-nearest.
 
 
-SYMMETRIES = pytest.mark.parametrize("is_symmetric", [True, False])
-
 weights = hnp.arrays(
     np.float32,
     hnp.array_shapes(min_dims=2, max_dims=2, max_side=70),
@@ -447,9 +433,23 @@ def test_the_error_is_at_most_half_a_step_and_zeros_are_exact(weight, form, row)
         allowed[codes == form.highest_code] = 1
     assert (steps <= allowed + 1e-4).all()
     assert (found[weight == 0] == 0).all()
+    starts = np.arange(0, len(weight), form.size_along(len(weight)))
+    low, high = (
+        end.reduceat(weight.astype(float), starts) for end in (np.minimum, np.maximum)
+    )
+    if not form.is_symmetric:
+        reach = (high.clip(min=0) - low.clip(max=0)) / form.highest_code
+    elif form.grid == "extreme":
+        reach = np.where(high > -low, high, low) / form.lowest_code
+    elif form.grid == "positive":
+        reach = np.maximum(high / form.highest_code, low / form.lowest_code)
+    else:
+        reach = np.maximum(high, -low) / form.highest_code
+    least = np.finfo(np.float32).tiny  # what a smaller one, of either sign, is raised to
+    np.testing.assert_allclose(scales, reach, rtol=1e-5, atol=2.1 * least)
 
 
-@SYMMETRIES
+@pytest.mark.parametrize("is_symmetric", [True, False])
 @pytest.mark.parametrize("scale_type", ["float32", "float16"])
 def test_blocks_of_zeros_and_subnormals_divide_by_no_zero(is_symmetric, scale_type):
     weight = np.zeros((64, 2), np.float32)
@@ -486,21 +486,11 @@ def test_searched_scales_are_never_worse_where_great_weights_count_more(weight, 
         assert np.array_equal(nearest[0], searched[0])
 
 
-def test_the_signed_extreme_gets_the_longer_end():
-    weight = np.array([[3.5, -4.0], [-7.0, 4.0], [8.0, -8.0]], np.float32)
-    codes, scales, zero_points = quantize_blocks(weight, BlockFormat(block_size=4))
-    assert scales.tolist() == [[-1.0, 1.0]]
-    assert codes.tolist() == [[-4, -4], [7, 4], [-8, -8]]
-    assert zero_points is None
-
-
 @pytest.mark.parametrize(
     ("shape", "form", "message"),
     [
         ((4, 4), {"scale_type": "float64"}, "scale_type is 'float64'"),
         ((4, 4), {"grid": "max"}, "grid is 'max'"),
-        ((4, 4), {"bits": 3}, "bits is 3"),
-        ((4, 4), {"block_size": 0}, "block_size is 0"),
         ((4, 4), {"block_size": -2}, "block_size is -2"),
         ((32, 1), {"scale_type": "float16"}, "beyond 65504"),
         *(((*shape,), {}, "expected") for shape in ((4,), (0, 4), (4, 0), (1, 2, 3))),
@@ -509,20 +499,3 @@ def test_the_signed_extreme_gets_the_longer_end():
 def test_what_cannot_be_rounded_raises(shape, form, message):
     with pytest.raises(ValueError, match=message):
         quantize_blocks(np.full(shape, 1e6, np.float32), BlockFormat(**form))
-
-
-@pytest.mark.parametrize("method", ["rtn", "awq_lite", "gptq"])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_scales_are_positive_where_they_must_be(method, bits):
-    samples = [{"x": normal(200, 96)}]
-    weight = normal(96, 40)
-    weight[:32, 3], weight[32:64, 3], weight[64:, 3] = 0, abs(weight[32:64, 3]), -1
-    given = {"method": method, "bits": bits, "calibration_data_reader": samples}
-    signs = {}
-    for grid in ("positive", "extreme"):
-        proto = read(quantize(matmul_of(weight), grid=grid, **given).model)
-        scales = [
-            a for name, a in arrays_of(proto).items() if "W.int" in name and "scales" in name
-        ]
-        signs[grid] = (scales[0] > 0).mean()
-    assert signs["positive"] == 1 > signs["extreme"]

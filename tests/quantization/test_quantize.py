@@ -13,7 +13,7 @@ import numpy.typing as npt
 import onnx
 import pytest
 from builders.dequantized_models import relative_error, run
-from builders.quantized_files import FORMATS, dequantised, read, rounded_to_nearest
+from builders.quantized_files import FORMATS, dequantised, read
 from builders.same_numbers import session
 from builders.text_cases import TextCase, text_cases
 from builders.text_models import Array, T, float64_outputs, matmul_of, normal, text_model
@@ -21,7 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ortplugins
-from ortplugins.quantization import quantize
+from ortplugins.quantization import BlockFormat, quantize, quantize_blocks
+from ortplugins.quantization.methods.nearest import dequantize_blocks
 
 ALL = ("MatMul", "Gemm", "Gather")
 BLOCKS = (16, 32, 64, 128, -1)
@@ -119,8 +120,10 @@ def test_codes_are_the_nearest_in_every_format(size, dtype):
     model = matmul_of(weight)
     for bits, block_size, is_symmetric, layout in FORMATS_OF_CODES:
         options = {"bits": bits, "block_size": block_size, "is_symmetric": is_symmetric}
-        proto = read(quantize(model, quant_format=layout, grid="amax", **options).model)
-        values = rounded_to_nearest(weight, **options)
+        options |= {"grid": "amax"}  # whose scales are not searched
+        form = BlockFormat(**options, scale_type=weight.dtype.name)
+        proto = read(quantize(model, quant_format=layout, **options).model)
+        values = dequantize_blocks(*quantize_blocks(weight, form), form)
         found = dequantised(proto)["m"]
         assert np.allclose(found, values, rtol=1e-6, atol=1e-30), (options, layout)
 

@@ -75,18 +75,11 @@ def test_patterns_mean_weights_and_modules_too(pattern, named, opset):
     assert [row.bits for row in rows] == [4, 8]
 
 
-def test_numbers_of_numpy_are_settings():
-    text = f"g (float[T, {D}] x) => (float[T, {D}] y) {{ y = MatMul(x, W) }}"
-    result = quantize(
-        model_of(text, {"W": normal(D, D)}), block_size=np.int64(16), bits=np.int8(4)
-    )
-    assert result.report.nodes[0].block_size == 16
-    ir.to_proto(result.model)
-
-
 @pytest.mark.parametrize("layout", FORMATS)
 @pytest.mark.parametrize("scale_type", ["float32", "float16"])
-@pytest.mark.parametrize("other", [{"bits": 8, "block_size": 16}, {"method": "gptq"}], ids=str)
+@pytest.mark.parametrize(
+    "other", [{"bits": np.int8(8), "block_size": np.int64(16)}, {"method": "gptq"}], ids=str
+)
 def test_one_weight_in_two_forms(layout, scale_type, other):
     options = {"quant_format": layout, "scale_type": scale_type, "rules": {"b": other}}
     x = normal(40, D)

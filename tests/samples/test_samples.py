@@ -19,7 +19,6 @@ from builders.text_models import model_of, normal, proto_of
 from ortplugins.errors import CalibrationError, ModelFileError, UsageError
 from ortplugins.measurement.models import comparison_feeds
 from ortplugins.quantization.walk import Walk
-from ortplugins.samples.made_up import MadeUpInputs
 from ortplugins.samples.text import TextSamples
 from rewrite_rules.facts.token_rows import TokenRows
 
@@ -93,13 +92,6 @@ def test_what_cannot_be_solved_names_one_dimension():
         feeds_of(model)
     (feed,) = feeds_of(model, dims={"seq": 154})
     assert feed["cloud"].shape == (1, 154)
-
-
-@pytest.mark.parametrize("dims", [{"sequenze": 3}, {"s70": -1}, {"s70": True}])
-def test_a_size_that_cannot_be_is_an_error(dims):
-    graph = ir.from_proto(exported("gpt2-dynamo-eager")).graph
-    with pytest.raises(UsageError, match=next(iter(dims))):
-        MadeUpInputs(graph, dims)
 
 
 # From a text and a tokenizer.json.
