@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Two models side by side: measures, inputs, outputs, times."""
 
-import json
 import math
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from builders.command_line import ortplugins_command, printed
+from builders.command_line import as_json, ortplugins_command, printed
 from builders.dequantized_models import DequantizedMatMul
 from builders.sessions import EXACT
 from builders.text_models import proto_of
@@ -293,7 +292,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("files")
 def test_the_command_prints_what_the_json_says():
     arguments = "compare", "a.onnx", "b.onnx", "--runs", "0"
-    content = json.loads(printed(*arguments, "--format", "json"), parse_constant=pytest.fail)
+    content = as_json(*arguments)
     assert (content["a"], content["b"], content["timings"]) == ("a.onnx", "b.onnx", None)
     assert content["outputs"][0]["max_abs"] == "inf"
     assert "output 'y': max abs error inf" in ortplugins_command(*arguments).stdout
@@ -302,7 +301,7 @@ def test_the_command_prints_what_the_json_says():
 @pytest.mark.usefixtures("files")
 def test_the_command_runs_passes_and_times_them():
     arguments = f"compare qdq.onnx --pass {FUSION} --dims rows=3 --runs 3 --rounds".split()
-    content = json.loads(ortplugins_command(*arguments, "2", "--format", "json").stdout)
+    content = as_json(*arguments, "2")
     shown = printed(*arguments, "1")
     assert "fired 1, refused 0" in shown
     shown = {line.split("\t")[0] for line in shown.splitlines()}

@@ -25,10 +25,6 @@ def chain():
     return matmul_chain("abcd", [24, *WIDTHS.values(), 8], "Tanh")
 
 
-def token_samples(*lengths):
-    return [{"x": normal(n, 24, seed=1)} for n in lengths]
-
-
 def by_numpy(model, feeds):
     """What the activations are, tokens of all feeds after each other."""
     x, weights = np.concatenate([feed["x"] for feed in feeds]), model.graph.initializers
@@ -210,7 +206,7 @@ def test_weights_stay_in_their_files_and_the_model_as_it_was(tmp_path):
     before = ir.to_proto(loaded).SerializeToString()
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    feeds = token_samples(5, 9, 11)
+    feeds = [{"x": normal(n, 24, seed=1)} for n in (5, 9, 11)]
     found = walked(loaded, feeds, scratch, WIDTHS, 2, max_tokens=100)
     assert ir.to_proto(loaded).SerializeToString() == before
     assert not [path for path in scratch.rglob("*.data") if path.stat().st_size]

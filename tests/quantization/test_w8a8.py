@@ -91,15 +91,6 @@ def test_each_form_is_near_float(form: str):
     case.expect(" ".join(kinds(read(result.model))))
 
 
-def test_float16_models_stay_float16():
-    nodes = "p = MatMul(x, W) y = Add(p, b)"
-    half = {"W": normal(K, N).astype(np.float16), "b": normal(N).astype(np.float16)}
-    inputs = {"x": (T.FLOAT16, ("rows", K))}
-    x = with_outliers(256).astype(np.float16)
-    model, result = quantized(nodes, half, x, inputs=inputs, output_type=T.FLOAT16)
-    assert error(model, read(result.model), x) < 0.03
-
-
 @given(
     st.integers(1, 40), st.integers(0, 2**32 - 1), st.sampled_from(["normal", "alike", "one"])
 )
