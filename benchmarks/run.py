@@ -89,6 +89,7 @@ _PRINTED = {
     "prepacked": r"parallel|process that has it built|128 tokens|prefill|first build",
     "order_peaks": r"first run \(|real nets, .*first|^nodes |^Shapes|^20000|an order",
     "mixed_precision": r"time to plan",
+    "encoder_sizes": r"int8|float, (?!(1 x (4|512|2,048)|8 x 128)$)",
     "transformer_fusion": r"shared, vs. o|of 512|nodes executed|differ|on 10,000|cached",
     "builder": r"prompt of 512|at 16, kv",
     "long_texts": r"1 x 16|x 512: memory",

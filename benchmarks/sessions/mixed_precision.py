@@ -108,7 +108,7 @@ def _measure_minilm(folder: Path, rounds: int) -> list[Figure]:
     ortplugins.optimize(quantized, fused, passes=[item, fusion])
     for path, how, bound in (
         (mixed, "in float", 1.6),
-        (fused, "in float, weights fused at accuracy level 4", 1.6),
+        (fused, "in float, level 4", 1.6),
     ):
         loss = net.loss(_run(_session(path, optimised=True), net.feeds))
         figures.append(Figure(f"{name} {how}: 1 - cosine of embeddings", loss, bound=0.005))

@@ -31,12 +31,12 @@ from rewrite_rules.transformer_fusion.sizes import Sizes
 _MICROSOFT = "com.microsoft"
 # GroupQueryAttention takes heads of a multiple of this size.
 _KERNEL_SIZES = 8
-# Scores of a head from which blocks are used, S * T. Two threads, share of the time of
-# onnxruntime's own attention by blocks (by the standard operator): one text of 256 tokens
-# 1.02 (.94) in MiniLM's size, 1.19 (.99) with two heads of 32; 8 texts 1.01 (.95); one of 512
-# .99 (.98) and 1.05 (.97), 8 of them .90 (.90) and .95 (1.09), in a fraction of the memory;
-# one of 2,048 .78.
-LONG = 512 * 512
+# Scores of a head from which blocks are used, S * T, with eight heads or more. Two threads,
+# share of the time of onnxruntime's own attention by blocks (by the standard operator): one
+# text of 256 tokens 1.02 (.94) in MiniLM's size, 1.19 (.99) with two heads of 32; 8 texts 1.01
+# (.95); one of 512 .99 (.98) and 1.05 (.97), 8 of them .90 (.90) and .95 (1.09), in a fraction
+# of the memory; one of 2,048 .78. With two heads, one text of 1,024 .95, of 2,048 .67.
+_LONG, _HEADS = 512 * 512, 8
 # Any score and this is this, and so is its sum with what a key that counts adds.
 _NO_SCORE = -1e30
 
@@ -108,10 +108,16 @@ class Attention:
         return 1024 if self.masks_heads else 1
 
     @property
+    def least_scores(self) -> int:
+        """S * T from which texts are long: scores of few heads fit the processor's cache."""
+        return max(_LONG, _LONG * _HEADS // self.heads)
+
+    @property
     def may_be_long(self) -> bool:
         """Whether texts may be long enough for blocks, and all heads have one mask."""
         counts = [number(self.sizes.dim(name)) for name in "ST"]
-        is_short = None not in counts and (counts[0] or 0) * (counts[1] or 0) < LONG
+        scores = (counts[0] or 0) * (counts[1] or 0)
+        is_short = None not in counts and scores < self.least_scores
         return not is_short and not self.masks_heads
 
     def rows(self, op: Any) -> list[ir.Value]:

@@ -18,7 +18,7 @@ from typing import Any
 import onnx_ir as ir
 
 from rewrite_rules.shapes.dimensions import number
-from rewrite_rules.transformer_fusion.attention_kernels import LONG, Attention
+from rewrite_rules.transformer_fusion.attention_kernels import Attention
 from rewrite_rules.transformer_fusion.heads import ints
 from rewrite_rules.transformer_fusion.scores import HIDDEN, LOWEST, VISIBLE
 
@@ -106,12 +106,13 @@ def of_uncached(
         if not found.may_be_long:
             return fits, None, _with_rows(op, found, None)
         counts = op.Mul(*(sizes.emit(op, name) for name in "ST"))
-        long = _all(op, op.LessOrEqual(ints(op, LONG), counts), *_are_rows_alike(op, found))
+        enough = op.LessOrEqual(ints(op, found.least_scores), counts)
+        long = _all(op, enough, *_are_rows_alike(op, found))
         assert long is not None
         short = op.Not(long)
         return _all(op, fits, short), _all(op, fits, long), _with_rows(op, found, short)
 
-    key = "uncached", mask, *map(sizes.dim, "BST"), *values, sizes.key
+    key = "uncached", mask, *map(sizes.dim, "BST"), *values, sizes.key, found.least_scores
     answers: tuple[ir.Value | None, ir.Value | None, ir.Value | None] = once(key, emit)
     return answers
 

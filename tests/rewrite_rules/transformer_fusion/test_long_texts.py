@@ -16,7 +16,7 @@ from builders.same_numbers import session as opened
 from builders.token_batches import Run
 from numpy.typing import NDArray
 
-from rewrite_rules.transformer_fusion import attention_kernels, attention_questions
+from rewrite_rules.transformer_fusion import attention_kernels
 
 TEXTS, LENGTH = 3, 6
 LOWEST = float(np.finfo(np.float32).min)
@@ -57,8 +57,8 @@ def is_by_text(model: onnx.ModelProto, folder: Path, *feeds: dict[str, NDArray])
 
 @pytest.fixture(autouse=True)
 def _few_tokens_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (attention_kernels, attention_questions):
-        monkeypatch.setattr(module, "LONG", LENGTH * LENGTH)
+    monkeypatch.setattr(attention_kernels, "_LONG", LENGTH * LENGTH)
+    monkeypatch.setattr(attention_kernels, "_HEADS", 1)
 
 
 def hiding(*hidden: tuple[Any, ...], value: float = LOWEST, rows: int = 1) -> NDArray:
@@ -112,6 +112,12 @@ def test_texts_are_long_by_queries_and_keys(tmp_path: Path):
     feeds = [feeds_of(np.zeros((texts, 1, 1, t)), s, texts) for s, t, texts in sizes]
     found = is_by_text(attention(KEYS), tmp_path, *feeds)
     assert found == [s * t >= 36 and texts > 0 for s, t, texts in sizes]
+
+
+def test_texts_of_few_heads_are_long_later(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(attention_kernels, "_HEADS", 8)  # there are four
+    feeds = [feeds_of(np.zeros((2, 1, 1, 8)), rows, 2) for rows in (8, 9)]
+    assert is_by_text(attention(KEYS), tmp_path, *feeds) == [False, True]
 
 
 def test_long_texts_hold_no_mask_for_each_query():
