@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,8 +36,8 @@ from rewrite_rules.facts.input_roles import (
     Role,
     cache_sizes,
     is_open,
-    made_up_values,
     role_of,
+    rows_below,
 )
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
@@ -53,6 +53,9 @@ _FREE = ("", "heads", "head_size", "width")
 _CANDIDATES = (64, 224, 48, 320, 640, 1, 128, 256, 512, 576, 1536, 16000)
 _MAX_ATTEMPTS = 60
 _MAX_ELEMENTS = 1 << 21
+# Ids stay below this where no table says how many rows it has.
+_IDS = 10
+_SAMPLES_PER_SECOND = 16000
 
 
 class MadeUpInputs:
@@ -221,9 +224,44 @@ class MadeUpInputs:
     def _feed(self, rng: np.random.Generator) -> Feed:
         past, new = self._by_label["past"], self._by_label["sequence"]
         return {
-            value.name or "": made_up_values(value, role, self._shape(value), past, new, rng)
+            value.name or "": _values(value, role, self._shape(value), past, new, rng)
             for value, role in self._inputs
         }
+
+
+def _values(
+    value: ir.Value,
+    role: Role,
+    shape: Sequence[int],
+    past: int,
+    new: int,
+    rng: np.random.Generator,
+) -> npt.NDArray[Any]:
+    """Make up what an input of this shape holds where ``new`` tokens follow ``past`` ones."""
+    dtype = value.dtype or ir.DataType.FLOAT
+    if dtype is ir.DataType.STRING:
+        return np.full(shape, "text")
+    floating = dtype.is_floating_point()
+    fixed = {
+        Kind.MASK: 1,
+        Kind.BIAS: not floating,  # 0 lets a token count
+        Kind.POSITIONS: np.arange(past, past + shape[-1]) if shape else past,
+        Kind.ZEROS: 0,
+        Kind.LAST: past + new - 1,
+        Kind.TOTAL: past + new,
+        Kind.RATE: _SAMPLES_PER_SECOND,
+        Kind.HAS_PAST: past > 0,
+    }
+    array: npt.NDArray[Any]
+    if role.kind in fixed:
+        array = np.broadcast_to(fixed[role.kind], shape)
+    elif floating:
+        array = rng.standard_normal(shape, np.float32)
+    elif dtype is ir.DataType.BOOL:
+        array = np.ones(shape)
+    else:
+        array = rng.integers(0, rows_below(value) or _IDS, shape)
+    return array.astype(dtype.numpy())
 
 
 def _is_past(role: Role) -> bool:

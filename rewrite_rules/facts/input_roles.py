@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What the inputs of a model are (token ids, a mask, a cache), by name and by use; values.
+"""What the inputs of a model are (token ids, a mask, a cache), by name and by use.
 
 Exporters name dimensions as they like: torch writes ``s10`` for the batch of the ids and
 ``s43`` for that of their mask. The name of the input says which of its axes is which.
@@ -10,11 +10,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
-import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from rewrite_rules.shapes.dimensions import number
@@ -77,9 +74,6 @@ _BY_SYMBOL = (
 )
 # What floats may be; ints may be anything but a cache's, by their names.
 _FLOATS = (Kind.MASK, Kind.NUMBERS, Kind.ZEROS)
-# Ids stay below this where no table says how many rows it has.
-_IDS = 10
-_SAMPLES_PER_SECOND = 16000
 # Nodes that look rows up, and the attribute that says along which axis.
 _LOOKS_UP = {"Gather": "axis", "GatherBlockQuantized": "gather_axis"}
 # Nodes that hand indices on as they are.
@@ -159,41 +153,6 @@ def _rows(table: ir.Value | None, axis: int) -> int | None:
         return None
     rows = table.shape[axis]
     return rows if isinstance(rows, int) else None
-
-
-def made_up_values(
-    value: ir.Value,
-    role: Role,
-    shape: Sequence[int],
-    past: int,
-    new: int,
-    rng: np.random.Generator,
-) -> npt.NDArray[Any]:
-    """Make up what an input of this shape holds where ``new`` tokens follow ``past`` ones."""
-    dtype = value.dtype or ir.DataType.FLOAT
-    if dtype is ir.DataType.STRING:
-        return np.full(shape, "text")
-    floating = dtype.is_floating_point()
-    fixed = {
-        Kind.MASK: 1,
-        Kind.BIAS: not floating,  # 0 lets a token count
-        Kind.POSITIONS: np.arange(past, past + shape[-1]) if shape else past,
-        Kind.ZEROS: 0,
-        Kind.LAST: past + new - 1,
-        Kind.TOTAL: past + new,
-        Kind.RATE: _SAMPLES_PER_SECOND,
-        Kind.HAS_PAST: past > 0,
-    }
-    array: npt.NDArray[Any]
-    if role.kind in fixed:
-        array = np.broadcast_to(fixed[role.kind], shape)
-    elif floating:
-        array = rng.standard_normal(shape, np.float32)
-    elif dtype is ir.DataType.BOOL:
-        array = np.ones(shape)
-    else:
-        array = rng.integers(0, rows_below(value) or _IDS, shape)
-    return array.astype(dtype.numpy())
 
 
 def cache_sizes(value: ir.Value, shapes: ProvedShapes) -> dict[str, int]:
