@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
-import functools
+import graphlib
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,8 +34,8 @@ _OPTIONAL_INPUTS = 4
 _TYPES = "ortplugins.types"
 # Constant nodes with fewer elements stay: shapes and axes, which other tools expect there.
 _LIFTED_ELEMENTS = 16
-# Nodes of a model whose functions are inlined.
-_MAX_INLINED = 1_000_000
+# Nodes of a model whose functions are inlined; more are not counted than the other number.
+_MAX_INLINED, _MOST_COUNTED = 1_000_000, 1 << 40
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -237,29 +238,37 @@ def _prepare(model: ir.Model, name: str) -> None:
                     "one of a function, but the node is in none"
                 )
     if model.functions:
-        _check_inlined_size(model, name)
+        _check_functions(model, name)
     try:
         model.graph.sort()
     except Exception as error:  # ValueError for a cycle, others for damaged subgraphs
         raise ModelFileError(f"{name}: its nodes can't be put in order: {error}") from error
 
 
-def _check_inlined_size(model: ir.Model, name: str) -> None:
-    """Refuse functions that would fill the memory once they are inlined."""
-
-    @functools.cache
-    def size(called: ir.OperatorIdentifier) -> int:
-        function = model.functions.get(called)
-        nodes = () if function is None else function.graph.all_nodes()
-        return 1 + sum(size(node.op_identifier()) for node in nodes)
-
-    with contextlib.suppress(RecursionError):  # a cycle, which those who inline will name
-        total = sum(size(node.op_identifier()) for node in model.graph.all_nodes())
-        if total > _MAX_INLINED:
-            raise ModelFileError(
-                f"{name}: would have {total} nodes once its functions are inlined: "
-                f"{_MAX_INLINED} at most are read"
-            )
+def _check_functions(model: ir.Model, name: str) -> None:
+    """Refuse functions that call themselves, or would fill the memory once inlined."""
+    graphs = {identifier: each.graph for identifier, each in model.functions.items()}
+    calls = {
+        identifier: collections.Counter(node.op_identifier() for node in graph.all_nodes())
+        for identifier, graph in graphs.items()
+    }
+    sizes: dict[ir.OperatorIdentifier, int] = {}
+    try:
+        for called in graphlib.TopologicalSorter(calls).static_order():
+            inside = calls.get(called, collections.Counter()).items()
+            size = 1 + sum(sizes[inner] * count for inner, count in inside)
+            sizes[called] = min(size, _MOST_COUNTED)
+    except graphlib.CycleError as error:
+        names = " -> ".join(identifier[1] for identifier in error.args[1])
+        raise ModelFileError(
+            f"{name}: functions call each other in a cycle: {names}"
+        ) from None
+    total = sum(sizes.get(node.op_identifier(), 1) for node in model.graph.all_nodes())
+    if total > _MAX_INLINED:
+        raise ModelFileError(
+            f"{name}: would have {total} nodes or more once its functions are inlined: "
+            f"{_MAX_INLINED} at most are read"
+        )
 
 
 def _check_are_computed(values: Iterable[ir.Value | None], what: str) -> None:

@@ -578,17 +578,15 @@ def errors() -> Iterator[tuple[str, onnx.ModelProto, str]]:
         text = f"d = {FUNCTIONS}.F0 (w, s)  y = MatMul (x, d)" if called else LINEAR
         proto = written(text, functions=functions)
         yield f"function-{through}-{called}", proto, r"(?i)cycl.*F0"
-    # Each calls the one before twice.
-    functions = function("F0", f"{DQ}  o = Identity (d)")
-    for i in range(1, 20):
-        call = f"{FUNCTIONS}.F{i - 1} (w, s)"
-        functions += function(f"F{i}", f"a = {call}  b = {call}  o = Add (a, b)")
-    text = f"d = {FUNCTIONS}.F19 (w, s)  y = MatMul (x, d)"
-    yield (
-        "functions-that-double",
-        written(text, functions=functions),
-        "would have 2621439 nodes",
-    )
+    # Each calls the one before twice; the longer chain is deeper than Python's stack.
+    for depth, nodes in ((20, 2621439), (1200, (1 << 40) + 1)):
+        functions = function("F0", f"{DQ}  o = Identity (d)")
+        for i in range(1, depth):
+            call = f"{FUNCTIONS}.F{i - 1} (w, s)"
+            functions += function(f"F{i}", f"a = {call}  b = {call}  o = Add (a, b)")
+        text = f"d = {FUNCTIONS}.F{depth - 1} (w, s)  y = MatMul (x, d)"
+        proto = written(text, functions=functions)
+        yield f"functions-that-double-{depth}", proto, f"would have {nodes} nodes"
     for places in ([9 * N], [-1], [[0, -1]], [0, 1], [0]):
         proto = written(f"{DQ}  p = MatMul (x, d)  y = Add (p, sparse)")
         values, where = tensor("sparse", [3], np.float32), tensor("places", places, np.int64)
