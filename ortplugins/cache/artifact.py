@@ -181,9 +181,9 @@ class Wanted:
 
 def _content(name: str) -> bytes:
     try:
-        with open(os.path.expanduser(name), "rb") as file:
+        with open(name, "rb") as file:
             return file.read()
-    except (OSError, ValueError):  # reading the option will say what is wrong
+    except (OSError, ValueError):  # a module in an archive, or in no file
         return b""
 
 

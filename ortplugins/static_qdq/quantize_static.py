@@ -66,9 +66,9 @@ def quantize_static_mixed(
     """Quantise weights and activations of a float model, some activations to 16 bits.
 
     A model that is quantised already keeps its grids, and gets those of 16 bits. Of a float
-    model, without ``promote``, the graph is the one that onnxruntime's
-    ``quantize_static`` makes; with them, Relu and Clip nodes stay, whose work it leaves to the
-    range of 8 bits.
+    model where nothing is promoted, the graph is the one that onnxruntime's
+    ``quantize_static`` makes; else Relu and Clip nodes stay, whose work it leaves to the range
+    of 8 bits.
 
     Args:
         model_input: Path of an .onnx file, ``onnx.ModelProto`` or ``onnx_ir.Model``; not

@@ -119,8 +119,11 @@ def _rows(
             f"blocks of {weight.block_size} in the rows of table {name!r} have no kernel: "
             f"multiples of {_SMALLEST_BLOCK} have one",
         )
-    stored = operand.zero_points is not None and given_zero_points(operand) is not None
-    odd_blocks = stored and weight.blocks(block_size) % 2 == 1
+    odd_blocks = (
+        operand.zero_points is not None
+        and weight.blocks(block_size) % 2 == 1
+        and given_zero_points(operand) is not None
+    )
     check_table(version, bits=operand.bits, odd_blocks=odd_blocks)
     return weight, block_size
 

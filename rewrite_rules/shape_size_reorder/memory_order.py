@@ -84,12 +84,13 @@ class GraphOrder:
     def __init__(self, graph: ir.Graph, shapes: ProvedShapes) -> None:
         self.graph = graph
         self.dependencies = known = Dependencies.of(graph)
-        bodies = [[GraphOrder(g, shapes) for g in subgraphs(node)] for node in known.nodes]
-        self.subgraphs = [body for found in bodies for body in found]
-        self._bodies = {index: found for index, found in enumerate(bodies) if found}
-        self.unknown_values: list[str] = []
-        for body in self.subgraphs:
-            self.unknown_values += body.unknown_values
+        self._below = [[GraphOrder(g, shapes) for g in subgraphs(n)] for n in known.nodes]
+        self.subgraphs: list[GraphOrder] = [
+            order for orders in self._below for order in orders
+        ]
+        self.unknown_values: list[str] = [
+            name for g in self.subgraphs for name in g.unknown_values
+        ]
         self._shapes, self._outputs = shapes, set[ir.Value | None](graph.outputs)
         # Of the values that nodes make: bytes, what may be written over, how often it is read.
         self._sizes: dict[ir.Value | None, int] = {}
@@ -106,8 +107,8 @@ class GraphOrder:
         self.output_bytes = sum(self._sizes.get(value, 0) for value in self._outputs)
         self.default = self._simulated(default, "default")
         self.priority = self._simulated(known.priority(), "priority")
-        given = (range(len(bodies)), default, known.as_exported())
-        orders = (self._simulated(known.shapes_first(order), "ours") for order in given)
+        candidates = (range(len(known.nodes)), default, known.as_exported())
+        orders = (self._simulated(known.shapes_first(order), "ours") for order in candidates)
         self.ours = min(orders, key=lambda order: order.peak)
 
     def apply(self) -> set[ir.Node]:
@@ -115,7 +116,7 @@ class GraphOrder:
 
         Return each Shape and Size, which is to follow what it reads.
         """
-        in_front = set[ir.Node]().union(*(body.apply() for body in self.subgraphs))
+        in_front = set[ir.Node]().union(*(order.apply() for order in self.subgraphs))
         nodes, readers = self.dependencies.nodes, self.dependencies.shape_readers
         order = sorted(self.ours.order, key=lambda index: not readers[index])
         in_front.update(nodes[index] for index in order if readers[index])
@@ -153,12 +154,12 @@ class GraphOrder:
 
     def _inner(self, index: int, name: str) -> int:
         """Bytes that subgraphs of a node hold beside its outputs, within 10 %."""
-        bodies = self._bodies.get(index, ())
-        peaks = [getattr(body, name).peak for body in bodies]
+        below = self._below[index]
+        peaks = [getattr(order, name).peak for order in below]
         if self.dependencies.nodes[index].op_type == "If":
             # A branch writes its outputs where those of the node are.
             peaks = [
-                peak - body.output_bytes for peak, body in zip(peaks, bodies, strict=True)
+                peak - order.output_bytes for peak, order in zip(peaks, below, strict=True)
             ]
         return max(peaks, default=0)
 

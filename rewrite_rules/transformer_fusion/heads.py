@@ -120,10 +120,13 @@ def read_heads(
     is_query: bool = False,
     as_they_are: bool = False,
 ) -> Heads:
-    """Follow heads to what a kernel can read; a Refusal where there is no such value.
+    """Follow heads back to a value that a kernel can read.
 
     ``form`` names four axes of the operand; of queries with five axes these are B, G, R, L and
     D. ``as_they_are``: not past what scales or repeats them.
+
+    Raises:
+        Refusal: If no such value is found.
     """
     assert operand is not None
     found = follow_heads(operand, facts, form, is_query, as_they_are)
@@ -137,8 +140,7 @@ def read_heads(
             count = part.count or number(heads) or number_left(heads, facts)
             return dataclasses.replace(part, count=count, size=None)
     if found.once:
-        text = f"{label(producer(operand))!r} mixes heads with other axes"
-        raise Refusal("ORP603", text)
+        raise _mixed(operand)
     raise Refusal("ORP602", f"{operand.name!r} is not known to be of heads")
 
 
@@ -166,8 +168,7 @@ def follow_heads(
         if can_repeat and (repeated := _repeated(node, facts)):
             once, groups, repeats, merge = repeated
             if axes[:2] != FIRST[:2] or len(axes) != len(FIRST):
-                text = f"{label(producer(operand))!r} mixes heads with other axes"
-                raise Refusal("ORP603", text)
+                raise _mixed(operand)
             place = len(found.path)
             found = Heads((*found.path, (once, axes)), groups, None, place, repeats, merge)
             continue
@@ -180,6 +181,10 @@ def follow_heads(
         path = *found.path, (source, before)
         found = dataclasses.replace(found, path=path, count=count, size=size)
     return found
+
+
+def _mixed(operand: ir.Value) -> Refusal:
+    return Refusal("ORP603", f"{label(producer(operand))!r} mixes heads with other axes")
 
 
 def _axes_before(node: ir.Node, axes: Axes, facts: ProvedShapes) -> Axes | None:

@@ -35,7 +35,7 @@ from rewrite_rules.transformer_fusion.heads import (
     read_heads,
     scaled_input,
 )
-from rewrite_rules.transformer_fusion.sizes import Sizes, number_if_agreed, rows_are
+from rewrite_rules.transformer_fusion.sizes import Sizes, count_query_heads, rows_are
 
 _BY_ELEMENT = frozenset({"Cast", "Cos", "Identity", "Neg", "Sin"})
 
@@ -186,7 +186,7 @@ def _heads(x: ir.Value, facts: ProvedShapes) -> Heads:
             and [axes for _, axes in heads.path] == [FIRST, SPLIT, FLAT][: len(heads.path)]
         ):
             sizes.match_heads(heads, "B H S D")
-            count = number(dims[1]) or number_if_agreed(dims[1], facts)
+            count = count_query_heads(x, facts)
             path = heads.path[:2] if sizes.key else heads.path
             return dataclasses.replace(heads, path=path, count=count)
     return Heads(((x, FIRST),))

@@ -167,7 +167,7 @@ def _transpose(value: ir.Value, names: FreshNames) -> ir.Value:
 
 
 def _unfuse(node: ir.Node) -> None:
-    """Make a FusedMatMul that transposes nothing a MatMul: one with a factor is no use."""
+    """Turn a FusedMatMul that transposes nothing into a MatMul; none of them has a factor."""
     transposes = any(int_attribute(node, name, 0) for name in ("transA", "transB"))
     if node.op_type == "FusedMatMul" and not transposes:
         node.op_type, node.domain = "MatMul", ""
