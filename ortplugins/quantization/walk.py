@@ -90,6 +90,7 @@ class Walk:
         self._place = 0
         self._numbers = itertools.count()
         self._kept: dict[str, Path] = {}  # folders by name of the value
+        self._forms: dict[Path, tuple[np.dtype[Any], tuple[int, ...]]] = {}
         self._differs = False  # whether the copy has run a quantised weight
         self._weights: dict[str, dict[int, Callable[[], Array]]] = {}
 
@@ -164,7 +165,10 @@ class Walk:
                     self._progress(index, len(self._samples), f"calibration, {what}")
                 arrays = fetch(session, (), inputs | weights, what)
                 for folder, array in zip(folders.values(), arrays, strict=True):
-                    _store(folder / f"{model}-{index}.npy", array)
+                    stored = array.astype(str) if array.dtype == object else array
+                    path = folder / f"{model}-{index}"
+                    _store(path, stored)
+                    self._forms[path] = stored.dtype, stored.shape
         self._place = place
         self._kept |= folders
         for name in [name for name in self._kept if self._last_reads[name] <= place]:
@@ -187,10 +191,11 @@ class Walk:
 
     def _value(self, model: int, index: int, name: str, feed: Feed) -> Array:
         if name in self._kept:
-            paths = [self._kept[name] / f"{m}-{index}.npy" for m in (model, _FLOAT)]
+            paths = [self._kept[name] / f"{m}-{index}" for m in (model, _FLOAT)]
             # As long as the copy is the same, the float model alone is run.
-            kept: Array = np.load(next(filter(Path.exists, paths)), allow_pickle=False)
-            return kept
+            path = next(path for path in paths if path in self._forms)
+            dtype, shape = self._forms[path]
+            return np.fromfile(path, dtype).reshape(shape)
         default = self._model.graph.initializers.get(name)
         if name in feed or default is None or default.const_value is None:
             return feed[name]
@@ -224,7 +229,9 @@ class Walk:
 
 def _store(path: Path, array: Array) -> None:
     try:
-        np.save(path, array, allow_pickle=False)
+        # Without numpy's header, which is parsed as Python when it is read: Python 3.11 fails
+        # at that now and then where several threads parse (python/cpython#106905).
+        array.tofile(path)
     except OSError as error:
         if error.errno is None:  # numpy says only how many numbers did not fit
             full = errno.ENOSPC

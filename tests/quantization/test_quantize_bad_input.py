@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Whatever goes wrong: a clear error, the output as it was, and no folder left behind."""
 
+import ast
 import re
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -175,3 +177,29 @@ def test_a_full_disk_is_reported(tmp_path, kilobytes, method):
         with pytest.raises(OSError, match=r"[Nn]o space left"):
             quantize(pair(256), root / "out.onnx", **options)
         assert not list(root.iterdir())
+
+
+def test_threads_parse_no_python(tmp_path, monkeypatch):
+    """Python 3.11 fails at it now and then (python/cpython#106905), as in headers of .npy."""
+    parse = ast.parse
+
+    def only_in_main(*arguments, **options):
+        assert threading.current_thread() is threading.main_thread()
+        return parse(*arguments, **options)
+
+    monkeypatch.setattr(ast, "parse", only_in_main)
+    options = {"method": "gptq", "calibration_data_reader": data(2, 128)}
+    into(tmp_path, pair(128), **options)
+
+
+def test_text_between_weights_is_kept(tmp_path):
+    model = model_of(
+        f"""g (string[T] s, float[T, {D}] x) => (float[T, {D}] y) {{
+            one = Constant<value_ints=[1]>() t = Identity(s)
+            a = Cast<to=1>(t) b = Unsqueeze(a, one) c = Add(x, b) d = MatMul(c, V)
+            e = Cast<to=1>(t) f = Unsqueeze(e, one) h = Add(d, f) y = MatMul(h, W)
+        }}""",
+        {"V": normal(D, D), "W": normal(D, D)},
+    )
+    feed = {"s": np.array(["1", "-2.5"] * 4, object), "x": X}
+    into(tmp_path, model, method="gptq", calibration_data_reader=[feed])
