@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 from ortplugins.errors import PassError
 from ortplugins.measurement import models
 from ortplugins.measurement.compare import compare
-from ortplugins.measurement.models import GivenModel, Inputs, ModelSource
+from ortplugins.measurement.models import GivenModel, ModelSource
 
 # Lines of a message about nodes; a model has thousands.
 _SHOWN = 30
@@ -96,7 +96,7 @@ def assert_same_outputs(
     b: ModelSource,
     rtol: float = 1e-5,
     atol: float | None = None,
-    inputs: Inputs = None,
+    inputs: Any = None,
     *,
     dims: Mapping[str, int] | None = None,
     samples: int = 1,

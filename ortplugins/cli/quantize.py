@@ -16,7 +16,7 @@ from ortplugins.cli import options as opt
 from ortplugins.cli.evaluate import print_evaluation
 from ortplugins.cli.terminal import console, print_table, progress_bar
 from ortplugins.errors import CalibrationError, ModelFileError, UsageError
-from ortplugins.quantization.weights.recipe import read_recipe, read_yaml
+from ortplugins.quantization.weights.recipe import read_recipe
 
 if TYPE_CHECKING:
     from ortplugins.quantization import QuantizeReport, QuantizeResult
@@ -33,30 +33,41 @@ _OTHERS = {
 
 
 def _read_rule(text: str) -> tuple[str, Any]:
-    """Read ``PATTERN=SETTINGS``."""
+    """Read ``PATTERN=float``, or ``PATTERN=NAME:VALUE,NAME:VALUE``."""
     pattern, equals, settings = text.rpartition("=")
     if not equals:
         raise UsageError(
             f"--rule: {text!r}; expected a pattern and its settings, as in "
-            "'*lm_head*=float' or '*down_proj*={bits: 8}'"
+            "'*lm_head*=float' or '*down_proj*=bits:8'"
         )
-    return pattern, read_yaml(settings)
+    if settings == "float":
+        return pattern, settings
+    pairs = (item.partition(":") for item in settings.split(","))
+    return pattern, {name: _read_value(value) for name, _, value in pairs}
+
+
+def _read_value(text: str) -> Any:
+    """Read JSON, or else a word as it is."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 @Parameter(name="*")
 @dataclasses.dataclass(frozen=True)
 class ChosenRecipe:
-    """A recipe by name or file, and changes to it.
+    """A recipe by name, and changes to it.
 
     Attributes:
-        recipe: small, balanced, best or a YAML file, which what follows changes; encoder8
-            (settings: least_cosine, rules PATTERN=float); kv-cache.
+        recipe: small, balanced or best, which what follows changes; encoder8 (settings:
+            least_cosine, rules PATTERN=float); kv-cache.
         method: rtn, or by samples awq_lite, gptq.
         bits: Bits of a code: 4 or 8.
         block_size: Weights that share a scale; -1: a whole column.
         is_symmetric: Signed codes without zero points, or unsigned codes with zero points.
         rules: PATTERN=SETTINGS, for some of the nodes, as `*lm_head*=float` or
-            `*down_proj*={bits: 8}`; repeatable.
+            `*down_proj*=bits:8,method:rtn`; repeatable.
         settings: NAME=VALUE, another setting, as share_of_8_bits=0.03; repeatable.
     """
 
@@ -76,7 +87,7 @@ class ChosenRecipe:
         given = {name: getattr(self, name) for name in names}
         changes = {name: value for name, value in given.items() if value is not None}
         for name, text in opt.parse_settings(self.settings).items():
-            changes[name] = read_yaml(text)
+            changes[name] = _read_value(text)
         if self.rules:
             changes["rules"] = [_read_rule(text) for text in self.rules]
         return changes

@@ -20,7 +20,6 @@ from ortplugins.measurement.difference import (
 from ortplugins.measurement.measure import Candidate, Cost, Measurement, measure, side_by_side
 from ortplugins.measurement.models import (
     GivenModel,
-    Inputs,
     ModelSource,
     comparison_feeds,
     scratch_folder,
@@ -93,7 +92,7 @@ def compare(
     *,
     passes: Sequence[Pass | str] = (),
     options: Mapping[str, Any] | None = None,
-    inputs: Inputs = None,
+    inputs: Any = None,
     dims: Mapping[str, int] | None = None,
     samples: int = 1,
     seed: int = 0,

@@ -29,7 +29,7 @@ from ortplugins.runtime.stock_session import (
     quiet_runner,
 )
 from ortplugins.samples.made_up import MadeUpInputs
-from ortplugins.samples.sources import CalibrationSource, Feed, read_samples
+from ortplugins.samples.sources import Feed, read_samples
 from rewrite_rules.graph.nodes import all_nodes
 from rewrite_rules.remarks import Outcome
 from session_options import DqMatMulNBitsFusion
@@ -37,7 +37,6 @@ from session_options.entries import stored
 from session_options.plan import make_plan
 
 ModelSource: TypeAlias = "ModelLike | bytes | OptimizeResult | onnxruntime.InferenceSession"
-Inputs = Mapping[str, Any] | CalibrationSource
 
 
 class GivenModel:
@@ -171,7 +170,7 @@ def scratch_folder() -> Iterator[Path]:
 def comparison_feeds(
     session: onnxruntime.InferenceSession,
     *,
-    inputs: Inputs = None,
+    inputs: Any = None,
     dims: Mapping[str, int] | None = None,
     samples: int = 1,
     seed: int = 0,

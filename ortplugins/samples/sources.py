@@ -5,12 +5,9 @@ A sample is a dict, input name -> array. A source of samples is one of
 
     an object with get_next()    onnxruntime's and ModelOpt's readers; None ends the data
     an iterable                  of dicts, of paths, or of both; a generator will do
-    a path, or several           of .npz files, an array for each input
+    a path, or several           of .npz files, each a sample: an array for each input
     TextSamples                  windows of a text, and a tokenizer
     None                         random inputs, with a warning
-
-A .npz file is one sample. Where every array has one axis more than the model's input, that
-axis, the first, counts samples.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,25 +28,7 @@ from ortplugins.samples.text import TextSamples
 from rewrite_rules.closest_name import did_you_mean
 
 
-@runtime_checkable
-class CalibrationReader(Protocol):
-    """What onnxruntime calls a CalibrationDataReader."""
-
-    def get_next(self) -> Mapping[str, Any] | None:
-        """Return the next sample; None after the last."""
-
-
-CalibrationSource = (
-    CalibrationReader
-    | TextSamples
-    | str
-    | os.PathLike[str]
-    | Iterable[Mapping[str, Any] | str | os.PathLike[str]]
-    | None
-)
-
-
-def read_samples(source: CalibrationSource, model: ir.Model) -> list[Feed]:
+def read_samples(source: Any, model: ir.Model) -> list[Feed]:
     """Return the samples of a source, copied: readers may use their arrays again.
 
     Inputs that are initializers may be left out.
@@ -69,8 +48,19 @@ def read_samples(source: CalibrationSource, model: ir.Model) -> list[Feed]:
         return list(MadeUpInputs(model.graph).feeds(8))
     if isinstance(source, TextSamples):
         source = source.feeds(model.graph)
-    feeds = _each_checked(_samples(source), inputs, frozenset(model.graph.initializers))
-    return [{name: np.array(array) for name, array in feed.items()} for feed in feeds]
+    feeds, optional = list[Feed](), frozenset(model.graph.initializers)
+    for index, item in enumerate(_samples(source)):
+        what, sample = f"sample {index}", item
+        if isinstance(item, str | os.PathLike):
+            what, sample = f"{what} of {os.fspath(item)!r}", _in_file(item)
+        checked = _checked_sample(sample, inputs, optional, what)
+        feeds.append({name: np.array(array) for name, array in checked.items()})
+    if not feeds:
+        raise CalibrationError(
+            "calibration data is empty: at least one sample is needed; was the reader or "
+            "generator used up before?"
+        )
+    return feeds
 
 
 def _tensor_inputs(model: ir.Model) -> dict[str, ir.Value]:
@@ -84,9 +74,9 @@ def _tensor_inputs(model: ir.Model) -> dict[str, ir.Value]:
     return inputs
 
 
-def _samples(source: CalibrationSource) -> Iterator[Any]:
-    """Return the raw items of a source: samples, or paths of files with samples."""
-    if isinstance(source, CalibrationReader):
+def _samples(source: Any) -> Iterator[Any]:
+    """Return the raw items of a source: samples, or paths of files with one."""
+    if hasattr(source, "get_next"):
         return iter(source.get_next, None)
     if isinstance(source, str | os.PathLike):
         return iter([source])
@@ -102,53 +92,15 @@ def _samples(source: CalibrationSource) -> Iterator[Any]:
     )
 
 
-def _each_checked(
-    items: Iterator[Any], inputs: Mapping[str, ir.Value], optional: frozenset[str]
-) -> Iterator[Feed]:
-    count = 0
-    for item in items:
-        is_path = isinstance(item, str | os.PathLike)
-        origin = f" of {os.fspath(item)!r}" if is_path else ""
-        for sample in _file_samples(item, inputs) if is_path else [item]:
-            yield _checked_sample(sample, inputs, optional, f"sample {count}{origin}")
-            count += 1
-    if not count:
-        raise CalibrationError(
-            "calibration data is empty: at least one sample is needed; was the reader or "
-            "generator used up before?"
-        )
-
-
-def _file_samples(
-    path: str | os.PathLike[str], inputs: Mapping[str, ir.Value]
-) -> Iterator[Feed]:
+def _in_file(path: str | os.PathLike[str]) -> Feed:
     name = os.fspath(path)
     try:
         with np.load(name, allow_pickle=False) as file:
-            arrays = dict(file)
+            return dict(file)
     except Exception as error:  # OSError, BadZipFile, EOFError, ValueError for a pickle
         raise CalibrationError(
             f"{name}: cannot be read as .npz file of arrays: {error}"
         ) from error
-    if not _is_stacked(arrays, inputs):
-        yield arrays
-        return
-    lengths = {key: len(array) for key, array in arrays.items()}
-    if len(set(lengths.values())) > 1:
-        raise CalibrationError(
-            f"{name}: the first axis counts samples, but the arrays disagree: {lengths}"
-        )
-    for index in range(next(iter(lengths.values()))):
-        yield {key: array[index] for key, array in arrays.items()}
-
-
-def _is_stacked(arrays: Feed, inputs: Mapping[str, ir.Value]) -> bool:
-    """Whether every array has one axis more than its input; not where a rank is unknown."""
-    for name, array in arrays.items():
-        shape = inputs[name].shape if name in inputs else None
-        if shape is None or array.ndim != len(shape) + 1:
-            return False
-    return bool(arrays)
 
 
 def _checked_sample(

@@ -28,7 +28,7 @@ from ortplugins.optimization.optimize import OptimizeResult, optimize
 from ortplugins.optimization.shape_inference import infer_shapes
 from ortplugins.quantization.files import QuantizedFile
 from ortplugins.quantization.selection import check_names, matches
-from ortplugins.samples.sources import CalibrationSource, read_samples
+from ortplugins.samples.sources import read_samples
 from ortplugins.static_qdq.onnxruntime_quantizer import quantize_to_eight_bits
 from ortplugins.static_qdq.plan import PrecisionPlan, plan_precision
 from rewrite_rules.closest_name import did_you_mean
@@ -52,7 +52,7 @@ class StaticMixedResult(OptimizeResult):
 def quantize_static_mixed(
     model_input: ModelLike,
     model_output: str | os.PathLike[str] | None = None,
-    data: CalibrationSource = None,
+    data: Any = None,
     *,
     promote: Collection[str] = (),
     budget: float | None = None,

@@ -142,17 +142,17 @@ optimize m.onnx -o missing/o.onnx => missing/o.onnx | folder
 optimize m.onnx -o m.onnx --force => m.onnx | the model itself
 optimize lost.onnx -o o.onnx => lost.onnx | 'w' | lost.onnx.data | missing
 quantize f.onnx => give --output, or --dry-run
-quantize f.onnx -o o.onnx --rule 'haed={bits: 8}' => 'haed' matches no node that can be quantised
+quantize f.onnx -o o.onnx --rule haed=bits:8 => 'haed' matches no node that can be quantised
 quantize f.onnx -o o.onnx --rule head => expected a pattern and its settings
-quantize f.onnx -o o.onnx --rule head=[1] => rule 'head': [1] is neither float nor settings
-quantize f.onnx -o o.onnx --rule head={ => is not YAML
+quantize f.onnx -o o.onnx --rule head=flaot => rule 'head': no setting is 'flaot'
+quantize f.onnx -o o.onnx --rule head=bits:many => rule 'head': bits is 'many'
 quantize f.onnx -o o.onnx --rule 're:(=float' => is not a regular expression
 quantize f.onnx -o o.onnx --bits 3 => bits is 3; expected 4 or 8
 quantize f.onnx -o o.onnx --method hqq => 'hqq'
 quantize f.onnx -o o.onnx --set blok_size=1 => --set: unknown setting 'blok_size' | 'block_size'
 quantize f.onnx -o o.onnx --recipe kv-cache --bits 8 => --recipe kv-cache has no setting 'bits'
 quantize f.onnx -o o.onnx --recipe kv-cache => no GroupQueryAttention has a cache
-quantize f.onnx -o o.onnx --recipe encoder8 --rule 'a={bits: 8}' => PATTERN=float
+quantize f.onnx -o o.onnx --recipe encoder8 --rule a=bits:8 => PATTERN=float
 quantize f.onnx -o o.onnx --recipe encoder8 --set bits=8 => --recipe encoder8 has no setting 'bits'
 quantize f.onnx --recipe encoder8 --dry-run => --dry-run has no effect with --recipe encoder8
 quantize f.onnx -o o.onnx --set alphas => 'alphas' is not KEY=VALUE

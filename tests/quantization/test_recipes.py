@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Recipes: the same in Python, in YAML and as options; rules by node; what is refused."""
+"""Recipes: the same in Python and as options; rules by node; what is refused."""
 
 from pathlib import Path
 
@@ -7,35 +7,21 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-import yaml
 from builders.command_line import as_json, printed
 from builders.dequantized_models import relative_error, run
 from builders.quantized_files import dequantised, read
 from builders.text_models import model_of, normal
 
-from ortplugins.errors import QuantizationError
 from ortplugins.quantization import Recipe, quantize
 
 D = 64
-YAML = """
-method: gptq
-block_size: 16
-grid: positive
-rules:
-  "*v": {method: rtn, is_symmetric: false}
-  "re:^(q|o)$": {bits: 8}
-  o: float
-"""
-RECIPE = Recipe(
-    method="gptq",
-    block_size=16,
-    grid="positive",
-    rules={
-        "*v": {"method": "rtn", "is_symmetric": False},
-        "re:^(q|o)$": {"bits": 8},
-        "o": {"keep_float": True},
-    },
-)
+RULES = {
+    "*v": {"method": "rtn", "is_symmetric": False},
+    "re:^(q|o)$": {"bits": 8},
+    "o": "float",
+}
+SETTINGS = {"method": "gptq", "block_size": 16, "grid": "positive", "rules": RULES}
+RECIPE = Recipe(**SETTINGS)
 
 
 # What takes out of a preset all that is no rule.
@@ -53,7 +39,6 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ir.Model:
         {name: normal(D, D, seed=number) for number, name in enumerate("QKVO")},
     )
     ir.save(model, "model.onnx")
-    Path("recipe.yaml").write_text(YAML)
     np.savez("samples.npz", **SAMPLES[0])
     return model
 
@@ -67,21 +52,19 @@ def matrices(model: ir.Model, recipe: Recipe | str, **settings) -> dict[str, np.
     return dequantised(read(result.model))
 
 
-def test_dataclass_file_settings_and_options_say_the_same(model: ir.Model):
+def test_dataclass_settings_and_options_say_the_same(model: ir.Model):
     expected = matrices(model, RECIPE)
     assert sorted(expected) == ["k", "q", "v"]
-    settings = yaml.safe_load(YAML)
     options = ["--method", "gptq", "--block-size", "16"]
     options += ["--set", "grid=positive"]
-    for rule in ("*v={method: rtn, is_symmetric: false}", "re:^(q|o)$={bits: 8}", "o=float"):
+    for rule in ("*v=method:rtn,is_symmetric:false", "re:^(q|o)$=bits:8", "o=float"):
         options += ["--rule", rule]
     printed("quantize", "model.onnx", "--samples", "samples.npz", *options, "-o", "out.onnx")
     for found in (
         dequantised(onnx.load("out.onnx")),
-        matrices(model, "recipe.yaml"),
-        matrices(model, Recipe(), **settings),
-        # What is given beside a recipe wins.
-        matrices(model, "best", **settings, **PLAIN),
+        matrices(model, Recipe(), **SETTINGS),
+        # What is given with a recipe wins.
+        matrices(model, "best", **SETTINGS, **PLAIN),
     ):
         for name, matrix in expected.items():
             np.testing.assert_array_equal(found[name], matrix)
@@ -105,27 +88,6 @@ def test_nodes_of_one_activation_get_methods_of_their_own(model: ir.Model):
     assert rows["v"] == ("rtn", "")
     ours, expected = (run(read(m), SAMPLES[0])[0] for m in (result.model, model))
     assert relative_error(ours, expected) < 0.02
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("metod: gptq", "unknown setting 'metod'; did you mean 'method'"),
-        ("method: gptk", "method is 'gptk'"),
-        ("rules: {q: 8}", "rule 'q': 8 is neither float nor settings"),
-        ("rules: {q: {bit: 8}}", "rule 'q': no setting is 'bit'; did you mean 'bits'"),
-        ("rules: {q: {bits: 5}}", "rule 'q': bits is 5"),
-        ("- a", "expected a mapping, not a list"),
-        ("bits: [", "is not YAML"),
-        ("bits: 4\nbits: 8", "'bits' is there twice"),
-        ("rules:\n  a: {bits: 4}\n  b: float\n  a: float", "'a' is there twice"),
-        ("bits: !!python/object/apply:os.getcwd []", "is not YAML"),
-    ],
-)
-def test_a_file_that_is_not_a_recipe_is_named(model: ir.Model, content, message):
-    Path("recipe.yaml").write_text(content)
-    with pytest.raises(QuantizationError, match=rf"recipe\.yaml: .*{message}"):
-        quantize(model, recipe="recipe.yaml")
 
 
 HEADS = {

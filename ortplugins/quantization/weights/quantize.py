@@ -45,7 +45,7 @@ from ortplugins.quantization.weights.plan import (
     plan_weights,
     reported,
 )
-from ortplugins.quantization.weights.recipe import PRESETS, Recipe, read_recipe
+from ortplugins.quantization.weights.recipe import Recipe, read_recipe
 from ortplugins.quantization.weights.report import QuantizeReport
 from ortplugins.quantization.weights.uses import WeightUse, naming
 from ortplugins.samples.sources import read_samples
@@ -75,7 +75,7 @@ def quantize(
     model: ModelLike,
     output: str | os.PathLike[str] | None = None,
     *,
-    recipe: Recipe | str | os.PathLike[str] | None = None,
+    recipe: Recipe | str | None = None,
     calibration_data_reader: Any = None,
     calibration_providers: Sequence[Any] = ("CPUExecutionProvider",),
     overwrite: bool = False,
@@ -90,9 +90,9 @@ def quantize(
         model: Path of an .onnx file or of a folder with one, ``onnx.ModelProto`` or
             ``onnx_ir.Model``; not changed. Weights of a path are mapped, never read whole.
         output: File to write; its data goes to ``<output>.data``.
-        recipe: Which weights are quantised, and how: a :class:`Recipe`, the path of one in
-            YAML, or ``"small"``, ``"balanced"`` or ``"best"``. By default 4 bits in blocks of
-            32, rounded to nearest.
+        recipe: Which weights are quantised, and how: a :class:`Recipe`, or ``"small"``,
+            ``"balanced"`` or ``"best"``. By default 4 bits in blocks of 32, rounded to
+            nearest.
         calibration_data_reader: Samples, each a dict of input names and arrays: an object with
             ``get_next()``, an iterable, or paths of ``.npz`` files. None for random ones, with
             a warning. With ``method="rtn"`` they only measure the error of outputs.
@@ -115,9 +115,9 @@ def quantize(
         FileExistsError: If ``output`` exists and ``overwrite`` is false.
         MissingFileError, ModelFileError: If the model or its data can't be used,
             or nothing is left to quantise.
-        QuantizationError: If a setting is out of range, a pattern means no node, the file of a
-            recipe is not one, or a weight holds NaN or infinite values. No output is written,
-            whatever is raised.
+        QuantizationError: If a setting is out of range, a recipe is not known, a pattern means
+            no node, or a weight holds NaN or infinite values. No output is written, whatever
+            is raised.
         TypeError: If a keyword is not a setting; names the closest.
         OSError: If a file can't be written.
     """
@@ -125,7 +125,7 @@ def quantize(
     target = None if dry_run else output
     file = QuantizedFile(model, target, overwrite=overwrite, progress=progress)
     written = None
-    if isinstance(recipe, str) and recipe in PRESETS:
+    if isinstance(recipe, str):
         written = {*settings, *dict(settings.get("rules") or ())}
     plan = plan_weights(file.model, chosen, written)
     if dry_run:

@@ -1,27 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""A recipe: which weights are quantised, by which method, into what; by name, or a YAML file.
-
-A file has the fields of :class:`Recipe`; ``rules`` are settings by pattern, or ``float``::
-
-    method: gptq
-    block_size: 32
-    rules:
-      "*v_proj*": {bits: 8, method: rtn}
-      ":head": {bits: 8}
-      "*router*": float
-"""
+"""A recipe: which weights are quantised, by which method, into what."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 
-from ortplugins.errors import QuantizationError, UsageError
+from ortplugins.errors import QuantizationError
 from ortplugins.quantization.methods.nearest import BlockFormat
 from ortplugins.quantization.selection import matches
 from ortplugins.quantization.weights.uses import OP_TYPES, WeightUse
@@ -45,8 +33,7 @@ _SHARED = tuple(field.name for field in dataclasses.fields(BlockFormat))
 class Recipe(BlockFormat):
     """How the weights of a model are quantised; its form is that of weights without a rule.
 
-    Its fields, and those of :class:`BlockFormat`, are the settings of :func:`quantize` and the
-    keys of a YAML file.
+    Its fields, and those of :class:`BlockFormat`, are the settings of :func:`quantize`.
 
     Attributes:
         method: How codes are chosen; all but rtn need samples. ``"rtn"`` rounds to nearest.
@@ -180,7 +167,7 @@ def _checked_rule(rule: tuple[str, Any]) -> tuple[str, Mapping[str, Any]]:
         found: dict[str, Any] = {"keep_float": True}
         if settings != "float":
             if not isinstance(settings, Mapping):
-                raise TypeError(f"{settings!r} is neither float nor settings as {{bits: 8}}")
+                raise TypeError(f"{settings!r} is neither float nor settings such as bits 8")
             found = dict(settings)
         for name in found:
             if name not in (*_FORM, *_OTHERS):
@@ -227,50 +214,11 @@ PRESETS = {
 """Recipes by name; all of them look at samples."""
 
 
-def read_recipe(recipe: Recipe | str | os.PathLike[str] | None) -> Recipe:
-    """Return a recipe: as it is, by its name, or from a file; the default for None."""
-    if recipe is None:
-        return Recipe()
-    if isinstance(recipe, Recipe):
-        return recipe
-    if recipe in PRESETS:
-        return PRESETS[str(recipe)]
-    path = Path(recipe)
-    try:
-        fields = read_yaml(_text_of(path))
-        if not isinstance(fields, dict):
-            raise TypeError(f"expected a mapping, not a {type(fields).__name__}")
-        return Recipe().with_settings(fields)
-    except (TypeError, ValueError) as error:
-        raise QuantizationError(f"{path}: {error}") from error
-
-
-def read_yaml(text: str) -> Any:
-    """Read YAML; two equal keys of a mapping are an error."""
-    try:
-        import yaml
-    except ModuleNotFoundError:
-        raise UsageError("recipes in files need: pip install 'ortplugins[cli]'") from None
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
-            keys = [key.value for key, _ in node.value]
-            if twice := next((key for key in keys if keys.count(key) > 1), None):
-                raise yaml.MarkedYAMLError(problem=f"{twice!r} is there twice")
-            return super().construct_mapping(node, deep)
-
-    try:
-        return yaml.load(text, Loader)
-    except yaml.YAMLError as error:
-        raise QuantizationError(f"is not YAML: {' '.join(str(error).split())}") from error
-
-
-def _text_of(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        known = ", ".join(PRESETS)
-        hint = did_you_mean(str(path), PRESETS)
-        raise QuantizationError(f"neither a file nor one of {known}{hint}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise QuantizationError(f"cannot be read: {error}") from error
+def read_recipe(recipe: Recipe | str | None) -> Recipe:
+    """Return a recipe: as it is, or by its name; the default for None."""
+    if isinstance(recipe, str):
+        if recipe not in PRESETS:
+            known = f"expected one of {', '.join(PRESETS)}{did_you_mean(recipe, PRESETS)}"
+            raise QuantizationError(f"recipe is {recipe!r}; {known}")
+        return PRESETS[recipe]
+    return recipe or Recipe()
