@@ -272,7 +272,7 @@ def network() -> ir.Model:
                 float[T, {2 * D}] up, float[T, {D}] down) {{
             e = Gather(E, ids) s = Add(e, x)
             [q] q = MatMul(s, Q) [k] k = Gemm <transB = 1> (s, K)
-            VT = Transpose(V) [v] v = com.microsoft.FusedMatMul <transB = 1> (s, V)
+            VT = Transpose(V) [v] v = Gemm <transB = 1> (s, V)
             [w] w = MatMul(s, VT) qk = Mul(q, k) n = Tanh(qk)
             [o] o = MatMul(n, O) some = ReduceMax <keepdims = 0> (o)
             condition = Greater(some, zero)

@@ -93,7 +93,6 @@ def test_nodes_of_one_activation_get_methods_of_their_own(model: ir.Model):
 HEADS = {
     "transposed": "t = Transpose(E) [head] y = MatMul(h, t)",
     "Gemm": "[head] y = Gemm <transB = 1> (h, E)",
-    "FusedMatMul": "[head] y = com.microsoft.FusedMatMul <transB = 1> (h, E)",
 }
 
 

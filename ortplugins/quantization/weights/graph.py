@@ -6,8 +6,6 @@ Weights are written as the portable QDQ forms that tools exchange:
     MatMul(x, W)  ->  MatMul(x, DequantizeLinear(codes[K, N], scales, zero_points?, axis=0))
                   ->  MatMul(x, Transpose(DequantizeLinear(codes[N, K], ..., axis=1)))
     Gemm(x, W)    ->  the same; transB is flipped instead of a Transpose
-    FusedMatMul   ->  likewise, and MatMul where nothing is left of what it fused: onnxruntime
-                      computes on codes behind MatMul and Gemm only
     Gather(W, i)  ->  Gather(DequantizeLinear(codes[rows, width], ..., axis=1), i)
 
 Scales of another type than the weight's are cast to it. A weight with one scale per column
@@ -122,13 +120,12 @@ def _read_through_dequantize(weight: Weight, names: FreshNames) -> None:
     for use in weight.uses:
         read = value
         if weight.k_last != use.wanted_k_last:
-            if use.node.op_type in ("Gemm", "FusedMatMul"):
+            if use.node.op_type == "Gemm":
                 flipped = 1 - int_attribute(use.node, "transB", 0)
                 use.node.attributes["transB"] = ir.AttrInt64("transB", flipped)
             else:
                 read = transposed = transposed or _transpose(value, names)
         use.node.replace_input_with(use.index, read)
-        _unfuse(use.node)
 
 
 def _dequantize(weight: Weight, use: WeightUse, names: FreshNames) -> ir.Value:
@@ -164,11 +161,3 @@ def _transpose(value: ir.Value, names: FreshNames) -> ir.Value:
     assert value.dtype is not None and value.shape is not None
     producer.graph.insert_after(producer, node)
     return described(node, value.dtype, ir.Shape(value.shape.numpy()[::-1]))
-
-
-def _unfuse(node: ir.Node) -> None:
-    """Turn a FusedMatMul that transposes nothing into a MatMul; none of them has a factor."""
-    transposes = any(int_attribute(node, name, 0) for name in ("transA", "transB"))
-    if node.op_type == "FusedMatMul" and not transposes:
-        node.op_type, node.domain = "MatMul", ""
-        node.attributes.clear()

@@ -41,7 +41,7 @@ class Recipe(BlockFormat):
             (Lin et al., arXiv 2306.00978). ``"gptq"`` makes up for
             each rounding in what is rounded later, in the same weight and in those behind it
             (Frantar et al., arXiv 2210.17323).
-        op_types: Operators to quantise: MatMul (with FusedMatMul), Gemm, Gather.
+        op_types: Operators to quantise: MatMul, Gemm, Gather.
         rules: Settings for some of the nodes, by pattern: ``"float"``, or a mapping of method,
             bits, block_size, is_symmetric, and keep_float (routers stay in float unless a rule
             for ``":router"``, or for one by its name, has False). Later rules win. A pattern

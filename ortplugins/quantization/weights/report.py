@@ -15,7 +15,7 @@ class NodeReport:
 
     Attributes:
         node: Its name; its first output's where it has none.
-        op_type: MatMul, Gemm, Gather or FusedMatMul.
+        op_type: MatMul, Gemm or Gather.
         weight: Name of the initializer.
         K: Size along which the blocks run; 0 for a node that was refused.
         N: Number of columns; 0 likewise.

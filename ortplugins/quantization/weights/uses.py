@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Where a model multiplies by a float constant, and which of these can be quantised.
 
-    MatMul, FusedMatMul, Gemm   a constant matrix on the right; transB; any subgraph
-    Gather                      rows of a constant table
+    MatMul, Gemm   a constant matrix on the right; transB; any subgraph
+    Gather         rows of a constant table
 
 Identity nodes, and Transpose nodes that swap the two axes, are looked through. Refused by
 name: a weight that a caller may feed, that is not a float32 or float16
@@ -38,7 +38,7 @@ SCOPES = "pkg.torch.onnx.name_scopes"  # of a node, in its metadata
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 # Between float weights and what they were before somebody quantised them.
 _QUANTISED = frozenset({"DequantizeLinear", "DequantizeBFP", "QuantizeLinear"})
-_PRODUCTS = frozenset({"FusedMatMul", "Gemm", "MatMul"})
+_PRODUCTS = frozenset({"Gemm", "MatMul"})
 # What may stand between the product of a head and the output of the model.
 _BEHIND_HEAD = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Tanh"})
 _RESHAPING = frozenset({"Cast", "Reshape", "Squeeze", "Unsqueeze", "Transpose"})
@@ -154,11 +154,9 @@ def find_uses(
     """Yield every node of some operators that reads a constant: a use, or its refusal."""
     facts = functools.cache(lambda: ProvedShapes(model, on_demand=True))
     for node in model.graph.all_nodes():
-        fused = (node.domain, node.op_type) == ("com.microsoft", "FusedMatMul")
-        kind = "MatMul" if fused else node.op_type
-        if kind not in op_types or (node.domain and not fused):
+        if node.op_type not in op_types or node.domain:
             continue
-        operand = input_of(node, 0 if kind == "Gather" else 1)
+        operand = input_of(node, 0 if node.op_type == "Gather" else 1)
         try:
             use = None if operand is None else _use(node, operand, model.graph, facts)
         except Refusal as refusal:
