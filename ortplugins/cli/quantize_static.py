@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -17,12 +16,6 @@ if TYPE_CHECKING:
 _SHOWN = 20
 
 
-def number_or_share(_: type, tokens: Sequence[Any]) -> float:
-    """Convert 24 to a number and 0.25 to a share."""
-    text = tokens[0].value
-    return float(text) if "." in text else int(text)
-
-
 def quantize_static(
     model: opt.Model,
     /,
@@ -32,9 +25,7 @@ def quantize_static(
     printing: opt.Printing = opt.Printing(),
     promote: tuple[str, ...] = (),
     budget: float | None = None,
-    max_16bit: Annotated[
-        float | None, Parameter("--max-16bit", converter=number_or_share)
-    ] = None,
+    max_16bit: Annotated[float | None, Parameter("--max-16bit")] = None,
     mode: Literal["int16", "float"] = "int16",
     per_channel: Annotated[bool, Parameter(negative="--no-per-channel")] = True,
     nodes_to_exclude: opt.Exclude = (),
@@ -50,7 +41,7 @@ def quantize_static(
         promote: A tensor or node to give 16 bits; repeatable.
         budget: Promote until the outputs have this cosine to those with unquantised
             activations, for example 0.995.
-        max_16bit: Activations to promote at most: 24, or 0.25 of them.
+        max_16bit: Share of the activations to promote at most, for example 0.25.
         mode: Promote to int16, or leave in float, which is faster on CPUs.
         per_channel: Give weights one scale per channel.
     """

@@ -113,7 +113,7 @@ def quantize_kv_cache(
         note = (
             f"{len(caches)} caches are int8 now: bind int8 arrays to {caches[0].past.name!r}"
         )
-        return file.saved(QuantizeReport("kv_cache", notes=(note,)))
+        return file.saved(QuantizeReport("kv_cache", notes=[note]))
 
 
 def _quantize(model: ir.Model, caches: Sequence[Cache], scales: Sequence[Floats]) -> None:

@@ -49,7 +49,7 @@ from ortplugins.quantization.walk import Walk
 from ortplugins.quantization.weights.folds import divide
 from ortplugins.quantization.weights.plan import WeightPlan, plan_weights
 from ortplugins.quantization.weights.recipe import Recipe
-from ortplugins.quantization.weights.report import FloatWeights, NodeReport, QuantizeReport
+from ortplugins.quantization.weights.report import FloatWeights, NodeReport
 from ortplugins.quantization.weights.uses import WeightUse, naming
 from ortplugins.samples.sources import read_samples
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
@@ -126,7 +126,7 @@ def quantize_encoder8(
     if not 0 <= least_cosine <= 1:
         raise QuantizationError(f"least_cosine is {least_cosine!r}; expected 0 to 1")
     recipe = Recipe(**vars(_FORM), rules=rules)
-    if any(found != {"keep_float": True} for _, found in recipe.read_rules):
+    if any(found != {"keep_float": True} for _, found in recipe.rules):
         raise QuantizationError("rules of encoder8 are PATTERN=float, and no others")
     file = QuantizedFile(model, output, overwrite=overwrite, progress=progress)
     plan = plan_weights(file.model, recipe)
@@ -135,9 +135,10 @@ def quantize_encoder8(
         walk = Walk(file.model, samples, scratch, calibration_providers, progress)
         kept = _quantize_products(plan, least_cosine, walk)
         file.model.ir_version = max(file.model.ir_version or 0, _IR_VERSION)
-        floats = (FloatWeights(row.op_type, 1, row.K * row.N, row.reason) for row in kept)
-        report = QuantizeReport(
-            "w8a8", tuple(plan.nodes), (*plan.floats, *floats), tuple(plan.notes)
+        report = plan.report
+        report.method = "w8a8"
+        report.floats += (
+            FloatWeights(row.op_type, 1, row.K * row.N, row.reason) for row in kept
         )
         return file.saved(report)
 

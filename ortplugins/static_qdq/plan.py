@@ -141,8 +141,9 @@ def plan_precision(
         for unit, found in zip(units, alone, strict=True)
     ]
     ranking.sort(key=lambda unit: -unit.error)
-    most = math.floor(max_16bit * count) if isinstance(max_16bit, float) else max_16bit
-    ordered = list(_within(ranking, count if most is None else most))
+    # A share is rarely a float: .29 of 100 are 29.
+    most = math.floor(1e-9 + count * (1 if max_16bit is None else max_16bit))
+    ordered = list(_within(ranking, most))
 
     def promoting(size: int) -> Deviation:
         off = {name for unit in ordered[:size] for name in unit.switches}

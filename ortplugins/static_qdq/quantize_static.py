@@ -82,8 +82,8 @@ def quantize_static_mixed(
         budget: Cosine of the outputs to those of unquantised activations that is to be
             reached, above 0 and below 1: what else is promoted is found, as little as it
             takes.
-        max_16bit: How many activations may be promoted so: a number (int), or a share of all
-            (float, 0 to 1). Conversions where regions begin and end don't count.
+        max_16bit: Share of the activations, 0 to 1, that may be promoted so. Conversions where
+            regions begin and end don't count.
         mode: ``"int16"``, or ``"float"``: promoted tensors are not quantised at all, which is
             faster on CPUs.
         nodes_to_exclude: Nodes to leave in float, by name, glob or regular expression
@@ -123,6 +123,9 @@ def quantize_static_mixed(
             f"activation_type is {activation.name.lower()}: name tensors that get 16 bits in "
             "promote"
         )
+    for name, value in (("budget", budget), ("max_16bit", max_16bit)):
+        if value is not None and not 0 <= value <= 1:
+            raise QuantizationError(f"{name} is {value}; expected 0 to 1")
     wanted = functools.partial(MixedPrecisionBoundaries, mode=mode)
     wanted(promote=",".join(promote))  # what it refuses, it refuses before samples are run
     file = QuantizedFile(model_input, model_output, overwrite=overwrite)

@@ -199,8 +199,7 @@ def drop_unused_initializers(values: Iterable[ir.Value | None]) -> None:
 def inline_functions(model: ir.Model) -> dict[str, str]:
     """Put the nodes of the model's functions where they are called.
 
-    Return why some stay as they are, by the names of these functions. Raises what onnx_ir's
-    pass does if functions call themselves.
+    Return why some stay as they are, by the names of these functions. None calls itself.
     """
     import onnx_ir.passes.common
 

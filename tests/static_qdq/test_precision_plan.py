@@ -74,7 +74,7 @@ def test_the_coarsest_grids_come_first_and_are_enough():
     text = ir.Value(name="t", type=ir.TensorType(ir.DataType.STRING), shape=ir.Shape([1]))
     model.graph.inputs.append(text)  # which samples hold as they are
     samples = [{**feed, "t": np.array(["a"])} for feed in feeds()]
-    plan = planned(model, samples, max_16bit=2)
+    plan = planned(model, samples, max_16bit=2 / 7)
     assert [effect.names for effect in plan.ranking[:2]] == [("h2",), ("h5",)]
     assert plan.ranking[0].operator == "MatMul"
     assert plan.promoted == ("h2", "h5")
@@ -85,7 +85,7 @@ def test_the_coarsest_grids_come_first_and_are_enough():
 @pytest.mark.parametrize("mode", ["int16", "float"])
 def test_the_errors_are_those_of_the_rewritten_model(mode):
     model = chain()
-    plan = planned(model, feeds(), max_16bit=1)
+    plan = planned(model, feeds(), max_16bit=1 / 7)
     everything = frozenset(tensor.name for tensor in QuantizedGraph(model).tensors)
     reference = run(rewritten(model, everything, in_float=True), feeds())
     assert plan.before.error == pytest.approx(error(run(model, feeds()), reference), rel=1e-4)
@@ -94,7 +94,7 @@ def test_the_errors_are_those_of_the_rewritten_model(mode):
 
 
 def test_a_budget_takes_as_few_as_it_needs():
-    one = planned(chain(), feeds(), max_16bit=1)
+    one = planned(chain(), feeds(), max_16bit=1 / 7)
     plan = planned(chain(), feeds(), budget=one.after.cosine - 1e-3)
     assert plan.promoted == one.promoted == ("h2",)
     finer = planned(chain(), feeds(), budget=(one.after.cosine + 1) / 2)
@@ -104,10 +104,10 @@ def test_a_budget_takes_as_few_as_it_needs():
 def test_tensors_of_one_grid_are_promoted_and_counted_together():
     scales = {**_SCALES, "h3": 3.0}
     model = chain(scales, reshape="h3")
-    plan = planned(model, feeds(), max_16bit=2)
+    plan = planned(model, feeds(), max_16bit=2 / 7)
     assert plan.ranking[0].names == ("h2", "h3")
     assert set(plan.promoted) == {"h2", "h3"}
-    assert planned(model, feeds(), max_16bit=1).promoted == ("h5",)
+    assert planned(model, feeds(), max_16bit=1 / 7).promoted == ("h5",)
 
 
 CODES = model_of(
@@ -127,4 +127,4 @@ CODES = model_of(
 )
 def test_what_cannot_be_planned_is_reported(model, options, message):
     with pytest.raises(QuantizationError, match=message):
-        planned(model, feeds(), max_16bit=1, **options)
+        planned(model, feeds(), max_16bit=1 / 7, **options)

@@ -253,7 +253,7 @@ def test_an_error_is_of_the_size_of_a_rounding(name):
     ("arguments", "options", "said"),
     [
         ("--promote d --no-per-channel", {"promote": ["d"], "per_channel": False}, "d: uint8"),
-        ("--max-16bit 2", {"max_16bit": 2}, "2 of 8 activations at 16 bits"),
+        ("--max-16bit 0.25", {"max_16bit": 0.25}, "2 of 8 activations at 16 bits"),
     ],
 )
 def test_the_command_does_the_same(arguments, options, said, tmp_path, monkeypatch, capfd):

@@ -105,25 +105,21 @@ class WeightPlan:
     Attributes:
         model: The model.
         groups: The weights, by activation.
-        nodes: What is reported of every node with a constant matrix, in the model's order.
-        floats: As in :class:`QuantizeReport`.
-        notes: Likewise.
+        report: What is known before anything is quantised.
         written: Settings and patterns of rules that the user wrote, as against those of a
             preset, which are for all models; None for all.
     """
 
     model: ir.Model
     groups: list[Group]
-    nodes: list[NodeReport]
-    floats: tuple[FloatWeights, ...]
-    notes: list[str]
+    report: QuantizeReport
     written: Collection[str] | None
 
     def note_unused(self, setting: str, why: str) -> None:
         """Note that what the user wrote has no effect."""
         if self.written is None or setting in self.written:
             what = f"the rule for {setting!r}" if setting in ROLES else setting
-            self.notes.append(f"{what} has no effect: {why}")
+            self.report.notes.append(f"{what} has no effect: {why}")
 
 
 def plan_weights(
@@ -134,17 +130,14 @@ def plan_weights(
     Functions of the model are inlined; the graph's larger Constant nodes become initializers.
     A ModelFileError says why, if it is nothing.
     """
-    try:
-        left = inline_functions(model)
-    except ValueError as error:
-        raise ModelFileError(str(error)) from None
+    left = inline_functions(model)
     lift_constants(model)
     state_sizes(model)
     found = list(find_uses(model, recipe.op_types))
     uses = [use for _, use in found if isinstance(use, WeightUse)]
     labels = [label(node) for node, _ in found]
     named = (name for use in uses for name in use.names)
-    patterns = dict.fromkeys(pattern for pattern, _ in recipe.read_rules)
+    patterns = dict.fromkeys(pattern for pattern, _ in recipe.rules)
     names = dict.fromkeys([*labels, *named])
     check_names("rules", [each for each in patterns if each not in ROLES], names)
     nodes, weights = _chosen(found, recipe)
@@ -160,8 +153,8 @@ def plan_weights(
             return why.get(label(node), "")
         return f"{node.op_type} is not among op_types"
 
-    floats = _float_weights(model, planned, reason)
-    plan = WeightPlan(model, _grouped(weights), nodes, floats, [], written)
+    report = QuantizeReport(recipe.method, nodes, _float_weights(model, planned, reason))
+    plan = WeightPlan(model, _grouped(weights), report, written)
     roles = {role for use in uses for role in use.roles}
     for role in [each for each in ROLES if each in patterns and each not in roles]:
         plan.note_unused(role, "no node is one")
@@ -222,7 +215,7 @@ def _float_weights(
     model: ir.Model,
     planned: Mapping[ir.Value, Collection[ir.Node]],
     why: Callable[[ir.Node], str],
-) -> tuple[FloatWeights, ...]:
+) -> list[FloatWeights]:
     """Return what is read in float, the largest first.
 
     ``planned`` are the nodes that are to read codes of a weight; ``why`` says why another
@@ -243,7 +236,7 @@ def _float_weights(
         FloatWeights(operators, len(sizes), sum(sizes), reason)
         for (operators, reason), sizes in found.items()
     ]
-    return tuple(sorted(rows, key=lambda row: -row.elements))
+    return sorted(rows, key=lambda row: -row.elements)
 
 
 def _other_readers(weights: Iterable[Weight], reported: Collection[str]) -> list[NodeReport]:
@@ -285,7 +278,7 @@ def _grouped(weights: Iterable[Weight]) -> list[Group]:
 
 
 def reported(plan: WeightPlan, recipe: Recipe) -> QuantizeReport:
-    """Report a plan, with what became of each weight where it is quantised."""
+    """Return the report, with what becomes of each weight."""
     for group in plan.groups:
         for weight in group.weights:
             for row in weight.rows:
@@ -293,7 +286,7 @@ def reported(plan: WeightPlan, recipe: Recipe) -> QuantizeReport:
                 row.method, row.folded = weight.method, group.folded
                 row.bytes_after = weight.form.stored_bytes(weight.K, weight.N)
                 row.reason = group.reason if recipe.needs_samples or weight.tensors else ""
-    return QuantizeReport(recipe.method, tuple(plan.nodes), plan.floats, tuple(plan.notes))
+    return plan.report
 
 
 def report_of(use: WeightUse, **more: Any) -> NodeReport:

@@ -157,7 +157,7 @@ def quantize(
             _note_unreached(plan)
         write_codes(plan, names)
         report = reported(plan, chosen)
-        report = dataclasses.replace(report, notes=(*report.notes, *notes))
+        report.notes += notes
         if chosen.for_kernels or chosen.fuse_tables:
             _to_kernels(file.model, chosen, report)
         return file.saved(report)
@@ -337,7 +337,7 @@ def _note_unreached(plan: WeightPlan) -> None:
     for group in calibrated:
         if group.reason:
             names.setdefault(group.reason, []).extend(w.name for w in group.weights)
-    plan.notes.extend(
+    plan.report.notes.extend(
         f"{len(found)} weights are rounded to nearest, as {reason}: {', '.join(found)}"
         for reason, found in names.items()
     )

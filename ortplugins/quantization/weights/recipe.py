@@ -69,7 +69,7 @@ class Recipe(BlockFormat):
 
     method: str = "rtn"
     op_types: Sequence[str] = ("MatMul", "Gemm")
-    rules: Sequence[tuple[str, Any]] | Mapping[Any, Any] = ()
+    rules: Any = ()  # a mapping or pairs; kept as pairs
     share_of_8_bits: float = 0.0
     quant_format: str = "QDQ"
     fuse_tables: bool = False
@@ -92,7 +92,7 @@ class Recipe(BlockFormat):
             )
         sizes = {
             self.block_size,
-            *(found.get("block_size", -1) for _, found in self.read_rules),
+            *(found.get("block_size", -1) for _, found in self.rules),
         }
         wrong = sorted(sizes - set(_KERNEL_BLOCK_SIZES)) if self.for_kernels else ()
         if wrong:
@@ -111,7 +111,7 @@ class Recipe(BlockFormat):
         for name in settings:
             if name not in known:
                 raise TypeError(f"unknown setting {name!r}{did_you_mean(name, known)}")
-        rules = (*self.read_rules, *_pairs(settings.get("rules", ())))
+        rules = (*self.rules, *_pairs(settings.get("rules", ())))
         return dataclasses.replace(self, **{**settings, "rules": rules})
 
     @property
@@ -126,7 +126,7 @@ class Recipe(BlockFormat):
     @property
     def needs_samples(self) -> bool:
         """Whether codes depend on activations."""
-        methods = {self.method, *(found.get("method", "rtn") for _, found in self.read_rules)}
+        methods = {self.method, *(found.get("method", "rtn") for _, found in self.rules)}
         return self.share_of_8_bits > 0 or methods != {"rtn"}
 
     def choose(self, use: WeightUse, *, table: bool) -> tuple[BlockFormat, str, str]:
@@ -141,7 +141,7 @@ class Recipe(BlockFormat):
             form["scale_type"] = "float32"
         method, reason = self.method, ROUTER if use.is_router else ""
         reason = ROTATION if use.is_rotation else reason
-        for pattern, found in self.read_rules:
+        for pattern, found in self.rules:
             if _means(pattern, use):
                 form |= {name: found[name] for name in _FORM if name in found}
                 method = found.get("method", method)
@@ -152,11 +152,6 @@ class Recipe(BlockFormat):
                     named = pattern == ":router" or pattern in use.names
                     reason = ROUTER if use.is_router and not named else ""
         return BlockFormat(**form), method, reason
-
-    @property
-    def read_rules(self) -> tuple[tuple[str, Mapping[str, Any]], ...]:
-        """The rules, as pairs."""
-        return _pairs(self.rules)
 
 
 def _checked_rule(rule: tuple[str, Any]) -> tuple[str, Mapping[str, Any]]:

@@ -76,7 +76,7 @@ class FloatWeights:
     reason: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class QuantizeReport:
     """What happened to a model.
 
@@ -89,19 +89,19 @@ class QuantizeReport:
     """
 
     method: str
-    nodes: tuple[NodeReport, ...] = ()
-    floats: tuple[FloatWeights, ...] = ()
-    notes: tuple[str, ...] = ()
+    nodes: list[NodeReport] = dataclasses.field(default_factory=list)
+    floats: list[FloatWeights] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
 
     @property
-    def quantized(self) -> tuple[NodeReport, ...]:
+    def quantized(self) -> list[NodeReport]:
         """The nodes that read codes now."""
-        return tuple(node for node in self.nodes if node.quantized)
+        return [node for node in self.nodes if node.quantized]
 
     @property
-    def refused(self) -> tuple[NodeReport, ...]:
+    def refused(self) -> list[NodeReport]:
         """The nodes that keep their float weight."""
-        return tuple(node for node in self.nodes if not node.quantized)
+        return [node for node in self.nodes if not node.quantized]
 
     @property
     def bytes_before(self) -> int:

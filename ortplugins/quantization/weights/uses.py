@@ -18,7 +18,6 @@ import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
@@ -27,7 +26,9 @@ from ortplugins.quantization.weights.routers import is_router
 from rewrite_rules.dq_matmulnbits_fusion.matmul_operands import read_product
 from rewrite_rules.graph.nodes import input_of, label
 from rewrite_rules.graph.parameters import constant, int_attribute, source_of
-from rewrite_rules.remarks import Refusal
+from rewrite_rules.remarks import Refusal, Remarks
+from rewrite_rules.shape_size_reorder.size_readings import Law, SizeReadings
+from rewrite_rules.shape_size_reorder.size_rules import read_better
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
 OP_TYPES = ("MatMul", "Gemm", "Gather")
@@ -133,19 +134,11 @@ def state_sizes(model: ir.Model) -> None:
     Olive writes them around a head that is tied to the table (its issue 2240).
     """
     nodes = (node for node in model.graph.all_nodes() if node.op_type in ("Shape", "Size"))
-    read = ((node, input_of(node, 0)) for node in nodes if not node.domain)
-    held = [node for node, value in read if value and constant(_root(value)[0]) is not None]
-    facts = ProvedShapes(model, on_demand=True) if held else None
-    for node in held:
-        found = facts.integers(node.outputs[0]) if facts else None
-        if found is None or found.constants is None:
-            continue
-        array = np.array(found.constants, np.int64).reshape(found.shape)
-        sizes = ir.node("Constant", [], {"value": ir.tensor(array)}, name=node.name)
-        sizes.outputs[0].type = ir.TensorType(ir.DataType.INT64)
-        replaced = node.outputs, sizes.outputs
-        assert node.graph is not None
-        ir.convenience.replace_nodes_and_values(node.graph, node, [node], [sizes], *replaced)
+    sources = (input_of(node, 0) for node in nodes if not node.domain)
+    if any(source and constant(_root(source)[0]) is not None for source in sources):
+        better = SizeReadings(model, ProvedShapes(model)).better
+        known = {node: found for node, found in better.items() if found.law is Law.CONSTANT}
+        read_better(model, known, Remarks("shape_size_reorder"))
 
 
 def find_uses(
