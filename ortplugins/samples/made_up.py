@@ -73,8 +73,7 @@ class MadeUpInputs:
         Args:
             graph: Which has the inputs, and says how many rows a table and heads a cache has.
             dims: Sizes by name of the dimension, ``"x[1]"`` for the second axis of input x if
-                it has none, or by what it counts: ``"sequence"``, ``"past"``. A sum of named
-                dimensions ("past + seq") follows from its parts.
+                it has none, or by what it counts: ``"sequence"``, ``"past"``.
             length: What ``sequence``, ``source`` and others are by default.
         """
         shapes = ProvedShapes(ir.Model(graph, ir_version=10), on_demand=True)
@@ -144,7 +143,7 @@ class MadeUpInputs:
         open_names = [
             name
             for name, label in self._counted.items()
-            if label in _FREE and name not in self._known and self._given_size(name) is None
+            if label in _FREE and name not in self._known and name not in self._given
         ]
         attempts: list[tuple[int, ...]] = [()]
         attempts += [(size,) * len(open_names) for size in _CANDIDATES if open_names]
@@ -171,8 +170,7 @@ class MadeUpInputs:
         raise ModelFileError(f"made-up inputs do not run: give {ask}samples{why}") from error
 
     def _check_given(self) -> None:
-        named = (part for name in self._counted for part in (name, *_parts(name)))
-        known = list(dict.fromkeys(named))
+        known = list(self._counted)
         for name, size in self._given.items():
             if name not in known and name not in self._labels:
                 listed = ", ".join(map(repr, known)) or "no symbolic dimension"
@@ -197,29 +195,14 @@ class MadeUpInputs:
         return max((math.prod(self._shape(value)) for value, _ in self._inputs), default=0)
 
     def _size(self, name: str) -> int:
-        given = self._given_size(name)
-        if given is not None:
-            return given
+        if name in self._given:
+            return self._given[name]
         label = self._counted[name]
         if label == "total":
             return self._by_label["past"] + self._by_label["sequence"]
         if label not in _FREE:
             return self._by_label[label]
         return self._known.get(name, self._tried.get(name, self._length))
-
-    def _given_size(self, name: str) -> int | None:
-        """Size of a dimension that was given, or that follows from given parts of a sum."""
-        if name in self._given:
-            return self._given[name]
-        parts = _parts(name)
-        if any(part in self._given for part in parts) and all(
-            part in self._given or part.isdecimal() or "past" in part.lower() for part in parts
-        ):
-            # A cache of which nothing is said is empty.
-            return sum(
-                self._given.get(part, int(part) if part.isdecimal() else 0) for part in parts
-            )
-        return None
 
     def _feed(self, rng: np.random.Generator) -> Feed:
         past, new = self._by_label["past"], self._by_label["sequence"]
@@ -283,7 +266,3 @@ def _dimension_names(value: ir.Value) -> list[str]:
 def fed_inputs(graph: ir.Graph) -> list[ir.Value]:
     """Return the inputs that have to be fed: older models list their weights, too."""
     return [value for value in graph.inputs if not value.is_initializer()]
-
-
-def _parts(name: str) -> list[str]:
-    return [part.strip() for part in name.split("+")] if "+" in name else []

@@ -134,18 +134,16 @@ def test_rtol_is_for_what_is_rounded():
 
 
 def test_dimensions_have_the_sizes_that_are_given():
-    model = proto_of("""g (float[batch, seq] x, int64[batch, both] m, float[n, ?] o)
-        => (float[batch, seq] y) { y = Relu(x) }""")
-    model.graph.input[1].type.tensor_type.shape.dim[1].dim_param = "past + seq"
+    model = proto_of("""g (float[batch, seq] x, float[n, ?] o) => (float[batch, seq] y)
+        { y = Relu(x) }""")
     session = ort.InferenceSession(model.SerializeToString())
 
     def shapes(**dims: int) -> dict[str, tuple[int, ...]]:
         feeds = comparison_feeds(session, dims=dims)
         return {name: array.shape for name, array in feeds[0].items()}
 
-    assert shapes(batch=2, seq=5, past=3).items() >= {"x": (2, 5), "m": (2, 8)}.items()
-    assert shapes(seq=5).items() >= {"x": (1, 5), "m": (1, 5)}.items()
-    assert shapes(seq=0).items() >= {"x": (1, 0), "m": (1, 0)}.items()
+    assert shapes(batch=2, seq=5)["x"] == (2, 5)
+    assert shapes(seq=0)["x"] == (1, 0)
     assert shapes(**{"o[1]": 7})["o"] == (32, 7)
     with pytest.raises(ValueError, match=r"dimension 'sek' .*; did you mean 'seq'"):
         shapes(sek=5)
