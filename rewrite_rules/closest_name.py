@@ -10,5 +10,5 @@ from collections.abc import Iterable
 def did_you_mean(name: str, known: Iterable[str | None], lead: str = "; ") -> str:
     """Return ``; did you mean 'x'?``, or an empty string if no known name resembles it."""
     by_lower = {item.lower(): item for item in known if item}
-    near = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    near = difflib.get_close_matches(name.lower(), by_lower)
     return f"{lead}did you mean {by_lower[near[0]]!r}?" if near else ""

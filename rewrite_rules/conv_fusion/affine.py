@@ -130,7 +130,7 @@ class Affines:
 
 def _normalized(node: ir.Node, channels: int) -> Affine:
     """Return what a BatchNormalization at inference computes."""
-    if int_attribute(node, "training_mode", 0) or not int_attribute(node, "spatial", 1):
+    if int_attribute(node, "training_mode") or not int_attribute(node, "spatial", 1):
         raise Refusal("ORP651", "it normalises by its input, or each element apart")
     parts = []
     for value, role in zip(node.inputs[1:5], ("scale", "bias", "mean", "var"), strict=True):

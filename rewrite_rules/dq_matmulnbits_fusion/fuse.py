@@ -24,6 +24,7 @@ from rewrite_rules.facts.integer_groups import computes_in_integers
 from rewrite_rules.graph.nodes import (
     all_nodes,
     inline_functions,
+    input_of,
     is_dequantize_linear,
     label,
     walk,
@@ -85,7 +86,8 @@ def _remark_unfused(model: ir.Model, run: FusionRun) -> None:
         if run.only is not None and node not in run.only:
             continue
         with remarks.at(label(node)):
-            codes = source_of(node.inputs[0]) if node.inputs and node.inputs[0] else None
+            codes = input_of(node, 0)
+            codes = None if codes is None else source_of(codes)
             quantize = None if codes is None else codes.producer()
             if quantize is not None and _quantizes_constant(quantize):
                 remarks.refused(

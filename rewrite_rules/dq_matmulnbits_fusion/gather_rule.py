@@ -66,7 +66,7 @@ class GatherToGatherBlockQuantized(OperandRule):
                 "only QuantizeLinear reads the rows: onnxruntime gathers the codes themselves",
             )
         check_type(operand)
-        axis = axis_of(int_attribute(node, "axis", 0), len(operand.shape))
+        axis = axis_of(int_attribute(node, "axis"), len(operand.shape))
         if operand.bits < 8 and self._run.is_small(operand):
             raise NoKernel("ORP111", "a small table is read faster as floats")
         weight, block_size = _rows(operand, axis, self._run.context.onnxruntime)
@@ -112,7 +112,7 @@ def _rows(
     # The largest power of 2 that cuts stored blocks evenly, or covers a row.
     block_size = weight.block_size & -weight.block_size
     if weight.one_block:
-        block_size = max(_SMALLEST_BLOCK, 1 << (weight.K - 1).bit_length())
+        block_size = max(_SMALLEST_BLOCK, 2 ** weight.K.bit_length())
     if block_size < _SMALLEST_BLOCK:
         raise NoKernel(
             "ORP108",

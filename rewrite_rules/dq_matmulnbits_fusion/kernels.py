@@ -99,7 +99,7 @@ def kernel_block_size(weight: BlockQuantizedWeight, accuracy_level: int) -> int:
     A stored block may be cut into equal kernel blocks that repeat its scale; a column with one
     scale may be cut anywhere.
     """
-    stored = weight.operand.dequantize.attributes.get_int("block_size", 0)
+    stored = weight.operand.dequantize.attributes.get_int("block_size")
     # Activations are rounded in blocks: in those of onnxruntime.
     if accuracy_level == 4 and not stored and weight.block_size >= weight.K:
         return _BLOCK_OF_ONE_SCALE

@@ -59,11 +59,11 @@ class Product:
 
 def read_product(node: ir.Node) -> Product:
     """Read a node as a product whose weight is its second input."""
-    if int_attribute(node, "transBatchA", 0) or int_attribute(node, "transBatchB", 0):
+    if int_attribute(node, "transBatchA") or int_attribute(node, "transBatchB"):
         raise Refusal("ORP107", f"{node.op_type} transposes batches")
     factors = (float_attribute(node, name, 1.0) for name in ("alpha", "beta"))
     is_scaled = any(factor != 1 for factor in factors)
-    k_axis, transpose_x = (int_attribute(node, name, 0) for name in ("transB", "transA"))
+    k_axis, transpose_x = (int_attribute(node, name) for name in ("transB", "transA"))
     return Product(node, int(bool(k_axis)), bool(transpose_x), is_scaled)
 
 

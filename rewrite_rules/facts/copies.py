@@ -48,7 +48,7 @@ def _is_copy(node: ir.Node, facts: ProvedShapes) -> bool:
         return dims is not None and dims == facts.dims(node.outputs[0])
     try:
         if node.op_type == "Cast":
-            return source.dtype is not None and int_attribute(node, "to", 0) == source.dtype
+            return source.dtype is not None and int_attribute(node, "to") == source.dtype
         if node.op_type == "Transpose":
             order = ints_attribute(node, "perm")
             return order is not None and order == [*range(len(order))]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 
@@ -10,16 +11,14 @@ import numpy as np
 import onnx.helper
 import onnx_ir as ir
 
-from rewrite_rules.graph.nodes import label
+from rewrite_rules.graph.nodes import is_constant, label
 from rewrite_rules.remarks import Refusal
 
-# Attributes of a Constant; onnx_ir fails on strings that are not ASCII.
-_NUMBERS = {"value", "value_float", "value_floats", "value_int", "value_ints"}
 # Longer lists are not shapes or axes.
 _MAX_INTS = 64
 
 
-def int_attribute(node: ir.Node, name: str, default: int) -> int:
+def int_attribute(node: ir.Node, name: str, default: int = 0) -> int:
     """Read an attribute; refuse one that is not an int."""
     attribute = _attribute(node, name, ir.AttributeType.INT)
     return default if attribute is None else attribute.as_int()
@@ -42,7 +41,7 @@ def float_attribute(node: ir.Node, name: str, default: float) -> float:
 
 def type_attribute(node: ir.Node, name: str) -> ir.DataType | None:
     """Read an attribute that names a type; None where it is left out or 0."""
-    number = int_attribute(node, name, 0)
+    number = int_attribute(node, name)
     try:
         return ir.DataType(number) if number else None
     except ValueError:
@@ -101,17 +100,12 @@ def constant(value: ir.Value | None) -> ir.TensorProtocol | None:
     if value.is_graph_input():
         return None
     node = value.producer()
-    if node is not None and (
-        node.op_type != "Constant"
-        or node.domain
-        or len(node.attributes) != 1
-        or len(node.outputs) != 1
-        or not node.attributes.keys() <= _NUMBERS
-    ):
+    if node is not None and not is_constant(node):
         return None
     # Kept: onnx_ir makes a tensor, or checks one by a slow protocol, at each call.
-    if value.const_value is None and node is not None:
-        value.const_value = ir.convenience.get_const_tensor(value)
+    if value.const_value is None:
+        with contextlib.suppress(ValueError):  # damaged, or strings that are not ASCII
+            value.const_value = ir.convenience.get_const_tensor(value)
     return value.const_value
 
 

@@ -61,7 +61,7 @@ class UnpackedConstant(RewriteRuleClassBase):
             if operand.bits == 8 and any(_would_fail(use, operand) for use in self._readers):
                 self._operand = operand
                 return True
-            if int_attribute(node, "block_size", 0) or operand.bits < 8:
+            if int_attribute(node, "block_size") or operand.bits < 8:
                 raise Refusal(
                     "ORP315", f"{operand.layout}: for MatMulNBits, see dq_matmulnbits_fusion"
                 )
@@ -94,7 +94,7 @@ def _would_fail(use: Any, operand: DequantizedOperand) -> bool:
     others = node.inputs[:2]
     if node.op_type not in ("Gemm", "MatMul") or None in map(dequantized, others):
         return False
-    k_axis = int_attribute(node, "transB", 0)
+    k_axis = int_attribute(node, "transB")
     return operand.scale_tensor.size > 1 and not (
         index == 1 and operand.suits_integers(k_axis)
     )

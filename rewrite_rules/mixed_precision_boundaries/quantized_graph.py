@@ -45,7 +45,7 @@ _RENAMED = "_QuantizeLinear_Input"
 
 def read_grid(node: ir.Node) -> QuantizationGrid:
     """Read the grid of a Q or DQ; refused unless it is constant, sound and per tensor."""
-    if int_attribute(node, "block_size", 0):
+    if int_attribute(node, "block_size"):
         raise Refusal("ORP301", "it is quantised in blocks; per tensor is rewritten")
     if input_of(node, 0) is None or input_of(node, 1) is None:
         raise Refusal("ORP204", f"{node.op_type} {label(node)!r} has no scale")

@@ -155,7 +155,7 @@ class Site:
             raise Refusal("ORP504", f"reads {self.input(index).name!r}, which is not constant")
         return constants
 
-    def integer(self, name: str, default: int) -> int:
+    def integer(self, name: str, default: int = 0) -> int:
         return int_attribute(self.node, name, default)
 
     def is_set(self, name: str, default: int = 0) -> bool:

@@ -176,7 +176,7 @@ def _concat(site: Site) -> Sequence[Shape]:
 
 def _split(site: Site) -> Sequence[Shape]:
     dims, count = site.dims(0), len(site.node.outputs)
-    axis = axis_of(site.integer("axis", 0), len(dims))
+    axis = axis_of(site.integer("axis"), len(dims))
     sizes: Sequence[Dim | None]
     if site.opset < 13 and site.node.attributes.get("split") is not None:
         sizes = [known(size) for size in site.ints("split") or ()]
@@ -225,13 +225,13 @@ def _takes_all(end: int | None) -> bool:
 
 def _gather(site: Site) -> Sequence[Shape]:
     dims = site.dims(0)
-    axis = axis_of(site.integer("axis", 0), len(dims))
+    axis = axis_of(site.integer("axis"), len(dims))
     return [(*dims[:axis], *site.dims(1), *dims[axis + 1 :])]
 
 
 def _gather_block_quantized(site: Site) -> Sequence[Shape]:
     dims = site.dims(0)
-    axis = axis_of(site.integer("gather_axis", 0), len(dims))
+    axis = axis_of(site.integer("gather_axis"), len(dims))
     quantized = axis_of(site.integer("quantize_axis", 1), len(dims))
     rest = list(dims)
     tensor = constant(site.input(0))
@@ -248,7 +248,7 @@ def _gather_nd(site: Site) -> Sequence[Shape]:
     depth = number(indices[-1])
     if depth is None:
         return []
-    return [(*indices[:-1], *dims[site.integer("batch_dims", 0) + depth :])]
+    return [(*indices[:-1], *dims[site.integer("batch_dims") + depth :])]
 
 
 def _pad(site: Site) -> Sequence[Shape]:
@@ -330,7 +330,7 @@ def _reduce(site: Site) -> Sequence[Shape]:
     dims = site.dims(0)
     keep = site.is_set("keepdims", 1)
     if site.node.op_type.startswith("Arg"):
-        return [_without(dims, {axis_of(site.integer("axis", 0), len(dims))}, keep)]
+        return [_without(dims, {axis_of(site.integer("axis"), len(dims))}, keep)]
     axes = site.axes(1)
     if not axes and site.is_set("noop_with_empty_axes"):
         return [dims]
@@ -348,7 +348,7 @@ def _shape(site: Site) -> Sequence[Shape]:
     start, end = site.node.attributes.get("start"), site.node.attributes.get("end")
     if isinstance(shape, int):
         return [(site.unknowns.remembered("rank", shape, str(start), str(end)),)]
-    span = slice(site.integer("start", 0), site.integer("end", len(shape)))
+    span = slice(site.integer("start"), site.integer("end", len(shape)))
     return [(known(len(shape[span])),)]
 
 
@@ -383,12 +383,12 @@ def _matmul(other: int = 1) -> _Rule:
 
 def _fused_matmul(site: Site) -> Sequence[Shape]:
     a, b = site.dims(0), site.dims(1)
-    if site.integer("transBatchA", 0) or site.integer("transBatchB", 0):
+    if site.integer("transBatchA") or site.integer("transBatchB"):
         return []
     if len(a) < 2 or len(b) < 2:
         return []
-    a = (*a[:-2], a[-1], a[-2]) if site.integer("transA", 0) else a
-    b = (*b[:-2], b[-1], b[-2]) if site.integer("transB", 0) else b
+    a = (*a[:-2], a[-1], a[-2]) if site.integer("transA") else a
+    b = (*b[:-2], b[-1], b[-2]) if site.integer("transB") else b
     return _product(site, a, b)
 
 
@@ -409,7 +409,7 @@ def _standard_attention(site: Site) -> Sequence[Shape]:
     query, value = site.dims(0), site.dims(2)
     if len(query) == 4:
         return [(*query[:-1], value[-1])]
-    heads, shared = site.integer("q_num_heads", 0), site.integer("kv_num_heads", 0)
+    heads, shared = site.integer("q_num_heads"), site.integer("kv_num_heads")
     width = site.unknowns.product((value[-1], known(heads)))
     return [(*query[:-1], site.unknowns.quotient(width, known(shared)))] if shared else []
 
@@ -455,7 +455,7 @@ def _window(site: Site, dims: Dims, kernel: Sequence[int]) -> Dims:
                 size = dim
             elif not dim[1]:
                 size = known(-(-dim[0] // strides[i]))
-        elif auto_pad == "NOTSET" and not site.integer("ceil_mode", 0):
+        elif auto_pad == "NOTSET" and not site.integer("ceil_mode"):
             change = pads[i] + pads[i + rank] - reach
             if strides[i] == 1 and change == 0:
                 size = dim
@@ -508,17 +508,17 @@ def _scaled(site: Site, dim: Dim, scale: float) -> Dim:
 
 def _recurrent(site: Site) -> Sequence[Shape]:
     sequence, batch, _ = site.dims(0)
-    if site.integer("layout", 0):
+    if site.integer("layout"):
         return []
     directions = known(2 if site.text("direction", "forward") == "bidirectional" else 1)
-    hidden = known(site.integer("hidden_size", 0))
+    hidden = known(site.integer("hidden_size"))
     last = (directions, batch, hidden)
     return [(sequence, directions, batch, hidden), last, last] if hidden[0] else []
 
 
 def _reorder_input(site: Site) -> Sequence[Shape]:
     n, *rest = site.dims(0)
-    channels = rest.pop(-1 if site.integer("channels_last", 0) else 0)
+    channels = rest.pop(-1 if site.integer("channels_last") else 0)
     if channels[1] or channels[0] % _MAX_BLOCK:
         channels = site.unknowns.remembered("nchwc", channels)  # filled up to a block
     return [(n, channels, *rest)]
@@ -526,8 +526,8 @@ def _reorder_input(site: Site) -> Sequence[Shape]:
 
 def _reorder_output(site: Site) -> Sequence[Shape]:
     n, _, *sizes = site.dims(0)
-    channels = known(site.integer("channels", 0))
-    last = site.integer("channels_last", 0)
+    channels = known(site.integer("channels"))
+    last = site.integer("channels_last")
     return [(n, *sizes, channels) if last else (n, channels, *sizes)]
 
 
@@ -581,7 +581,7 @@ _CONTRIBUTED: dict[str, _Rule] = {
     "GatherBlockQuantized": _gather_block_quantized,
     "GroupQueryAttention": _group_query_attention,
     "MatMulIntegerToFloat": _matmul(),
-    "MatMulNBits": lambda site: [(*site.dims(0)[:-1], known(site.integer("N", 0)))],
+    "MatMulNBits": lambda site: [(*site.dims(0)[:-1], known(site.integer("N")))],
     "MultiHeadAttention": _multi_head_attention,
 }
 # What onnxruntime makes of convolutions on the CPU: channels in blocks.

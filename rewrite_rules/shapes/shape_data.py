@@ -47,7 +47,7 @@ def _input(site: Site, index: int = 0) -> Integers | None:
 
 def _shape(site: Site) -> Integers:
     dims = site.dims(0)
-    start, end = site.integer("start", 0), site.integer("end", len(dims))
+    start, end = site.integer("start"), site.integer("end", len(dims))
     return Integers.list(dims[start:end])
 
 
@@ -69,7 +69,7 @@ def _whole_numbers(site: Site) -> Integers | None:
 
 
 def _cast(site: Site) -> Integers | None:
-    to, data = site.integer("to", 0), _input(site)
+    to, data = site.integer("to"), _input(site)
     if to == ir.DataType.INT64 and data is None:
         return _whole_numbers(site)
     return data if to in site.facts.integer_types else None
@@ -93,7 +93,7 @@ def _gather(site: Site) -> Integers | None:
     if indices is None or indices.constants is None:
         return None
     picked = np.array(indices.constants, np.int64).reshape(indices.shape)
-    return _moved(site, lambda places: places.take(picked, site.integer("axis", 0)))
+    return _moved(site, lambda places: places.take(picked, site.integer("axis")))
 
 
 def _slice(site: Site) -> Integers | None:

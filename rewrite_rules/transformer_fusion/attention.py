@@ -487,7 +487,7 @@ def _caches(keys: Heads, values: Heads, product: ir.Node) -> tuple[ir.Value, ...
 
 def _appends(node: ir.Node | None) -> bool:
     """Whether a node appends to an input, ``[B, G, T, D]``, that comes back as an output."""
-    if node is None or len(node.inputs) != 2 or int_attribute(node, "axis", 0) not in (2, -2):
+    if node is None or len(node.inputs) != 2 or int_attribute(node, "axis") not in (2, -2):
         return False
     past = node.inputs[0]
     return past is not None and past.is_graph_input() and node.outputs[0].is_graph_output()

@@ -76,7 +76,7 @@ class Rotary(RewriteRuleClassBase):
         if any(dims is None or dims[1::2] != ((1, ()), (size, ())) for dims in tables):
             return False
         found = [_part(value, x, size, facts) for value in parts.inputs]
-        if None in found or int_attribute(parts, "axis", 0) not in (-1, 3):
+        if None in found or int_attribute(parts, "axis") not in (-1, 3):
             return False
         if found != [(-1, range(size // 2, size)), (1, range(size // 2))] or size % 2:
             raise Refusal("ORP603", f"what {x.name!r} becomes is not its halves turned")
@@ -131,7 +131,7 @@ def _part(
     if (
         value is not None
         and node.op_type == "Split"
-        and int_attribute(node, "axis", 0) in (-1, 3)
+        and int_attribute(node, "axis") in (-1, 3)
     ):
         widths = [number((facts.dims(part, 4) or (None,))[-1]) or 0 for part in node.outputs]
         place = [*node.outputs].index(value)
@@ -157,7 +157,7 @@ def _is_doubled(table: ir.Value | None, facts: ProvedShapes) -> bool:
         if node is None or node.domain:
             return False
         if node.op_type == "Concat":
-            on_last = int_attribute(node, "axis", 0) in (-1, len(facts.dims(table) or ()) - 1)
+            on_last = int_attribute(node, "axis") in (-1, len(facts.dims(table) or ()) - 1)
             return on_last and len(node.inputs) == 2 and node.inputs[0] is node.inputs[1]
         scaled = scaled_input(node)
         if scaled is None and not (node.op_type in _BY_ELEMENT or _takes_rows(node, facts)):
@@ -172,7 +172,7 @@ def _takes_rows(node: ir.Node, facts: ProvedShapes) -> bool:
     if node.op_type == "Slice":
         axes = constant_ints(input_of(node, 3))
         return bool(axes) and rank > 0 and rank - 1 not in {axis % rank for axis in axes or ()}
-    is_row = rank > 1 and int_attribute(node, "axis", 0) == 0
+    is_row = rank > 1 and int_attribute(node, "axis") == 0
     return node.op_type == "Unsqueeze" or (node.op_type == "Gather" and is_row)
 
 

@@ -114,7 +114,7 @@ def _is_cache(value: ir.Value) -> bool:
 
 def _replace(shape: ir.Node, past: ir.Value, length: ir.Value) -> None:
     """Shape of a buffer -> Shape of what it holds."""
-    part = slice(int_attribute(shape, "start", 0), int_attribute(shape, "end", _RANK))
+    part = slice(int_attribute(shape, "start"), int_attribute(shape, "end", _RANK))
     op, graph = TapeBuilder(), shape.graph
     assert graph is not None
     # Keys may have been read behind the attention that past comes before: same sizes.

@@ -238,8 +238,8 @@ def _matmul(site: Site) -> Axes:
 
 
 def _gemm(site: Site) -> Axes:
-    left = "kr" if site.integer("transA", 0) else "rk"
-    right = "ck" if site.integer("transB", 0) else "kc"
+    left = "kr" if site.integer("transA") else "rk"
+    right = "ck" if site.integer("transB") else "kc"
     result = _contracted(site, f"{left},{right}->rc")
     return _broadcast([result, site.tokens(2)]) if site.has(2) else result
 
@@ -263,7 +263,7 @@ def _attention(site: Site) -> list[Axes | Side]:
     if any(map(site.has, table.absent)) or is_read:
         raise Refusal("ORP503", "has a cache, or returns more than one output")
     query, key, value = (site.tokens(i) for i in table.keys)
-    is_causal = site.integer("is_causal", site.integer("unidirectional", 0))
+    is_causal = site.integer("is_causal", site.integer("unidirectional"))
     rows = {axes[0] for axes in (query, key, value)}
     if len(rows) != 1 or plain([key[-2]]) != plain([value[-2]]):
         raise Refusal(*UNFIT)
@@ -364,7 +364,7 @@ def _cumulative_sum(site: Site) -> Axes:
     if number is None:
         raise Refusal("ORP504", "sums along an axis that is not constant")
     axis = axes[axis_of(number[0], len(axes))]
-    if not site.exact or site.integer("reverse", 0) or len(axis) != 1:
+    if not site.exact or site.integer("reverse") or len(axis) != 1:
         site.mixes([axis], beside=axes)
     elif not site.flow.is_made_of_inputs(site.input(0), most_axes=2):
         site.flow.unpackable = "padded positions count for others"
@@ -502,7 +502,7 @@ def _positions(site: Site, before: Axes, place: Axis, behind: Axes, how: Picks) 
 def _gather_block_quantized(site: Site) -> Axes:
     indices, after = _looked_up(site), site.made()
     site.fixes(1)
-    if len(after) != len(indices) + 1 or site.integer("gather_axis", 0):
+    if len(after) != len(indices) + 1 or site.integer("gather_axis"):
         raise Refusal(*UNFIT)
     return (*indices, site.sizes.axis(after[-1]))
 
@@ -543,7 +543,7 @@ def _gather_elements(site: Site) -> Axes:
 
 
 def _gather_nd(site: Site) -> Axes:
-    data, skipped = site.tokens(), site.integer("batch_dims", 0)
+    data, skipped = site.tokens(), site.integer("batch_dims")
     (depth,) = site.tokens(1)[-1] or (1,)
     if not isinstance(depth, int):
         raise Refusal(*UNFIT)
@@ -559,7 +559,7 @@ def _gather_nd(site: Site) -> Axes:
 
 def _sizes(site: Site) -> Side:
     axes, samples = site.tokens(), site.flow.samples
-    span = axes[site.integer("start", 0) : site.integer("end", len(axes))]
+    span = axes[site.integer("start") : site.integer("end", len(axes))]
     runs = range(len(samples.masks))
     each = (np.array([samples.size(axis, run) for axis in span], np.int64) for run in runs)
     if site.node.op_type == "Size":

@@ -414,7 +414,7 @@ def _runs(
     scale_shape: tuple[int, ...],
 ) -> tuple[tuple[Run, Run, Run], str]:
     """Where the scales lie, and how the codes are quantised in a few words."""
-    block_size = int_attribute(dq, "block_size", 0)
+    block_size = int_attribute(dq, "block_size")
     if block_size < 0:
         raise Refusal("ORP103", f"block_size {block_size} is negative")
     if block_size == 0 and math.prod(scale_shape) == 1 and len(scale_shape) <= 1:

@@ -69,7 +69,9 @@ CONSTANTS = {
     "b16": normal(16),
     "wide3": normal(8, 16, 3, 3),
     "step": np.int64(5),
+    "each": np.int64(1),
     "frame": np.int64(12),
+    "frame64": np.int64(64),
     "window": np.hanning(20).astype(np.float32),
     "power": np.hanning(1024).astype(np.float32),
 }

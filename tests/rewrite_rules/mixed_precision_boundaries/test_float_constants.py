@@ -155,7 +155,7 @@ def test_moved_operands_of_integers_keep_their_codes(tmp_path, move, side):
         ((64,), "axis = 0", "MatMul(d, v)"),
         ((1, 64), "axis = 0, block_size = 64", "MatMul(d, v)"),
         ((64,), "axis = 1", "MatMul(v, t)"),
-        ((4, 64), "axis = 0, block_size = 16", "Gemm(d, v)"),
+        ((4, 64), "axis = 0, block_size = 16", "Gemm(d, v, b)"),
         ((64,), "axis = 1", "Gemm<transB = 1>(d, v)"),
         ((64,), "axis = 0", "Gemm<transB = 1>(d, v)"),
     ],
@@ -167,6 +167,7 @@ def test_a_product_in_float_runs_whatever_scales_its_weight_has(
     constants = {
         "w": rng.integers(-64, 65, (2, 64, 64)["stack" not in product :], np.int8),
         "s": rng.random(scales, np.float32) / 100,
+        "b": rng.random(64, np.float32),
         "a": np.float32(0.05),
         "z": np.uint8(128),
     }
