@@ -59,11 +59,7 @@ ELSEWHERE = {
         "tests/static_qdq",
         f"{RULES}/shape_size_reorder/test_shape_sources.py",
     ),
-    "rewrite_rules/shapes": (
-        f"{RULES}/shapes",
-        f"{RULES}/trim_padding",
-        f"{RULES}/shape_size_reorder",
-    ),
+    "rewrite_rules/shapes": (f"{RULES}/shapes", f"{RULES}/shape_size_reorder"),
     "rewrite_rules/weights": (f"{RULES}/weights", f"{RULES}/test_bad_input.py"),
     "session_options": ("tests/session_options", "tests/session", OVERRIDES),
     "session_options/builtin_passes": ("tests/session_options", OVERRIDES),

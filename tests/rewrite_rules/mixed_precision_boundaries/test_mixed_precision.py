@@ -33,46 +33,9 @@ from rewrite_rules.remarks import Outcome, PassContext, Remarks
 
 FIRED = Outcome.FIRED
 U8, I8, U16, I16 = (ir.DataType.UINT8, ir.DataType.INT8, ir.DataType.UINT16, ir.DataType.INT16)
-CHAIN = """g (float[2,3] x) => (float[2,3] y) {
-    [A] a = Sigmoid(x)
-    [B] b = Sigmoid(a)
-    [C] y = Sigmoid(b)
-}"""
-
-
-SUM = """g (float[3] x, float[3] v) => (float[3] y) {
-    [A] a = Sigmoid(x)
-    [B] b = Sigmoid(v)
-    [C] y = Add(a, b)
-}"""
-TWO_READERS = """g (float[3] x) => (float[3] y, float[3] z) {
-    [A] a = Sigmoid(x)
-    [B] y = Sigmoid(a)
-    [C] z = Sigmoid(a)
-}"""
-MOVED = """g (float[2,6] x) => (float[3,2] y, float[2,3] z) {
-    [A] a = Sigmoid(x)
-    [S] b, c = Split <axis = 1, num_outputs = 2> (a)
-    [T] d = Transpose <perm = [1, 0]> (b)
-    [C] y = Sigmoid(d)
-    [D] z = Sigmoid(c)
-}"""
-
-FAN = """g (float[2,3] x) => (float[2,3] y, float[2,3] w) {
-    [A] a = Sigmoid(x)
-    [B] b = Sigmoid(a)
-    [C] y = Sigmoid(b)
-    [D] w = Sigmoid(y)
-}"""
-# The quantiser's output names are the labels of unnamed nodes.
-UNNAMED = """g (float[4] x) => (float[4] y, float[4] z) {
-    a = Sigmoid(x)
-    y = Mul(a, a)
-    z = Neg(a)
-}"""
-
 REGIONS = text_cases(Path(__file__).with_name("regions.txt"))
 PAGE = Path(__file__).parents[3] / "docs" / "mixed-precision.md"
+CHAIN = REGIONS["all tensors are promoted"].nodes
 
 
 def read_grid(text: str) -> QuantizationGrid:
@@ -88,15 +51,14 @@ def test_regions(name: str):
     has pairs of its own.
     """
     case, options = REGIONS[name], {**REGIONS[name].settings}
-    text = globals()[options.pop("model")] if "model" in options else case.nodes
     opset = int(options.pop("opset", 21))
     grids = {key: read_grid(options.pop(key)) for key in [*options] if key.startswith("grid")}
     default = grids.pop("grid", None)
     if options.pop("quantized", "yes") == "no":
-        model = parse(text)
+        model = parse(case.nodes)
     else:
         named = {key.removeprefix("grid_"): each for key, each in grids.items()}
-        model = quantized(text, named, opset, default)
+        model = quantized(case.nodes, named, opset, default)
     if (law := options.pop("law", None)) is not None:
         shown = {"constants": law in ("Constant", "UnpackedConstant")}
         assert " ".join(sorted(chains(model, **shown))) == options.pop("before")

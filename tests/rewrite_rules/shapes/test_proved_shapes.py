@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: MIT
-"""What damaged constants and great numbers say of shapes (see test_shape_fuzz)."""
+"""What is proved of shapes and numbers, case by case; random graphs are in test_shape_fuzz."""
 
 import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
 from builders.same_numbers import session
-from builders.text_models import proto_of, text_model
+from builders.text_cases import text_cases
+from builders.text_models import model_of, text_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rewrite_rules.shapes.dimensions import Dim
 from rewrite_rules.shapes.evaluator import array_of
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
@@ -25,17 +29,6 @@ def test_a_damaged_constant_proves_nothing(held):
     facts = ProvedShapes(model)
     assert facts.integers(model.graph.initializers["back"]) is None
     assert all(dim[1] for dim in facts.shape(model.graph.outputs[0]))  # of unknown sizes
-
-
-def test_what_a_loop_carries_may_grow():
-    """Whatever its body declares, which nothing checks."""
-    model = proto_of("""g (int64 n, float[1, 4] x) => (float[M, 4] y) <bool go = {1}> {
-        y = Loop(n, go, x) <body = b (int64 i, bool c, float[1, 4] held)
-            => (bool more, float[K, 4] both) {
-                more = Identity(c) both = Concat<axis = 0>(held, held) }> }""")
-    loaded = ir.from_proto(model)
-    (loop,) = loaded.graph
-    assert ProvedShapes(loaded).dims(loop.attributes["body"].as_graph().outputs[1]) is None
 
 
 @pytest.mark.parametrize(
@@ -111,6 +104,47 @@ def test_what_is_known_of_integers_is_what_a_run_computes(data):
         for dim in found[name].numbers if found[name] else ():
             if dim is not None and {*dim[1]} <= {*size}:
                 assert dim[0] * 5 ** len(dim[1]) == number, (name, lines)
+
+
+CASES = text_cases(Path(__file__).with_name("cases.txt"))
+
+
+def described(facts: ProvedShapes, values: Iterable[ir.Value]) -> Iterator[str]:
+    """Yield what is proved of values, in the names of the inputs' sizes."""
+    named = {u: str(value.shape[axis]) for u, (value, axis) in facts.places.items()}
+
+    def text(dim: Dim | None) -> str:
+        if dim is None:
+            return "_"
+        factors = [name(unknown) for unknown in dim[1]]
+        return "*".join(factors if factors and dim[0] == 1 else [str(dim[0]), *factors])
+
+    def name(unknown: int) -> str:
+        match facts.unknowns.key(unknown):
+            case ("sum", *terms):
+                return f"({'+'.join(map(text, terms))})"
+            case ("fit", *parts):
+                return f"max({', '.join(map(text, parts))})"
+        return named.setdefault(unknown, f"?{len(named) - len(facts.places)}")
+
+    for value in values:
+        shape, integers = facts.shape(value), facts.integers(value)
+        dims = " ".join(map(text, shape)) if isinstance(shape, tuple) else name(shape)
+        numbers = f" = {' '.join(map(text, integers.numbers))}" if integers else ""
+        yield f"{value.name}: {dims}{numbers}"
+    met = [" ".join(map(text, sizes)) for found in facts.met.values() for sizes, _ in found]
+    yield from [f"~ {', '.join(met)}"] if met else []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_proved(name: str):
+    case = CASES[name]
+    model = model_of(case.nodes + "}", opset=int(case.settings.get("opset", 21)))
+    facts = ProvedShapes(model, nonempty="nonempty" in case.settings)
+    values = [
+        value for node in model.graph.all_nodes() for value in node.outputs if value.name
+    ]
+    case.expect("\n".join(described(facts, values)))
 
 
 FORMS = {
