@@ -132,7 +132,7 @@ class Boundaries:
     def constant(self, op: Any, change: ConstantChange) -> ir.Value:
         """Emit a DequantizeLinear of other codes of a constant."""
         old, value = change.dequantize, change.dequantize.outputs[0]
-        stem = value.name or "constant"
+        stem = value.name
         arrays = {
             "codes": change.codes,
             "scale": change.scale,

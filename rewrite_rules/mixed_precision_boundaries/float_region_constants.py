@@ -91,8 +91,7 @@ def _would_fail(use: Any, operand: DequantizedOperand) -> bool:
     Without a QuantizeLinear behind, that is MatMulIntegerToFloat or QGemm.
     """
     node, index = use
-    others = node.inputs[:2]
-    if node.op_type not in ("Gemm", "MatMul") or None in map(dequantized, others):
+    if node.op_type not in ("Gemm", "MatMul") or None in map(dequantized, node.inputs):
         return False
     k_axis = int_attribute(node, "transB")
     return operand.scale_tensor.size > 1 and not (

@@ -2,12 +2,14 @@
 """Texts, sequences, optionals and maps go through every pass as they are, and quietly."""
 
 import warnings
+from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 from builders.same_numbers import session
 from builders.sessions import CPU, options
+from builders.text_cases import text_cases
 from onnx import helper
 
 import ortplugins
@@ -19,41 +21,11 @@ FEEDS = {
     "attention_mask": np.ones((2, 3), np.int64),
 }
 NUMBERS = "int64 zero = {0}, int64 one = {1}, int64 two = {2}, int64[1] last = {2}"
-MODELS = {
-    "a sequence that a branch shortens": """(float[A, B] x) => (int64 y) {
-        parts = SplitToSequence<axis = 0>(x) n = SequenceLength(parts) some = Greater(n, one)
-        y = If(some) <then_branch = t () => (int64 a) {
-                less = SequenceErase(parts, zero) same = Identity(less)
-                a = SequenceLength(same) },
-            else_branch = e () => (int64 b) { b = SequenceLength(parts) }> }""",
-    "an empty sequence of a type": """(float[A, B] x) => (int64 y) {
-        none = SequenceEmpty<dtype = 1>() one_part = SequenceInsert(none, x)
-        first = SequenceAt(one_part, zero) shape = Shape(first) y = Gather(shape, one) }""",
-    "an optional": """(float[A, B] x) => (int64 y) {
-        held = Optional(x) same = Identity(held) is = OptionalHasElement(same)
-        inner = OptionalGetElement(same) r = Relu(inner) s = Size(r) y = Add(s, zero) }""",
-    "a loop over a sequence": """(float[A, B] x) => (int64 y) {
-        none = SequenceEmpty<dtype = 1>() always = Greater(one, zero)
-        all = Loop(two, always, none) <body = b (int64 i, bool go, seq(float[A, B]) held)
-            => (bool on, seq(float[A, B]) more) {
-            on = Identity(go) more = SequenceInsert(held, x) }>
-        joined = ConcatFromSequence<axis = 0>(all) t = Transpose(joined) s = Shape(t)
-        y = Gather(s, one) }""",
-    # Inputs and outputs that are no tensors, by names that passes know.
-    "an optional mask": """(optional(float[A, B]) attention_mask) => (float[C, D] y) {
-        x = OptionalGetElement(attention_mask) y = Relu(x) }""",
-    "a mask of each text": """(seq(int64[A, B]) attention_mask, float[A, B, 4] x)
-        => (float[A, B, 4] y) {
-        first = SequenceAt(attention_mask, zero) number = Cast<to = 1>(first)
-        wide = Unsqueeze(number, last) y = Mul(x, wide) }""",
-    "a map": """(int64[A, B] attention_mask, float[A, B] x) => (y) {
-        y = ai.onnx.ml.ZipMap<classlabels_int64s = [1, 2, 3]>(x) }""",
-    "labels of texts": "(string[A] words) => (int64[A] y, int64[1] n) { n = Shape(y) }",
-}
+MODELS = text_cases(Path(__file__).with_name("other_types.txt"))
 
 
 def model_of(name: str) -> onnx.ModelProto:
-    head, brace, nodes = MODELS[name].partition(" {")
+    head, brace, nodes = MODELS[name].nodes.partition(" {")
     model = onnx.parser.parse_model(
         f"""<ir_version: 8, opset_import: ["": 18, "ai.onnx.ml": 4]>
         g {head} <{NUMBERS}>{brace}{nodes}"""
@@ -79,7 +51,7 @@ def test_every_pass_leaves_other_types(name: str, tmp_path):
     model, every = model_of(name), [*BUILTIN_PASSES]
     feeds = FEEDS | {"words": np.array(["a", "b", "c"], object)}
     feeds = {value.name: feeds[value.name] for value in model.graph.input}
-    runs = "optional(" not in MODELS[name] and "seq(int64" not in MODELS[name]
+    runs = "optional(" not in MODELS[name].nodes and "seq(int64" not in MODELS[name].nodes
     stock = session(model)
     expected = stock.run(None, feeds) if runs else []
     for passes in [*([item] for item in every), every[:-1]]:

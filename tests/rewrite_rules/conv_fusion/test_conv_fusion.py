@@ -67,6 +67,7 @@ CONSTANTS = {
     "pairs": normal(32, 2, 7),
     "b32": normal(32),
     "b16": normal(16),
+    "tall": normal(16, 1, 1),
     "wide3": normal(8, 16, 3, 3),
     "step": np.int64(5),
     "each": np.int64(1),

@@ -155,6 +155,7 @@ def test_moved_operands_of_integers_keep_their_codes(tmp_path, move, side):
         ((64,), "axis = 0", "MatMul(d, v)"),
         ((1, 64), "axis = 0, block_size = 64", "MatMul(d, v)"),
         ((64,), "axis = 1", "MatMul(v, t)"),
+        ((4, 64), "axis = 0, block_size = 16", "Gemm(d, v)"),
         ((4, 64), "axis = 0, block_size = 16", "Gemm(d, v, b)"),
         ((64,), "axis = 1", "Gemm<transB = 1>(d, v)"),
         ((64,), "axis = 0", "Gemm<transB = 1>(d, v)"),

@@ -177,16 +177,6 @@ def test_a_bias_that_would_overflow_stays():
     assert "2147483648, beyond int32" in remark.reason
 
 
-@pytest.mark.parametrize("asked", ["x", "A"])
-def test_a_float_bias_that_onnxruntime_would_overflow_is_refused(asked):
-    model = quantized("""g (float[1,1,1,1] x) => (float[1,1,1,1] y)
-        <int8[1,1,1,1] w = {5}, float[1] s = {1e-6}, float[1] b = {1.5}> {
-            wf = DequantizeLinear <axis = 0> (w, s)
-            [A] y = Conv(x, wf, b) }""")
-    remarks = place(model, promote=[asked])
-    assert "ORP308" in {remark.code for remark in remarks}
-
-
 # Quantisers remove the Relu or Clip between two tensors; the range stands for it. Operators,
 # the zero points of steps of 0.02 that a and y have, what is clipped, and y of -3, 0.5 and 3.
 CLIPPED = {
