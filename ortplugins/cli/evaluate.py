@@ -6,10 +6,8 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING
 
-from cyclopts import Parameter
-from cyclopts.validators import Number
 from rich.filesize import decimal
 
 from ortplugins.cli import options as opt
@@ -17,8 +15,6 @@ from ortplugins.cli.terminal import print_table, progress_bar
 
 if TYPE_CHECKING:
     from ortplugins.evaluation import Evaluation
-
-Several: TypeAlias = Annotated[int, Parameter(validator=Number(gte=2))]
 
 
 def evaluate(
@@ -28,9 +24,9 @@ def evaluate(
     against: Path | None = None,
     text: Path,
     tokenizer: Path | None = None,
-    tokens: Several = 4096,
-    window: Several = 512,
-    texts: Several = 500,
+    tokens: int = 4096,
+    window: int = 512,
+    texts: int = 500,
     providers: opt.Providers = opt.CPU,
     format: opt.Format = "text",
 ) -> None:

@@ -35,8 +35,6 @@ _STRIP_BYTES = 4 << 20
 _GPTQ_STRIP_BYTES, _GPTQ_COLUMNS, _CANDIDATES = 8 << 20, (64, 512), 1 << 20
 # The relative error of a weight of which nothing is left.
 _LOST = 0.9
-# Below it, float32 loses digits of sums of squares.
-_LEAST_SQUARE = 1e-20
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,8 +58,8 @@ class WeightCodes:
     zero_points: ZeroPoints | None
     scales: Floats | None
     weight_error: float
-    output_error: float = math.nan
-    added: float = math.nan
+    output_error: float
+    added: float
 
     def dequantized(self, form: BlockFormat) -> Floats:
         """Return the matrix that the codes stand for, float32 ``[K, N]``, over the scales."""
@@ -86,8 +84,8 @@ def choose_codes(
     """
     k, n = matrix.shape
     feedback = None if statistics is None else statistics.feedback
-    if feedback is not None:
-        feedback.factor(form)
+    if feedback is not None:  # before threads ask for it
+        _ = feedback.factored
     scales = None if statistics is None else statistics.scales
     codes, blocks = np.empty((k, n), form.code_dtype), (form.blocks(k), n)
     grid = np.empty(blocks, np.float32)
@@ -112,10 +110,8 @@ def choose_codes(
         raise QuantizationError(
             "its scales are below float16's least number; leave out scale_type"
         )
-    found = WeightCodes(codes, grid, zero_points, scales, weight)
-    if statistics is None:
-        return found
-    return dataclasses.replace(found, output_error=output, added=float(sums[4]))
+    measured = (math.nan, math.nan) if statistics is None else (output, float(sums[4]))
+    return WeightCodes(codes, grid, zero_points, scales, weight, *measured)
 
 
 def _codes(
@@ -160,10 +156,7 @@ def _squares(
 def checked(matrix: npt.NDArray[Any]) -> Floats:
     """Return a copy in float32; a QuantizationError where it holds NaN or infinite values."""
     copy = np.ascontiguousarray(matrix, np.float32)
-    # A sum is not finite if one of its terms isn't; it may also overflow, so look again.
-    with np.errstate(over="ignore", invalid="ignore"):
-        suspicious = not np.isfinite(copy.sum())
-    if suspicious and not np.isfinite(copy).all():
+    if not np.isfinite(copy).all():
         raise QuantizationError("it holds NaN or infinite values")
     return copy
 
@@ -188,10 +181,5 @@ def _strips(k: int, n: int, form: BlockFormat, by_rows: bool) -> Iterator[slice]
 
 
 def _square(array: npt.NDArray[Any]) -> float:
-    """Return the sum of squares, also where float32 has no such number."""
-    flat = array.reshape(-1)
-    with np.errstate(over="ignore", under="ignore"):
-        total = float(np.dot(flat, flat))
-    if _LEAST_SQUARE < total < math.inf:
-        return total
-    return float(np.dot(flat, flat.astype(np.float64)))
+    """Return the sum of squares of a matrix, which float32 may not hold."""
+    return float(np.einsum("ij,ij->", array, array, dtype=np.float64))

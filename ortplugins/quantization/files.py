@@ -84,15 +84,15 @@ class QuantizedFile:
         """Write the model, or take into it what lies in files; return it with a report."""
         if self._target is None:
             _into_memory(self.model)
-            return QuantizeResult(None, report, same_kind(self.given, self.model))
-        save_with_data(
-            self.model,
-            self._target,
-            inline=not has_data_file(self.loaded, self.model),
-            overwrite=self._overwrite,
-            sources=self.loaded.sources,
-            progress=self._progress,
-        )
+        else:
+            save_with_data(
+                self.model,
+                self._target,
+                inline=not has_data_file(self.loaded, self.model),
+                overwrite=self._overwrite,
+                sources=self.loaded.sources,
+                progress=self._progress,
+            )
         return QuantizeResult(self._target, report, same_kind(self.given, self.model))
 
 

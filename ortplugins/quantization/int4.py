@@ -69,7 +69,7 @@ from ortplugins.quantization.weights.quantize import quantize as quantize_weight
 from ortplugins.quantization.weights.uses import OP_TYPES, WeightUse, find_uses
 from rewrite_rules.closest_name import did_you_mean
 from rewrite_rules.graph.initializers import new_initializer
-from rewrite_rules.graph.nodes import drop_unused_initializers
+from rewrite_rules.graph.nodes import drop_unused_initializers, label
 
 Array = npt.NDArray[Any]
 WaPack = Sequence[tuple[Any, ...]]  # 4 or 5 of them
@@ -647,13 +647,14 @@ def _rules(
     # Parts of paths, between slashes or dots. ModelOpt's 8 bits are per column.
     paths = [re.split("[./]", layer.strip().strip("/")) for layer in layers if layer.strip()]
     wider = [rf"(^|[./]){'[./]'.join(map(re.escape, path))}($|[./])" for path in paths]
-    labels = [use.label for _, use in find_uses(model, op_types) if isinstance(use, WeightUse)]
+    found = find_uses(model, op_types)
+    names = [label(node) for node, use in found if isinstance(use, WeightUse)]
     # By the start of names. One may hold brackets, which a glob would take for its own.
-    left = [label for label in labels if any(re.match(each, label) for each in excluded)]
+    left = [name for name in names if any(re.match(each, name) for each in excluded)]
     return [
         (":table", {"block_size": given.get("gather_block_size", 32)}),
         *((f"re:{pattern}", {"bits": 8, "block_size": -1}) for pattern in wider),
-        *((rf"re:\A{re.escape(label)}\Z", "float") for label in left),
+        *((rf"re:\A{re.escape(name)}\Z", "float") for name in left),
     ]
 
 

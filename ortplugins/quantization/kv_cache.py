@@ -13,21 +13,22 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
+import onnxruntime
 
 from ortplugins.errors import CalibrationError, ModelFileError
 from ortplugins.model_io.loading import ModelLike
 from ortplugins.model_io.saving import Progress
+from ortplugins.quantization.calibration import detach_tensors, open_for_samples
 from ortplugins.quantization.files import QuantizedFile, QuantizeResult
 from ortplugins.quantization.methods.nearest import Floats
-from ortplugins.quantization.walk import Walk
 from ortplugins.quantization.weights.report import QuantizeReport
-from ortplugins.samples.sources import read_samples
+from ortplugins.runtime.stock_session import fetch
+from ortplugins.samples.sources import Feed, read_samples
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.graph.nodes import input_of, label
 
@@ -106,9 +107,11 @@ def quantize_kv_cache(
     caches = find_caches(file.model)
     with file.scratch() as scratch:
         samples = read_samples(calibration_data_reader, file.model)
+        copy = file.model.clone()
+        folder = detach_tensors(copy, scratch)
+        session = open_for_samples(copy, folder, calibration_providers)
         names = [cache.present.name or "" for cache in caches]
-        walk = Walk(file.model, samples, scratch, calibration_providers, progress, names)
-        scales = [_scale(name, walk.values(name)) for name in names]
+        scales = _scales(session, names, samples, progress)
         _quantize(file.model, caches, scales)
         note = (
             f"{len(caches)} caches are int8 now: bind int8 arrays to {caches[0].past.name!r}"
@@ -133,13 +136,25 @@ def _quantize(model: ir.Model, caches: Sequence[Cache], scales: Sequence[Floats]
             end.type = ir.TensorType(ir.DataType.INT8)
 
 
-def _scale(name: str, caches: Iterable[npt.NDArray[Any]]) -> Floats:
-    """Return the scale of each channel [G * D] of a cache, ``[B, G, T, D]`` by sample."""
-    found = [abs(array.astype(np.float32)).max(axis=(0, 2)).reshape(-1) for array in caches]
-    if not np.isfinite(most := np.max(found, axis=0)).all():
-        raise CalibrationError(
-            f"cache {name!r} holds NaN or infinity for these samples: give others"
-        )
-    least = np.finfo(np.float32).tiny
-    scale: Floats = np.maximum(most / np.float32(_HIGHEST), least)
-    return scale
+def _scales(
+    session: onnxruntime.InferenceSession,
+    names: Sequence[str],
+    samples: Sequence[Feed],
+    progress: Progress | None,
+) -> list[Floats]:
+    """Return the scale of each channel ``[G * D]`` of caches ``[B, G, T, D]``."""
+    found = []
+    for index, feed in enumerate(samples):
+        what = f"sample {index}"
+        if progress is not None:
+            progress(index, len(samples), f"calibration, {what}")
+        arrays = fetch(session, names, feed, what)
+        found.append([abs(array.astype(np.float32)).max(axis=(0, 2)) for array in arrays])
+    scales = []
+    for name, greatest in zip(names, zip(*found, strict=True), strict=True):
+        if not np.isfinite(most := np.max(greatest, axis=0).reshape(-1)).all():
+            raise CalibrationError(
+                f"cache {name!r} holds NaN or infinity for these samples: give others"
+            )
+        scales.append(np.maximum(most / np.float32(_HIGHEST), np.finfo(np.float32).tiny))
+    return scales

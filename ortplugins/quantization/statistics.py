@@ -121,7 +121,8 @@ def statistics_of(
 
     gram = None
     if axes:
-        gram = _gram(passing(), (zeros or _in_memory)((k,) * axes))
+        shape = (k,) * axes
+        gram = _gram(passing(), zeros(shape) if zeros else np.zeros(shape, np.float32))
         if not np.isfinite(gram).all():
             raise CalibrationError(
                 f"activation {name!r} is too large: its squares leave float32"
@@ -130,10 +131,6 @@ def statistics_of(
         collections.deque(passing(), maxlen=0)
     mean_abs = (sums / count).astype(np.float32)
     return ActivationStatistics(count, mean_abs, np.concatenate(tokens), gram)
-
-
-def _in_memory(shape: tuple[int, ...]) -> Floats:
-    return np.zeros(shape, np.float32)
 
 
 def _rows(portion: npt.NDArray[Any], k: int, what: str) -> Floats:

@@ -45,7 +45,7 @@ from ortplugins.quantization.codes import checked
 from ortplugins.quantization.files import QuantizedFile, QuantizeResult
 from ortplugins.quantization.methods.awq import channel_scales
 from ortplugins.quantization.methods.nearest import BlockFormat, Floats
-from ortplugins.quantization.walk import Walk
+from ortplugins.quantization.walk import UNREACHED, Walk
 from ortplugins.quantization.weights.folds import divide
 from ortplugins.quantization.weights.plan import WeightPlan, plan_weights
 from ortplugins.quantization.weights.recipe import Recipe
@@ -64,7 +64,6 @@ _ALPHAS, _OUTLIERS, _WORTH = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9), (4, 8, 16, 32), 0.6
 _TOP = 127  # of codes of weights, and of two of them that are added in 16 bits
 _FIRST_OPSET, _IR_VERSION = 10, 10  # of QuantizeLinear
 _FORM = BlockFormat(bits=8, block_size=-1)
-_UNREACHED = "no token of the samples reaches it"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -84,9 +83,8 @@ class QuantizedProducts:
 
     def codes(self, weight: Floats) -> tuple[npt.NDArray[np.int8], Floats]:
         """Return codes ``[K, N]``, 0 in rows of outliers, and scales ``[N]`` of a weight."""
-        rows = np.ones(len(weight), np.float32)
-        rows = rows if self.channel_scales is None else self.channel_scales
-        scaled = weight * rows[:, None]
+        scales = self.channel_scales
+        scaled = weight.copy() if scales is None else weight * scales[:, None]
         scaled[self.outliers] = 0
         steps = np.maximum(_largest_pair(scaled), _largest_pair(-scaled)) / np.float32(_TOP)
         steps[steps < np.finfo(np.float32).tiny] = 1
@@ -153,7 +151,9 @@ def _quantize_products(plan: WeightPlan, least_cosine: float, walk: Walk) -> lis
     weights = [weight for group in plan.groups for weight in group.weights]
     rows = {use: row for w in weights for use, row in zip(w.uses, w.rows, strict=True)}
     for use, row in rows.items():
-        row.reason = use.no_statistics or _refusal(use, plan.model.graph)
+        row.reason = use.no_statistics or ""
+        if use.node.graph is not plan.model.graph:
+            row.reason = "it lies in a subgraph of If, Loop or Scan"
         if not row.reason:
             layers.setdefault(str(use.activation and use.activation.name), []).append(use)
     writer = _Writer(plan.model)
@@ -162,7 +162,7 @@ def _quantize_products(plan: WeightPlan, least_cosine: float, walk: Walk) -> lis
         known = walk.statistics(name, uses[0].K, max_tokens=_TOKENS)
         if known is None:
             for use in uses:
-                rows[use].reason = _UNREACHED
+                rows[use].reason = UNREACHED
             continue
         found = choose(known.tokens, [float_matrix(use) for use in uses])
         for use, error in zip(uses, found.errors, strict=True):
@@ -265,16 +265,6 @@ def _relative(difference: Floats, of: Floats) -> float:
     """Return the ratio of two Frobenius norms; NaN or infinite where they are."""
     norm = float(np.linalg.norm(of.astype(np.float64)))
     return float(np.linalg.norm(difference.astype(np.float64))) / norm if norm else 0.0
-
-
-def _refusal(use: WeightUse, main: ir.Graph) -> str:
-    """Say why a node's product can't be one of integers; nothing if it can."""
-    node = use.node
-    if node.op_type not in ("MatMul", "Gemm"):
-        return f"w8a8 is for MatMul and Gemm, not for {node.op_type}"
-    if node.graph is not main:
-        return "it lies in a subgraph of If, Loop or Scan"
-    return ""
 
 
 class _Writer:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import errno
 import functools
 import itertools
 import math
@@ -40,6 +39,9 @@ from rewrite_rules.graph.nodes import captures, drop_unused_initializers
 
 Array = npt.NDArray[Any]
 
+UNREACHED = "no token of the samples reaches it"
+"""Why an activation has no statistics."""
+
 _FLOAT, _QUANTIZED = 0, 1
 _PLACE = "ortplugins.place"  # of a node, among all of the model
 # Rows of the drift at a time.
@@ -62,12 +64,8 @@ class Walk:
         scratch: Path,
         providers: Sequence[Any] = ("CPUExecutionProvider",),
         progress: Progress | None = None,
-        outputs: Iterable[str] = (),
     ) -> None:
-        """Start before the first node; files in a folder of ``scratch`` are the walk's.
-
-        ``outputs`` are asked for although no node may read them.
-        """
+        """Start before the first node; files in a folder of ``scratch`` are the walk's."""
         self.model, self._samples = model, samples
         self._providers, self._progress = providers, progress
         self._scratch = Path(tempfile.mkdtemp(dir=scratch))
@@ -85,8 +83,6 @@ class Walk:
         for place, node in enumerate(self._nodes, 1):
             self.places.update((value.name or "", place) for value in node.outputs)
             self._last_reads.update(dict.fromkeys(_reads([node]), place))
-        for name in outputs:
-            self._last_reads[name] = max(self.places[name] + 1, self._last_reads.get(name, 0))
         self._place = 0
         self._numbers = itertools.count()
         self._kept: dict[str, Path] = {}  # folders by name of the value
@@ -112,11 +108,6 @@ class Walk:
         self._run_to(self.places.get(name, 0))
         given = functools.partial(self._tokens, _FLOAT, name)
         return statistics_of(given, name, k, axes, zeros=self._zeros, **limits)
-
-    def values(self, name: str) -> Iterator[Array]:
-        """Yield a value of the float model for each sample, in the order of the graph."""
-        self._run_to(self.places[name])
-        return (self._value(_FLOAT, i, name, feed) for i, feed in enumerate(self._samples))
 
     def paired(self, name: str, k: int) -> ActivationStatistics | None:
         """Return statistics of an activation in the copy, and of how it drifted.
@@ -167,7 +158,10 @@ class Walk:
                 for folder, array in zip(folders.values(), arrays, strict=True):
                     stored = array.astype(str) if array.dtype == object else array
                     path = folder / f"{model}-{index}"
-                    _store(path, stored)
+                    # Without numpy's header, which is parsed as Python when it is read:
+                    # Python 3.11 fails at that now and then where several threads parse
+                    # (python/cpython#106905).
+                    path.write_bytes(stored.tobytes())
                     self._forms[path] = stored.dtype, stored.shape
         self._place = place
         self._kept |= folders
@@ -225,18 +219,6 @@ class Walk:
         functions = list(self._model.functions.values())
         model = ir.Model(part, ir_version=self._model.ir_version, functions=functions)
         return open_for_samples(model, self._folder, self._providers)
-
-
-def _store(path: Path, array: Array) -> None:
-    try:
-        # Without numpy's header, which is parsed as Python when it is read: Python 3.11 fails
-        # at that now and then where several threads parse (python/cpython#106905).
-        array.tofile(path)
-    except OSError as error:
-        if error.errno is None:  # numpy says only how many numbers did not fit
-            full = errno.ENOSPC
-            raise OSError(full, os.strerror(full), str(path)) from error
-        raise
 
 
 def _drift(quantized: Iterable[Array], floats: Iterable[Array], sums: Array) -> Array:

@@ -115,10 +115,12 @@ class MadeUpInputs:
         step = copy.copy(self)
         step._by_label = {**self._by_label, "past": past + new, "sequence": 1}
         shapes = [[each._shape(value) for value, _ in self._inputs] for each in (self, step)]
-        has_steps = steps and not self._given and shapes[0] != shapes[1]
+        roles = (role for _, role in self._inputs)
+        has_cache = any(role.kind is Kind.CACHE and "past" in role.axes for role in roles)
+        has_steps = steps and has_cache and not self._given and shapes[0] != shapes[1]
         for _ in range(count):
             yield self._feed(rng)
-            if has_steps and any(_is_past(role) for _, role in self._inputs):
+            if has_steps:
                 yield step._feed(rng)
 
     def fitted_feeds(
@@ -131,14 +133,11 @@ class MadeUpInputs:
                     f"input {value.name!r} takes strings, which cannot be made up: "
                     "give samples"
                 )
-        self.fit(run, attempts)
+        self._fit(run, attempts)
         return self.feeds(count, seed=seed, steps=True)
 
-    def fit(self, run: Run, most: int = _MAX_ATTEMPTS) -> None:
-        """Find sizes that the model runs with, for dimensions of which nothing is known.
-
-        ``most`` are how many are tried.
-        """
+    def _fit(self, run: Run, most: int) -> None:
+        """Find sizes that the model runs with, at most so many, where nothing is known."""
         # Nothing is known of them, neither by their role nor by the user.
         open_names = [
             name
@@ -245,10 +244,6 @@ def _values(
     else:
         array = rng.integers(0, rows_below(value) or _IDS, shape)
     return array.astype(dtype.numpy())
-
-
-def _is_past(role: Role) -> bool:
-    return role.kind is Kind.CACHE and "past" in role.axes
 
 
 def _dimension_names(value: ir.Value) -> list[str]:

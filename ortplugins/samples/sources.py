@@ -93,13 +93,12 @@ def _samples(source: Any) -> Iterator[Any]:
 
 
 def _in_file(path: str | os.PathLike[str]) -> Feed:
-    name = os.fspath(path)
     try:
-        with np.load(name, allow_pickle=False) as file:
+        with np.load(path, allow_pickle=False) as file:
             return dict(file)
     except Exception as error:  # OSError, BadZipFile, EOFError, ValueError for a pickle
         raise CalibrationError(
-            f"{name}: cannot be read as .npz file of arrays: {error}"
+            f"{path}: cannot be read as .npz file of arrays: {error}"
         ) from error
 
 

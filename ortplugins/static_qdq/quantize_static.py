@@ -35,8 +35,6 @@ from rewrite_rules.closest_name import did_you_mean
 from rewrite_rules.graph.nodes import all_nodes, label
 from session_options import MixedPrecisionBoundaries
 
-_PROVIDERS = "calibration_providers"
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StaticMixedResult(OptimizeResult):
@@ -59,6 +57,7 @@ def quantize_static_mixed(
     max_16bit: float | None = None,
     mode: str = "int16",
     nodes_to_exclude: Sequence[str] = (),
+    calibration_providers: Sequence[Any] = ("CPUExecutionProvider",),
     overwrite: bool = False,
     progress: Progress | None = None,
     **settings: Any,
@@ -88,11 +87,12 @@ def quantize_static_mixed(
             faster on CPUs.
         nodes_to_exclude: Nodes to leave in float, by name, glob or regular expression
             (``re:``).
+        calibration_providers: Execution providers that run the samples.
         overwrite: Whether ``model_output`` may exist.
         progress: Called while tensors are written: done, total, name.
         settings: Other arguments of ``quantize_static``: activation_type (QUInt8 by default),
             weight_type, per_channel (true by default; needs opset 13, to which older models
-            are converted), calibrate_method, op_types_to_quantize, calibration_providers.
+            are converted), calibrate_method, op_types_to_quantize.
 
     Returns:
         Path, report and model.
@@ -113,9 +113,8 @@ def quantize_static_mixed(
         "weight_type": QuantType.QInt8,
         "per_channel": True,
         "calibrate_method": CalibrationMethod.MinMax,
-        _PROVIDERS: ["CPUExecutionProvider"],
     }
-    of_quantiser = [*nodes_to_exclude, *(settings.keys() - {_PROVIDERS})]
+    of_quantiser = [*nodes_to_exclude, *settings]
     settings = usual | settings
     activation = ir.DataType(settings["activation_type"].tensor_type)
     if activation not in (ir.DataType.UINT8, ir.DataType.INT8):
@@ -145,7 +144,7 @@ def quantize_static_mixed(
     if data is None:
         raise CalibrationError("no calibration data: give samples of real inputs")
     samples = read_samples(data, model)
-    plan, providers = None, settings[_PROVIDERS]
+    plan = None
     with file.scratch() as scratch:
         if not is_quantized:
             method = settings["calibrate_method"]
@@ -157,6 +156,7 @@ def quantize_static_mixed(
                 samples,
                 keep_relu=bool(below_0 or promote or plans),
                 nodes_to_exclude=excluded,
+                calibration_providers=[*calibration_providers],
                 **settings,
             )
             notes += [f"ranges from {len(samples)} samples, {method.name}", *floats]
@@ -170,7 +170,7 @@ def quantize_static_mixed(
                 scratch,
                 budget=budget,
                 max_16bit=max_16bit,
-                providers=providers,
+                providers=calibration_providers,
                 progress=progress,
             )
     promoted = [*promote, *(plan.promoted if plan else ())]
@@ -178,7 +178,9 @@ def quantize_static_mixed(
         model,
         model_output,
         passes=[wanted(promote=",".join(promoted))] if promoted else [],
-        providers=[item if isinstance(item, str) else item[0] for item in providers],
+        providers=[
+            each if isinstance(each, str) else each[0] for each in calibration_providers
+        ],
         external_data=has_data_file(file.loaded, model),
         overwrite=overwrite,
         progress=progress,

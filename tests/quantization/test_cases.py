@@ -18,7 +18,7 @@ from builders.text_models import Array, T, normal, proto_of, text_model
 
 from ortplugins.quantization import QuantizeReport, quantize
 from ortplugins.quantization.weights.report import NodeReport
-from ortplugins.quantization.weights.uses import WeightUse, find_uses
+from ortplugins.quantization.weights.uses import OP_TYPES, WeightUse, find_uses
 
 CASES = text_cases(Path(__file__).with_name("cases.txt"))
 ANGLES = np.outer(np.arange(40), 1 / 100 ** np.linspace(0, 1, 16))
@@ -153,3 +153,16 @@ def test_long_chains_of_sums_are_followed_in_a_moment():
     model = ir.from_proto(proto_of(text, {"W": normal(32, 32), "one": normal(1)}))
     (use,) = (use for _, use in find_uses(model, ("MatMul",)))
     assert isinstance(use, WeightUse) and use.roles == set()
+
+
+def test_long_chains_from_a_weight_are_followed():
+    casts = " ".join(
+        f"w{i + 1} = Cast<to=1>(w{i}) t{i + 1} = Cast<to=1>(t{i})" for i in range(1500)
+    )
+    text = f"""g (float[T, 32] x, int64[T] i) => (float[T, 32] y) {{
+        w0 = Identity(W) t0 = Gather(T, i) {casts} h = MatMul(x, W) a = Mul(h, t1500)
+        s = ReduceSum<keepdims = 0>(w1500) y = Mul(a, s)
+    }}"""
+    model = ir.from_proto(proto_of(text, {"W": normal(32, 32), "T": np.ones((8, 32), "f")}))
+    report = quantize(model, op_types=OP_TYPES).report
+    assert [row.quantized for row in report.nodes] == [False, True, False]

@@ -43,7 +43,7 @@ def gptq(weight, gram, form=FORM, **constants):
     with contextlib.ExitStack() as stack:
         for name, value in given.items():
             stack.enter_context(mock.patch.object(gptq_module, name, value))
-        return Gptq(gram).quantize(weight, form)
+        return Gptq(gram, form.size_along(len(weight))).quantize(weight, form)
 
 
 def inputs_and_weights(k=52, widths=(12, 7), tokens=200, seed=0):
@@ -178,7 +178,7 @@ def test_a_residual_moves_the_weight_by_damped_least_squares():
     residual = gram @ np.random.default_rng(1).normal(0, 0.01, (k, n)).astype(np.float32)
     form = BlockFormat()
     target = weight + np.linalg.solve(damped(gram), residual.astype(np.float64))
-    method = Gptq(gram)
+    method = Gptq(gram, 32)
     found = dequantize(method.quantize(weight, form, residual), form)
     expected = dequantize(method.quantize(target, form), form)
     assert (np.abs(found - expected) > 1e-4).mean() < 0.01  # ties of rounding
@@ -226,9 +226,9 @@ def test_dead_channels_are_rounded_to_nearest_and_singular_grams_work():
 
 def test_the_factor_takes_half_a_square_and_a_panel(monkeypatch):
     monkeypatch.setattr(half_factor, "_PANEL", 64)
-    job = Gptq(np.eye(1024, dtype=np.float32))
+    job = Gptq(np.eye(1024, dtype=np.float32), 32)
     tracemalloc.start()
-    job.factor(BlockFormat())
+    assert job.factored
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 8 * 1024 * (1024 / 2 + 64)

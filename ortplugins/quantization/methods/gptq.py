@@ -44,6 +44,7 @@ Zhang et al., arXiv 2505.11695), with H damped as above:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,34 +87,29 @@ class Gptq:
     give the same bits, with the same number of BLAS threads.
     """
 
-    def __init__(self, gram: npt.NDArray[Any]) -> None:
+    def __init__(self, gram: npt.NDArray[Any], block_size: int) -> None:
         """Take H, float ``[K, K]``: X^T X over the number of tokens, or in any other unit."""
-        self._gram, self._damping = gram, DAMPING
+        self._gram, self._size, self._damping = gram, block_size, DAMPING
         self._energy: Doubles = np.diagonal(gram).astype(np.float64)
         self._mean = float(self._energy.mean()) or 1.0  # all of H is over it: it has no unit
-        self._factored: tuple[int, list[Rows], HalfFactor] | None = None
 
-    def factor(self, form: BlockFormat) -> tuple[list[Rows], HalfFactor]:
-        """Factor H for blocks of this size, unless it was the last one: for any columns.
-
-        Return the rows of each block in their order, and the factor in that order.
-        """
-        size = form.size_along(len(self._energy))
-        if self._factored is None or self._factored[0] != size:
-            self._factored = None  # before there are two
-            order = self._block_order(size)
-            self._factored = size, order, self._factor(np.concatenate(order))
-        return self._factored[1:]
+    @functools.cached_property
+    def factored(self) -> tuple[list[Rows], HalfFactor]:
+        """The rows of each block in their order, and the factor of H in that order."""
+        order = self._block_order()
+        return order, self._factor(np.concatenate(order))
 
     def quantize(
         self, weight: npt.NDArray[Any], form: BlockFormat, residual: Floats | None = None
     ) -> tuple[Codes, Floats, ZeroPoints | None]:
         """Quantise a weight ``[K, N]``, or some of its columns; in threads once H is factored.
 
+        Blocks of the form have the size that was given.
+
         ``residual`` is X^T (Y - X W) over the number of tokens, float32 ``[K, N]``, where the
         outputs are to be Y and not X W.
         """
-        order, factor = self.factor(form)
+        order, factor = self.factored
         if residual is not None:
             rows, weight = np.concatenate(order), weight.astype(np.float32)
             weight[rows] += factor.solve(residual[rows] / self._mean)
@@ -125,9 +121,9 @@ class Gptq:
                 result.revisit(rows, *self._block(rows, result.errors))
         return result.codes, result.scales, result.zero_points
 
-    def _block_order(self, size: int) -> list[Rows]:
+    def _block_order(self) -> list[Rows]:
         """Return the rows of each block, in the order in which they are rounded."""
-        energy = self._energy
+        energy, size = self._energy, self._size
         rows = np.arange(len(energy))
         blocks = [rows[start : start + size] for start in range(0, len(rows), size)]
         blocks = [block[np.argsort(-energy[block], kind="stable")] for block in blocks]

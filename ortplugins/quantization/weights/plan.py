@@ -293,7 +293,7 @@ def report_of(use: WeightUse, **more: Any) -> NodeReport:
     """Report a node with a constant matrix, which stays in float if nothing else is said."""
     size = use.tensor.nbytes
     fields: dict[str, Any] = {
-        "node": use.label,
+        "node": label(use.node),
         "op_type": use.node.op_type,
         "weight": use.weight.name or "",
         "K": use.K,

@@ -36,7 +36,7 @@ from ortplugins.quantization.methods.awq import search_scales
 from ortplugins.quantization.methods.gptq import Gptq
 from ortplugins.quantization.methods.nearest import BlockFormat
 from ortplugins.quantization.statistics import ActivationStatistics
-from ortplugins.quantization.walk import Walk
+from ortplugins.quantization.walk import UNREACHED, Walk
 from ortplugins.quantization.weights.graph import store_codes, write_codes
 from ortplugins.quantization.weights.plan import (
     Group,
@@ -57,7 +57,6 @@ from rewrite_rules.remarks import Outcome, PassContext, Remarks
 # The first opset whose DequantizeLinear takes blocks, and the file format that can hold them.
 _OPSET, _IR_VERSION = 21, 10
 _MORE_BITS = 8
-_UNREACHED = "no token of the samples reaches it"
 # With fewer, error feedback fits them and nothing else. Four layers of SmolLM2, KL divergence
 # to float: .0576 by rounding to nearest; by GPTQ .0589 with 2 tokens, .0468 with 4.
 _LEAST_TOKENS = 4
@@ -127,12 +126,10 @@ def quantize(
     written = None
     if isinstance(recipe, str):
         written = {*settings, *dict(settings.get("rules") or ())}
+    notes = [] if dry_run else _raise_opset(file.model, chosen)
     plan = plan_weights(file.model, chosen, written)
     if dry_run:
         return QuantizeResult(None, reported(plan, chosen), None)
-    notes = _raise_opset(file.model, chosen)
-    if notes:  # the conversion made new nodes
-        plan = plan_weights(file.model, chosen, written)
     with file.scratch() as scratch:
         calibrated: NewWalk | None = None
         says = any(group.activation is not None for group in plan.groups)
@@ -152,7 +149,7 @@ def quantize(
                 store_codes(weight, found, stored, names)
                 done += weight.K * weight.N
                 if progress is not None:
-                    progress(done, total, weight.uses[0].label)
+                    progress(done, total, label(weight.uses[0].node))
         if calibrated is not None:
             _note_unreached(plan)
         write_codes(plan, names)
@@ -211,7 +208,7 @@ def _met(walk: Walk, groups: Sequence[Group], ranks: bool) -> Iterator[Known]:
 def _known(group: Group, statistics: ActivationStatistics | None, ranks: bool) -> Known:
     """Return what the weights of a group are to know, and search their channel scales."""
     if statistics is None:
-        _round(group, _UNREACHED)
+        _round(group, UNREACHED)
     elif group.method == "gptq" and statistics.count < _LEAST_TOKENS:
         _round(group, f"gptq wants {_LEAST_TOKENS} tokens, not {statistics.count}")
     if statistics is None or ranks:
@@ -228,7 +225,8 @@ def _known(group: Group, statistics: ActivationStatistics | None, ranks: bool) -
         if weight.method == "gptq":
             assert statistics.gram is not None
             size = weight.form.size_along(weight.K)
-            feeding = dataclasses.replace(statistics, feedback=Gptq(statistics.gram))
+            method = Gptq(statistics.gram, size)
+            feeding = dataclasses.replace(statistics, feedback=method)
             known[weight] = factored.setdefault(size, feeding)
     return known
 
@@ -278,9 +276,9 @@ def _chosen(
             threads, choose = max(1, cores // workers), choose_codes
             pool = concurrent.futures.ThreadPoolExecutor(workers, "quantize")
             executor = stack.enter_context(pool)
-            for weight, inputs in items:
+            for _, inputs in items:
                 if inputs and inputs.feedback:  # before several threads ask for it
-                    inputs.feedback.factor(weight.form)
+                    _ = inputs.feedback.factored
         submitted = (
             (w, executor.submit(choose, w.uses[0].matrix, w.form, inputs, threads))
             for w, inputs in items

@@ -142,7 +142,7 @@ class Recipe(BlockFormat):
         method, reason = self.method, ROUTER if use.is_router else ""
         reason = ROTATION if use.is_rotation else reason
         for pattern, found in self.rules:
-            if _means(pattern, use):
+            if pattern in use.roles or any(matches(pattern, name) for name in use.names):
                 form |= {name: found[name] for name in _FORM if name in found}
                 method = found.get("method", method)
                 if found.get("keep_float"):
@@ -176,11 +176,6 @@ def _checked_rule(rule: tuple[str, Any]) -> tuple[str, Mapping[str, Any]]:
 def _pairs(given: Any) -> tuple[tuple[str, Any], ...]:
     """Return patterns and settings of a mapping, or of such pairs."""
     return tuple(given.items() if isinstance(given, Mapping) else given or ())
-
-
-def _means(pattern: str, use: WeightUse) -> bool:
-    """Whether a pattern is for a node."""
-    return any(matches(pattern, name) for name in use.names) or pattern in use.roles
 
 
 # 4 bits cost most in the head. Rows of most models hold whole blocks of 64, so that

@@ -154,10 +154,6 @@ class QuantizeReport:
         )
         return plain
 
-    def to_json(self) -> str:
-        """Return the report as one JSON object."""
-        return json.dumps(self.to_dict(), ensure_ascii=False)
-
     def __str__(self) -> str:
         if not self.nodes:
             return f"{self.method}: {'; '.join(self.notes)}"

@@ -79,15 +79,10 @@ class WeightUse:
         array = array.reshape(array.shape[-2:])
         return array.T if self.stored_k_last else array
 
-    @property
-    def label(self) -> str:
-        """What messages call the node."""
-        return label(self.node)
-
     @functools.cached_property
     def names(self) -> list[str]:
         """What patterns may call it: the node, the weight, and modules that it is part of."""
-        return [self.label, self.weight.name or "", *modules_of(self.node)]
+        return [label(self.node), self.weight.name or "", *modules_of(self.node)]
 
     @functools.cached_property
     def roles(self) -> set[str]:
@@ -175,13 +170,16 @@ def readers_of(value: ir.Value) -> Iterator[tuple[ir.Node | None, str]]:
 
     None, and the output's name, where it is an output of the graph.
     """
-    if value.is_graph_output():
-        yield None, value.name or ""
-    for node, index in value.uses():
-        if index == 0 and (node.op_type in _RESHAPING or node.op_type == "Identity"):
-            yield from readers_of(node.outputs[0])
-        else:
-            yield node, label(node)
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if value.is_graph_output():
+            yield None, value.name or ""
+        for node, index in value.uses():
+            if index == 0 and (node.op_type in _RESHAPING or node.op_type == "Identity"):
+                waiting.append(node.outputs[0])
+            else:
+                yield node, label(node)
 
 
 def _use(
@@ -272,12 +270,16 @@ def _is_head(value: ir.Value) -> bool:
 
 def _are_factors(value: ir.Value) -> bool:
     """Whether nothing is done with a value but to multiply others by it, by elements."""
-    return not value.is_graph_output() and all(
-        _are_factors(node.outputs[0])
-        if node.op_type in _RESHAPING
-        else node.op_type == "Mul" and constant(node.inputs[1 - index]) is None
-        for node, index in value.uses()
-    )
+    waiting = [value]
+    for value in waiting:
+        if value.is_graph_output():
+            return False
+        for node, index in value.uses():
+            if node.op_type in _RESHAPING:
+                waiting.append(node.outputs[0])
+            elif node.op_type != "Mul" or constant(node.inputs[1 - index]) is not None:
+                return False
+    return True
 
 
 def _no_statistics(activation: ir.Value, main: ir.Graph) -> str | None:
