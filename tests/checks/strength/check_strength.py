@@ -27,15 +27,24 @@ RULES = "tests/rewrite_rules"
 OVERRIDES = f"{RULES}/mixed_precision_boundaries"
 ELSEWHERE = {
     "ortplugins": ("tests/measurement", "tests/cli", "tests/tuning"),
-    "ortplugins/cli": ("tests/cli", "tests/cache"),
+    "ortplugins/cache": ("tests/cache", "tests/session/test_in_memory.py"),
+    "ortplugins/cli": ("tests/cli", "tests/cache", "tests/measurement"),
+    "ortplugins/measurement": ("tests/measurement", "tests/cli/test_testing.py"),
     "ortplugins/model_io": (
         "tests/model_io",
-        "tests/optimization",
+        "tests/optimization/test_optimize.py",
+        "tests/session/test_same_facts.py",
+        "tests/session/test_given_options.py",
         f"{RULES}/test_bad_input.py",
     ),
     "ortplugins/optimization": ("tests/optimization", f"{RULES}/prepacked_weights"),
     "ortplugins/runtime": ("tests/runtime", "tests/cli", "tests/session"),
-    "ortplugins/samples": ("tests/samples", "tests/measurement", "tests/quantization"),
+    "ortplugins/samples": (
+        "tests/samples",
+        "tests/measurement",
+        "tests/quantization/test_calibration.py",
+        "tests/quantization/test_quantize_bad_input.py",
+    ),
     "ortplugins/session": ("tests/session", "tests/cli", "tests/cache"),
     "rewrite_rules": ("tests/session_options", f"{RULES}/dq_matmulnbits_fusion"),
     "rewrite_rules/dq_matmulnbits_fusion": (
