@@ -179,7 +179,7 @@ def _slices(
 
     Strings count as 1, and those of b as 0 where they differ.
     """
-    flat_a, flat_b = a.reshape(-1), b.reshape(-1)
+    flat_a, flat_b = a.ravel(), b.ravel()
     for start in range(0, a.size, _SLICE):
         x, y = flat_a[start : start + _SLICE], flat_b[start : start + _SLICE]
         if _is_text(a):

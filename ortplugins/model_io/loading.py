@@ -310,7 +310,7 @@ def _bind_external_data(model: ir.Model, folders: Sequence[str], name: str) -> d
                 f"{what}: external data is {length} bytes long, but shape "
                 f"{list(tensor.shape)} of {tensor.dtype.name.lower()} takes {tensor.nbytes}"
             )
-        if offset < 0 or offset + tensor.nbytes > sizes[path]:
+        if offset + tensor.nbytes > sizes[path]:
             raise ModelFileError(
                 f"{what}: needs bytes {offset} to {offset + tensor.nbytes} of {str(path)!r}, "
                 f"which has {sizes[path]}; is the file complete?"

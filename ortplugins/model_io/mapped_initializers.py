@@ -21,7 +21,7 @@ _MIN_BYTES = 1 << 16
 _MIN_FILE_BYTES = 1 << 22
 # Field numbers of ModelProto and GraphProto.
 _GRAPH, _INITIALIZER = 7, 5
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_VARINT, _BYTES = 0, 2
 
 
 def read_without_tensors(path: str | os.PathLike[str]) -> onnx.ModelProto | None:
@@ -82,9 +82,7 @@ def _fields(
         elif kind == _BYTES:
             length, value = _read_varint(content, value, stop)
             end = value + length
-        elif kind in (_FIXED32, _FIXED64):
-            end = value + (4 if kind == _FIXED32 else 8)
-        else:
+        else:  # the others are in no field of these two messages
             raise ValueError(f"wire type {kind}")
         if end > stop:
             raise ValueError("a field that ends behind its message")

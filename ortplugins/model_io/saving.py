@@ -154,7 +154,7 @@ def _old_data(output: Path) -> set[Path]:
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as old,
     ):
         # Others may be the user's, or those of an earlier output that has another name now.
-        return {path for path in found if old.find(os.fsencode(path.name)) >= 0}
+        return {path for path in found if old.find(os.fsencode(path.name)) != -1}
 
 
 def serialized(model: ir.Model) -> bytes:

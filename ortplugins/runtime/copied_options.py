@@ -79,7 +79,7 @@ class CopiedOptions:
         """Return the first of these initializers that the user added; None if none was."""
         import numpy as np
 
-        value = onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros(1, np.float32))
+        value = onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros((), np.float32))
         copied = self.copy()
         for name in names:
             try:
