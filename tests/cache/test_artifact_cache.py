@@ -170,6 +170,16 @@ def test_an_entry_rebuilt_meanwhile_is_not_discarded(cache_dir):
     assert find(cache_dir, key) is not None
 
 
+def test_an_entry_disappears_at_once(cache_dir, monkeypatch):
+    """Before one of its files is deleted: a reader sees all of them, or none."""
+    cache, key, deleted = ArtifactCache(cache_dir), "0" * 40, []
+    write(cache, key, 10)
+    monkeypatch.setattr("ortplugins.cache.store.remove_tree", deleted.append)
+    cache.remove(key)
+    assert find(cache_dir, key) is None and list(cache_dir.glob("entries/*")) == []
+    assert (deleted[0] / "model.onnx").stat().st_size == 10
+
+
 def test_a_limit_is_kept_when_an_entry_is_published(cache_dir):
     cache = ArtifactCache(cache_dir, limit=30_000)
     for index in range(3):
@@ -380,6 +390,18 @@ def test_an_entry_copied_without_its_times_is_read_and_believed(model_path, cach
     for path in cache_dir.glob("entries/*/model.onnx*"):
         os.utime(path, (1, 1))
     assert source(model_path) == "cache"
+
+
+@pytest.mark.parametrize(("verify", "expected"), [("size", "cache"), ("digest", "built")])
+@pytest.mark.filterwarnings("ignore:.*changed on disk")
+def test_a_digest_tells_what_size_and_time_do_not(model_path, cache_dir, verify, expected):
+    so = options(EXACT, ortplugins.PrepackedWeights(verify=verify))
+    assert [source(model_path, so) for _ in range(2)] == ["built", "cache"]
+    (data,) = cache_dir.glob("entries/*/model.onnx.data")
+    before = data.stat()
+    flip_a_byte(data)
+    os.utime(data, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert source(model_path, so) == expected
 
 
 def test_a_full_disk_leaves_nothing_behind(model_path, cache_dir, monkeypatch):

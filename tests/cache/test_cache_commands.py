@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Filling the cache ahead, checking it, and keeping it small, while others use it."""
 
-import concurrent.futures
-import contextlib
 import json
-import multiprocessing
 import os
 import shutil
 import stat
@@ -24,12 +21,10 @@ from builders.processes import python, result_of, spawn
 from builders.sessions import (
     CPU,
     DAY,
-    MADE,
     backdate,
     check,
     entries,
     files,
-    find,
     options,
     save,
     source,
@@ -37,8 +32,7 @@ from builders.sessions import (
 )
 
 import ortplugins
-from ortplugins.cache.artifact import changed_files
-from ortplugins.cache.store import ArtifactCache, Entry, prune
+from ortplugins.cache.store import Entry
 from ortplugins.cli.cache import age
 from ortplugins.cli.options import size
 from ortplugins.session.warming import warm
@@ -138,6 +132,19 @@ def test_list_and_show(aged, model_path):
     assert (entry["model"], entry["fired"], entry["refused"]) == (str(model_path), 1, 0)
     assert entry["size"] > 0
     assert Path(entry["folder"], "report.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        *((0, "0 s"), (59, "59 s"), (60, "1 min"), (3599, "60 min"), (3600, "1 h")),
+        *((86399, "24 h"), (86400, "1 d"), (200_000, "2 d")),
+    ],
+)
+def test_times_are_in_the_largest_unit_that_fits(aged, monkeypatch, seconds, text):
+    monkeypatch.setattr(time, "time", lambda: 2e9)
+    backdate(aged.folder, seconds)
+    assert lines("list")[1].split("\t")[3:5] == [text, f"{text} ago"]
 
 
 def test_a_clock_that_was_set_back(aged, model_path):
@@ -241,44 +248,6 @@ def test_sizes_and_ages(text, number):
     is_age = text[-1] in "nhdw"
     convert = age if is_age else size
     assert convert(float, [SimpleNamespace(value=text)]) == number
-
-
-def collect(cache_dir: Path, stop: Path) -> int:
-    """Remove all that can be, again and again; return how much that was."""
-    cache, removed = ArtifactCache(cache_dir), 0
-    while not stop.exists():
-        removed += len(prune(cache, max_size=0).removed)
-    return removed
-
-
-def test_what_is_found_while_two_collect_stays_whole(cache_dir, tmp_path):
-    cache, key, stop = ArtifactCache(cache_dir), "0" * 40, tmp_path / "stop"
-    built = found = 0
-    deadline = time.monotonic() + 120
-    spawned = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(2, mp_context=spawned) as pool:
-        collectors = [pool.submit(collect, cache_dir, stop) for _ in range(2)]
-        try:
-            while built < 20:  # what is built again was removed
-                assert time.monotonic() < deadline
-                if find(cache_dir, key) is None:
-                    with cache.build(key) as folder:
-                        built += 1
-                        for index in range(20):
-                            (folder / f"{index}.data").write_bytes(bytes([index]) * 100)
-                        cache.publish(key, folder, MADE)
-                with contextlib.suppress(FileNotFoundError):
-                    backdate(cache_dir / "entries" / key, DAY)
-                    if (artifact := find(cache_dir, key)) is not None:
-                        found += 1
-                        # Whole, or gone in the moment before the rename.
-                        with contextlib.suppress(FileNotFoundError):
-                            assert not changed_files(artifact, reads_files=True)
-        finally:
-            stop.touch()
-    assert sum(collector.result() for collector in collectors) >= 19
-    assert found > 0
-    assert list((cache_dir / "building").iterdir()) == []
 
 
 def test_commands_on_a_cache_that_is_not_there_make_none(cache_dir, tmp_path):

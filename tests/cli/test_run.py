@@ -148,18 +148,3 @@ def test_run_tells_of_the_sessions_of_workers(model_path, tmp_path):
     assert done.returncode == 0, done.stderr
     for line, source in zip(done.stderr.splitlines(), ("built", "cache"), strict=True):
         assert re.fullmatch(logged(model_path, source), line)
-    assert not list(tmp_path.glob("ortplugins-run-*"))
-
-
-def test_programs_find_whatever_they_put_into_the_path_of_imports(program, tmp_path):
-    """Nothing of ours stands between them and their finders, however old these are."""
-    (tmp_path / "old.py").write_text("""
-import sys
-class Old:
-    def find_module(self, name, path=None): return None
-sys.meta_path.insert(0, Old())
-import onnxruntime
-print("imported")
-""")
-    plain, ours = python("old.py", cwd=tmp_path), run("old.py", cwd=tmp_path)
-    assert (ours.returncode, ours.stdout) == (plain.returncode, plain.stdout)

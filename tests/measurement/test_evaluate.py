@@ -178,9 +178,6 @@ def test_the_commands_take_folders_of_one_model():
     shown = printed(*arguments)
     assert "perplexity" in shown and "KL" not in shown
 
-    shutil.copy("float/onnx/model.onnx", "float/onnx/other.onnx")
-    for each in (arguments, quantised):
-        assert "2 models, onnx/model.onnx, onnx/other.onnx" in refused(*each)
     shutil.rmtree("float/onnx")
     for each in (arguments, quantised):
         assert "no .onnx file" in refused(*each)

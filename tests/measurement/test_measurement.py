@@ -144,6 +144,7 @@ def test_settings_reach_the_session(model_path):
         "execution_order": "PRIORITY_BASED",
         "enable_mem_pattern": "0",
         "intra_op_num_threads": 3,
+        "logid": "mine",
         "session.dynamic_block_base": "4",
     }
     with SessionProcess() as process:
@@ -158,6 +159,7 @@ def settings_of(session: Any) -> dict[str, Any]:
         "execution_order": options.execution_order.name,
         "enable_mem_pattern": str(int(options.enable_mem_pattern)),
         "intra_op_num_threads": options.intra_op_num_threads,
+        "logid": options.logid,
         "session.dynamic_block_base": options.get_session_config_entry(
             "session.dynamic_block_base"
         ),

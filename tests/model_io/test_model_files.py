@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from builders.dequantized_models import DequantizedMatMul
@@ -131,6 +132,10 @@ BAD: dict[str, tuple[Spoil, str]] = {
         changed(lambda graph: graph.node.append(graph.node[-1])),
         "not a valid ONNX model: Output '.*' is redeclared",
     ),
+    "no opset": (
+        replaced("model.onnx", onnx.ModelProto(graph=onnx.GraphProto()).SerializeToString()),
+        "has no graph opset imports",
+    ),
     "folder as data": (instead(Path.mkdir), "is not a regular file"),
     "pipe as data": (instead(os.mkfifo), "is not a regular file"),
 }
@@ -164,6 +169,28 @@ def note_of_a_start(path: Path) -> str:
 def test_data_without_a_length_is_as_long_as_its_shape(model_path: Path):
     reported(length=None)(model_path.parent)
     check(start(model_path), CASE)
+
+
+def test_an_old_model_lists_its_weights_among_the_inputs(model_path: Path, tmp_path: Path):
+    """Nobody may feed them."""
+    proto = onnx.load(model_path)
+    proto.ir_version = 3
+    for tensor in proto.graph.initializer:
+        given = helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+        proto.graph.input.append(given)
+    onnx.save(proto, model_path)
+    result = ortplugins.optimize(model_path, tmp_path / "out.onnx", passes=[EXACT])
+    assert [value.name for value in result.model.graph.inputs] == ["x"]
+    assert len(result.report.fired) == 1
+    check(ort.InferenceSession(result.path, providers=CPU), CASE)
+
+
+def test_a_tensor_without_elements_may_be_in_the_data_file(tmp_path: Path):
+    text = "g (float[n, 4] x) => (float[n, 4] y) { y = Concat <axis = 0> (x, none) }"
+    proto = proto_of(text, {"none": np.zeros((0, 4), np.float32)})
+    onnx.save(proto, tmp_path / "m.onnx", save_as_external_data=True, size_threshold=0)
+    tensor = load_model(tmp_path / "m.onnx").model.graph.initializers["none"].const_value
+    assert isinstance(tensor, ir.ExternalTensor) and tensor.numpy().shape == (0, 4)
 
 
 def test_data_that_goes_missing_after_a_hit_is_reported(model_path: Path):

@@ -100,12 +100,23 @@ def test_outputs_that_were_renamed_keep_their_data(tmp_path):
     assert len([*tmp_path.glob("*.data")]) == len(cases)
 
 
-def test_data_that_the_output_does_not_read_stays(tmp_path):
-    (tmp_path / "out.onnx").write_bytes(b"a model without data")
+@pytest.mark.parametrize("before", [b"a model without data", b""])
+def test_data_that_the_output_does_not_read_stays(tmp_path, before):
+    (tmp_path / "out.onnx").write_bytes(before)
     (tmp_path / "out.onnx.data").write_bytes(b"mine")
     model = ir.to_proto(WRITTEN.model())
     ortplugins.optimize(model, tmp_path / "out.onnx", external_data=True, overwrite=True)
     assert (tmp_path / "out.onnx.data").read_bytes() == b"mine"
+
+
+def test_tensors_of_a_kibibyte_or_more_go_to_the_data_file(tmp_path):
+    text = "g (float x) => (float[256] y, float[255] z) { y = Add(x, a) z = Add(x, b) }"
+    model = model_of(text, {"a": normal(256), "b": normal(255)})
+    result = ortplugins.optimize(model, tmp_path / "out.onnx", external_data=True)
+    tensors = ir.load(result.path).graph.initializers
+    kinds = [isinstance(tensors[name].const_value, ir.ExternalTensor) for name in "ab"]
+    assert kinds == [True, False]
+    assert (tmp_path / "out.onnx.data").stat().st_size == 1024
 
 
 def tied(case: DequantizedMatMul) -> ir.Model:
@@ -191,6 +202,13 @@ def test_passes_by_name_with_options(arguments):
     result = ortplugins.optimize(ALIASABLE.model(), options=level, **arguments)
     (node,) = [n for n in result.model.graph if n.op_type == "MatMulNBits"]
     assert node.attributes["accuracy_level"].as_int() == 4
+
+
+def test_the_oldest_onnxruntime_that_a_result_runs_on():
+    ortplugins.optimize(ALIASABLE.model(), onnxruntime_version="1.24")
+    for text, words in (("1.23", "run on 1.24 and newer"), ("new", "'new'")):
+        with pytest.raises(ortplugins.OptionError, match=words):
+            ortplugins.optimize(ALIASABLE.model(), onnxruntime_version=text)
 
 
 def test_an_existing_output_is_kept_unless_said_otherwise(tmp_path):

@@ -17,7 +17,7 @@ import onnx_ir as ir
 import onnxruntime
 import onnxruntime.transformers  # adds its folder to sys.path, once
 import pytest
-from builders.command_line import as_json, ortplugins_command, refused
+from builders.command_line import as_json, ortplugins_command
 from builders.dequantized_models import DequantizedMatMul
 from builders.doc_blocks import PAGES, ROOT, blocks_of, run_blocks
 from builders.exports import exported
@@ -266,19 +266,6 @@ def test_the_page_has_the_list():
     assert ortplugins_command("explain").stdout.strip() in (
         DOCS / "troubleshooting.md"
     ).read_text("utf-8")
-
-
-@pytest.mark.parametrize(
-    "what",
-    ["ORP503", "orp503", "pool: mixes positions [ORP503]", "keep it as it is"],
-)
-def test_explain_takes_a_code_a_remark_or_words(what: str):
-    done = ortplugins_command("explain", what)
-    assert done.stdout.startswith("ORP503  Padding") and "mask attention" in done.stdout
-
-
-def test_explain_of_what_is_not_there():
-    assert "'ORP999'" in refused("explain", "ORP999")
 
 
 def test_reports_name_the_codes(tmp_path: Path):

@@ -93,18 +93,6 @@ def test_every_weight_fuses_and_the_numbers_stay(reference):
     assert difference <= 1e-5
     assert tokens == reference.tokens
 
-    second = start(reference)
-    assert second.ortplugins_report.source == "cache"
-    assert len(second.ortplugins_report.fired) == WEIGHTS
-    again, tokens_again = answer(second, reference.prompt)
-    assert tokens_again == tokens
-    assert again.tobytes() == logits.tobytes()
-
-
-def test_the_tokenizer_gives_text_back(checkpoint):
-    text = "Paris, 1789: liberté"
-    assert checkpoint.tokenizer.decode(checkpoint.tokenizer.encode(text).ids) == text
-
 
 def test_the_demo_says_in_one_sentence_that_the_registry_is_out_of_reach(tmp_path):
     nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/", "PIP_RETRIES": "0"}

@@ -2,6 +2,7 @@
 """Which interpreter builds a model, in what process, and what it says when it cannot."""
 
 import multiprocessing.spawn
+import os
 import sys
 from pathlib import Path
 
@@ -44,7 +45,10 @@ def test_the_interpreter(executable, frozen, python, setting, expected, monkeypa
 
 
 def test_a_child_starts_none_for_the_same_purpose(monkeypatch):
-    for name, value in child_environment("build").items():
+    monkeypatch.setenv("ORTPLUGINS", "conv_fusion")
+    made = child_environment("build")
+    assert os.environ.keys() - made.keys() == {"ORTPLUGINS"}
+    for name, value in made.items():
         monkeypatch.setenv(name, value)
     assert child_python("build") is None
     assert child_python("prepacked_weights") == sys.executable

@@ -281,7 +281,7 @@ def test_a_broken_artifact_is_no_provider_fallback(model_path, strict, capfd, mo
             with pytest.raises(Exception, match=str(artifact)):
                 open_stock(model_path)
         else:
-            with pytest.warns(OrtpluginsWarning, match="cannot be opened"):
+            with pytest.warns(OrtpluginsWarning, match=f"{artifact} cannot be opened"):
                 session = open_stock(model_path)
             assert source(session) == "untouched" and session._enable_fallback
             check(session, CASE)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: MIT
 """ortplugins.InferenceSession: stock without our entries, optimised and cached with them."""
 
-import concurrent.futures
 import dataclasses
 import shutil
 import sys
@@ -22,7 +21,6 @@ import ortplugins
 from ortplugins import OrtpluginsWarning
 from ortplugins.cache.artifact import Artifact
 from ortplugins.cache.folder import digest_of
-from ortplugins.cache.store import ArtifactCache
 from ortplugins.runtime.copied_options import running_options
 from ortplugins.session import opening
 from rewrite_rules.remarks import PassContext
@@ -119,25 +117,6 @@ def test_a_refusal_is_reported_and_the_original_runs(tmp_path, cache_dir):
         check(session, case)
     # What is not rewritten is not copied either.
     assert [p.name for p in cache_dir.rglob("model.onnx*")] == []
-
-
-def test_threads_that_share_options(tmp_path, cache_dir):
-    """Two models, one options object: none of the threads sees what another one borrowed."""
-    cases = [CASE, dataclasses.replace(CASE, seed=7)]
-    paths = [save(case, tmp_path / str(i) / "model.onnx") for i, case in enumerate(cases)]
-    so = options()
-
-    def work(which: int) -> None:
-        for _ in range(10):
-            session = start(paths[which % 2], so)
-            assert session.ortplugins_report.source in ("built", "cache")
-            check(session, cases[which % 2])
-
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        list(pool.map(work, range(8)))
-    assert so.graph_optimization_level == ort.GraphOptimizationLevel.ORT_ENABLE_ALL
-    made_from = [entry.model for entry in ArtifactCache(cache_dir).entries()]
-    assert sorted(made_from) == sorted(map(str, paths))
 
 
 def test_an_entry_whose_file_says_nonsense_is_built_anew(model_path, cache_dir):

@@ -140,6 +140,7 @@ def test_nothing_switched_on_is_an_empty_plan(options):
         optional={
             # onnxruntime keeps entries as C strings, which end at a NUL.
             "cache_dir": st.text(st.characters(codec="utf-8", min_codepoint=1), max_size=50),
+            "cache_limit": st.sampled_from(["10GB", "1.5 kib"]),
             "strict": st.booleans(),
             "bake": st.booleans(),
         },
@@ -209,6 +210,7 @@ HINT = {"hint": "start"}
         (configured(FUSION, cache_dir=5), "ortplugins.cache_dir is 5; expected a str"),
         (configured(hint="speed"), "expected one of , latency, throughput, memory, start"),
         (configured(hint=1), "hint is 1; expected a str"),
+        (configured(FUSION, cache_limit="1 parsec"), "limit is '1 parsec'; expected a size"),
         (configured(**HINT, hint_seconds=60), "unknown option 'hint_seconds'"),
         (configured(FUSION, **HINT), "hint chooses the passes"),
         (lambda: DqMatMulNBitsFusion(float_limit_mb=-3), "is -3; expected 0 or more"),
@@ -401,6 +403,8 @@ def test_the_entries_that_a_start_asks_for_are_those_of_the_classes():
         assert OPTIONS[name] == defaults, f"session_options/entries.py: {name}"
         keys = {option_key(name, option): text for option, text in defaults.items()}
         assert all(itertools.starmap(is_default, keys.items()))
+        on = session_options.enable_key(name)
+        assert (is_default(on, "0"), is_default(on, "1")) == (True, False)
     for spec in GENERAL_OPTIONS:
         key = f"ortplugins.{spec.name}"
         counts = not is_without_effect(key, "1")

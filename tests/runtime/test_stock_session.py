@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: MIT
+"""Plain sessions open on what was asked for, or say why not."""
+
+import pytest
+from builders.dequantized_models import DequantizedMatMul
+from builders.sessions import check
+
+from ortplugins import MissingFileError, ModelFileError
+from ortplugins.errors import UsageError
+from ortplugins.runtime.copied_options import DATA_FOLDER_KEY
+from ortplugins.runtime.stock_session import open_model
+
+CASE = DequantizedMatMul(128, 64, 32)
+
+
+def test_data_is_read_from_the_folder_that_is_given(model_path):
+    settings = {DATA_FOLDER_KEY: str(model_path.parent)}
+    for model in (model_path, model_path.read_bytes()):
+        check(open_model(model, "disable", settings=settings), CASE)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"level": "most"}, UsageError, "'most'; expected one of disable, basic, extended"),
+        ({"model": "gone.onnx"}, MissingFileError, "gone.onnx: no such model file"),
+        ({"model": b"no model"}, ModelFileError, "the model: onnxruntime refuses it: "),
+        # No fallback to another provider.
+        ({"providers": [3]}, ModelFileError, "model.onnx: onnxruntime refuses it: "),
+    ],
+)
+def test_what_cannot_be_opened(change, error, words, model_path):
+    with pytest.raises(error, match=words):
+        open_model(**{"model": model_path, "level": "all", **change})
