@@ -81,9 +81,9 @@ def format_overrides(source: str | Mapping[str, Any]) -> str:
     content = source
     if isinstance(source, str):
         try:
-            content = json.loads(source)
+            content = json.loads(source, object_pairs_hook=_each_once)
         except (RecursionError, ValueError) as error:
-            raise OverrideError(f"overrides are not JSON: {error}") from None
+            raise OverrideError(f"overrides cannot be read as JSON: {error}") from None
     if not isinstance(content, Mapping):
         raise OverrideError(
             f"overrides are {_described(content)}; expected a mapping of tensor names to "
@@ -110,12 +110,22 @@ def format_overrides(source: str | Mapping[str, Any]) -> str:
     return json.dumps(plain, sort_keys=True)
 
 
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; of two equal keys the first would be lost without a word."""
+    keys = [key for key, _ in pairs]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise ValueError(f"{twice[0]!r} is there twice")
+    return dict(pairs)
+
+
 def _fields(entry: object, where: str, known: tuple[str, ...]) -> dict[str, Any]:
     if not isinstance(entry, Mapping):
         raise OverrideError(f"{where} is {_described(entry)}; expected a dict")
     found = dict(entry)
-    for key in found.keys() - set(known):
-        raise OverrideError(f"{where}[{key!r}]: no such key; known are {', '.join(known)}")
+    if wrong := [key for key in found if key not in known]:
+        raise OverrideError(
+            f"{where}[{wrong[0]!r}]: no such key; known are {', '.join(known)}"
+        )
     if "quant_type" in found:
         name = getattr(found["quant_type"], "name", found["quant_type"])
         if name not in _QUANT_TYPES:
