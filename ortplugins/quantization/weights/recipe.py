@@ -18,7 +18,7 @@ from rewrite_rules.closest_name import did_you_mean
 METHODS = ("rtn", "awq_lite", "gptq")
 QUANT_FORMATS = ("QDQ", "QDQ_transposed", "MatMulNBits")
 
-ROUTER = "it chooses experts (a rule ':router': {keep_float: false} quantises it)"
+ROUTER = "it chooses experts (the rule ':router' with keep_float false quantises it)"
 ROTATION = "its rows, as cosines of positions, multiply all that is rotated"
 
 _KERNEL_BLOCK_SIZES = (16, 32, 64, 128, 256, -1)
