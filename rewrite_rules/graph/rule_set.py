@@ -105,12 +105,12 @@ class _ExactMatcher(SimplePatternMatcher):
 
     def _match_constant(self, pattern_constant: Any, value: ir.Value) -> bool:
         tensor, expected = constant(value), np.asarray(pattern_constant.value)
-        if tensor is None or tensor.dtype.is_string() or tensor.size != expected.size:
+        if tensor is None or tensor.dtype.is_string() or tensor.shape != expected.shape:
             return self.fail(f"{value.name!r} is not the constant {expected}")
         array = tensor.numpy()
         if array.dtype.kind != "i":
             expected = expected.astype(array.dtype)
-        if array.shape != expected.shape or not np.array_equal(array, expected):
+        if not np.array_equal(array, expected):
             return self.fail(f"{value.name!r} is not {expected}")
         return True
 

@@ -65,6 +65,7 @@ ELSEWHERE = {
         f"{RULES}/dq_matmulnbits_fusion",
         f"{RULES}/mixed_precision_boundaries",
         f"{RULES}/conv_fusion",
+        f"{RULES}/transformer_fusion/test_transformer_fusion.py",
         "tests/static_qdq",
         f"{RULES}/shape_size_reorder/test_shape_sources.py",
     ),
