@@ -178,8 +178,8 @@ def _split(site: Site) -> Sequence[Shape]:
     dims, count = site.dims(0), len(site.node.outputs)
     axis = axis_of(site.integer("axis"), len(dims))
     sizes: Sequence[Dim | None]
-    if site.opset < 13 and site.node.attributes.get("split") is not None:
-        sizes = [known(size) for size in site.ints("split") or ()]
+    if (stated := site.ints("split")) is not None:  # of old opsets
+        sizes = [known(size) for size in stated]
     elif site.has(1):
         sizes = site.numbers(1)
     elif dims[axis][0] % count == 0:
