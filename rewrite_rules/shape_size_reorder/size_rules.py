@@ -118,7 +118,7 @@ class Span(SizeRule):
     law = Law.SPAN
 
     def read(self, op: Any, reading: Reading, x: ir.Value | None, node: ir.Node) -> _Read:
-        start, end = (reading.axes[0], reading.axes[-1] + 1) if reading.axes else (0, 0)
+        start, end = reading.axes[0], reading.axes[-1] + 1
         ends = {"start": start} if start else {}
         ends |= {"end": end} if end < reading.rank else {}
         what = f"dimensions {start}:{ends.get('end', '')}" if ends else "the shape"
