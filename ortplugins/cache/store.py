@@ -409,8 +409,7 @@ def disk_size(folder: Path) -> int:
     for parent, _, files in os.walk(folder):
         for name in files:
             with contextlib.suppress(OSError):
-                status = os.lstat(os.path.join(parent, name))
-                size += status.st_size if status.st_nlink == 1 else 0
+                size += os.lstat(os.path.join(parent, name)).st_size
     return size
 
 

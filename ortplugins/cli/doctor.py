@@ -44,8 +44,7 @@ def _runtime() -> _Rows:
     from ortplugins.runtime.machine import versions
 
     for name, found in versions().items():
-        numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdecimal())
-        old = name == "onnxruntime" and numbers < OLDEST
+        old = name == "onnxruntime" and parse_version(found) < OLDEST
         oldest = ".".join(map(str, OLDEST))
         advice = f"ortplugins needs {oldest} or later: pip install -U onnxruntime"
         yield name, found, advice if old else ""

@@ -432,10 +432,11 @@ def _log_start(
     path_or_bytes: str | bytes | os.PathLike[str], seconds: float, opened: Opened
 ) -> None:
     # Importing logging takes milliseconds; if nobody has done so, nobody wants messages.
-    logging = sys.modules.get("logging")
-    if logging is None or not (logger := logging.getLogger("ortplugins")).isEnabledFor(20):
+    if (logging := sys.modules.get("logging")) is None:
         return
-    logger.info("%s in %.3f s: %s", _name_of(path_or_bytes), seconds, opened.to_report())
+    logger = logging.getLogger("ortplugins")
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("%s in %.3f s: %s", _name_of(path_or_bytes), seconds, opened.to_report())
 
 
 def _warned(reason: str) -> Opened:
