@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Sessions on the model of one dequantised weight, and the entries that they leave."""
 
+import dataclasses
 import os
 import time
 from pathlib import Path
@@ -33,6 +34,20 @@ MADE: dict[str, Any] = {
     "initializers": [], "failed": [],
     "of_model": "bytes", "report": {},
 }  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting(ortplugins.Pass):
+    """Needs an entry of its sessions that onnxruntime's optimisers look at."""
+
+    name = "setting"
+    summary = "sets an entry"
+
+    def rewrite(self, model: ir.Model, context: object) -> bool:
+        return True
+
+    def session_settings(self) -> dict[str, str]:
+        return {"session.disable_double_qdq_remover": "1"}
 
 
 def save(case: DequantizedMatMul, path: Path, *, external: bool = True) -> Path:

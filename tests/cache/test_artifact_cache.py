@@ -27,6 +27,7 @@ from builders.sessions import (
     CPU,
     EXACT,
     MADE,
+    Setting,
     backdate,
     check,
     find,
@@ -460,20 +461,6 @@ def test_where_the_cache_is(tmp_path, monkeypatch):
     assert cache_folder() == cache_folder("~/cache") == own
     monkeypatch.delattr(os, "geteuid")  # as on Windows
     assert cache_folder("~/cache") == os.path.join(tempfile.gettempdir(), "ortplugins-user")
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting(ortplugins.Pass):
-    """Needs an entry of its sessions that onnxruntime's optimisers look at."""
-
-    name = "setting"
-    summary = "sets an entry"
-
-    def rewrite(self, model: ir.Model, context: Any) -> bool:
-        return True
-
-    def session_settings(self) -> dict[str, str]:
-        return {"session.disable_double_qdq_remover": "1"}
 
 
 def test_entries_that_a_pass_sets_change_no_key(model_path):

@@ -3,12 +3,10 @@
 
 import os
 import shutil
-import stat
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
@@ -23,7 +21,6 @@ from ortplugins.cache.store import ArtifactCache, Entry
 from ortplugins.model_io.data_in_place import folder_of
 from ortplugins.optimization import build
 from ortplugins.runtime.copied_options import DATA_FOLDER_KEY
-from ortplugins.session.warming import warm
 from session_options import enable_key
 from session_options.entries import stored
 
@@ -76,10 +73,7 @@ def test_a_model_is_found_wherever_it_lies(path, tmp_path):
     assert source(tmp_path / "b/model.onnx") == "cache"
     path.parent.rename(tmp_path / "c")
     assert source(tmp_path / "c/model.onnx") == "cache"
-    shutil.make_archive(str(tmp_path / "d"), "tar", tmp_path / "c")
-    shutil.unpack_archive(tmp_path / "d.tar", tmp_path / "d")
-    assert source(tmp_path / "d/model.onnx") == "cache"
-    np.testing.assert_array_equal(output(tmp_path / "d/model.onnx"), expected)
+    np.testing.assert_array_equal(output(tmp_path / "c/model.onnx"), expected)
 
 
 def float_model(folder: Path, *, folds: int = 0) -> Path:
@@ -129,9 +123,6 @@ def test_data_stays_where_it_is_and_other_tools_can_still_read_it(tmp_path, cach
     assert entry.artifact.data == {"model.onnx.data": "model.onnx.data"}
     assert entry.size < 1 << 16
     assert not changed_files(entry.artifact, reads_files=True)
-    # Both refuse a file that has several hard links.
-    onnx.load(path)
-    ir.load(path).graph.initializers["w"].const_value.numpy()
     # What reads sessions finds the data, too.
     so = onnxruntime.SessionOptions()
     so.add_session_config_entry(DATA_FOLDER_KEY, str(path.parent))
@@ -193,17 +184,3 @@ def test_data_is_copied_where_it_cannot_stay(reason, tmp_path, cache_dir, monkey
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-2)
     shutil.rmtree(path.parent)
     assert np.isfinite(session.run(None, FEED)[0]).all()
-
-
-@pytest.mark.skipif(os.name == "nt", reason="has no such modes")
-@pytest.mark.parametrize("mode", [0o600, 0o644])
-def test_sharing_changes_no_mode_of_the_source(path, tmp_path, mode):
-    data = path.with_name("model.onnx.data")
-    data.chmod(mode)
-    (result,) = warm([path], ["dq_matmulnbits_fusion"], cache_dir=tmp_path / "shared")
-    assert result.error == ""
-    assert stat.S_IMODE(data.stat().st_mode) == mode
-    entry = entry_of(tmp_path / "shared", path)
-    for file in entry.folder.iterdir():
-        assert file.stat().st_mode & 0o044 == 0o044, file
-    assert not changed_files(entry.artifact, reads_files=True)

@@ -20,7 +20,7 @@ import pytest
 from builders.command_line import ortplugins_command
 from builders.dequantized_models import DequantizedMatMul
 from builders.processes import call
-from builders.sessions import CPU, check, files, save
+from builders.sessions import CPU, check, files, save, start
 from builders.text_models import normal, proto_of, text_model
 from rich.console import Console
 from rich.progress import TimeRemainingColumn
@@ -106,6 +106,21 @@ def test_the_help_lists_the_table_and_each_command_fits_on_a_screen(main):
         assert f"ortplugins {name}" in shown and len(shown.splitlines()) <= 40
 
 
+DEFAULTS = {
+    "inspect": "text", "optimize": "text", "quantize": "text", "tune": "latency 5 text",
+    "compare": "10 5 CPUExecutionProvider text", "run": "", "cache warm": "all True",
+    "evaluate": "4096 512 500 CPUExecutionProvider text",
+    "quantize-static": "text int16 True CPUExecutionProvider",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", DEFAULTS)
+def test_the_help_shows_every_default_that_is_something(main, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = re.findall(r"\[default: (.*?)\]", main(*command.split(), "--help").stdout)
+    assert shown == DEFAULTS[command].split()
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_shells_can_complete_commands_and_options(shell):
     script = application().generate_completion(shell=shell)
@@ -159,16 +174,67 @@ def test_nothing_is_overwritten_without_force(main, tmp_path, arguments):
     assert there.read_bytes() != b"somebody's"
 
 
-def test_doctor_shows_versions_and_finds_a_cache_that_others_may_write(main, tmp_path):
-    done = main("doctor", "--cache-dir", tmp_path / "none", "--format", "json")
-    rows = {row["name"]: row for row in json.loads(done.stdout)}
-    assert (done.returncode, rows["onnxruntime"]["value"]) == (0, ort.__version__)
-    assert not (tmp_path / "none").exists()
-    if os.name == "posix":
-        (tmp_path / "open").mkdir()
-        (tmp_path / "open").chmod(0o777)
-        done = main("doctor", "--cache-dir", tmp_path / "open")
-        assert (done.returncode, "others may write to it" in done.stdout) == (1, True)
+@pytest.fixture
+def doctor(main) -> Callable[..., dict[str, tuple[str, str]]]:
+    """Returns what doctor finds, and what is wrong with it; then it exits with 1."""
+
+    def rows(*arguments: object) -> dict[str, tuple[str, str]]:
+        done = main("doctor", "--format", "json", *arguments)
+        found = {
+            row["name"]: (row["value"], row["problem"]) for row in json.loads(done.stdout)
+        }
+        assert done.returncode == any(problem for _, problem in found.values())
+        return found
+
+    return rows
+
+
+def test_doctor_looks_at_the_cache_and_makes_none(doctor, tmp_path):
+    start(save(FUSED, tmp_path / "m.onnx"), cache_dir=str(tmp_path / "full"))
+    (tmp_path / "file").touch()
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    before = files(tmp_path)
+    named = "set ORTPLUGINS_CACHE_DIR to a folder of your own"
+    for name, entries, writable, problem in (
+        ("none", "0, 0 bytes", "yes, once it is made", ""),
+        ("full", "1, ", "yes", ""),
+        ("file/x", "0, 0 bytes", "no", f"{tmp_path / 'file'} cannot be written: {named}"),
+        ("open", "not used", "yes", ""),
+    ):
+        rows = doctor("--cache-dir", tmp_path / name)
+        assert rows["cache entries"][0].startswith(entries), name
+        assert ("others may write" in rows["cache entries"][1]) == (name == "open")
+        assert rows["cache writable"] == (writable, problem)
+    assert files(tmp_path) == before
+
+
+def test_doctor_finds_an_onnxruntime_that_is_too_old(doctor, monkeypatch):
+    for version, problem in (
+        ("1.24.0", ""),
+        ("1.23.2", "ortplugins needs 1.24 or later: pip install -U onnxruntime"),
+    ):
+        monkeypatch.setattr(ort, "__version__", version)
+        rows = doctor()
+        assert rows["onnxruntime"] == (version, problem)
+        assert rows["instruction sets"][0] == ", ".join(instruction_sets())
+        assert rows["memory"][0].endswith("B")
+
+
+@pytest.mark.parametrize(
+    ("limits", "shown"),
+    [
+        ({"memory.max": "5000000"}, "5.0 MB"),
+        ({"memory.max": "max"}, None),
+        ({"memory/memory.limit_in_bytes": "6000000"}, "6.0 MB"),
+        ({"memory/memory.limit_in_bytes": "9223372036854771712"}, None),
+    ],
+)
+def test_doctor_shows_the_memory_of_a_container(doctor, monkeypatch, limits, shown):
+    monkeypatch.setattr(
+        "ortplugins.runtime.machine.text_of", lambda *parts: limits.get(parts[-1], "")
+    )
+    assert doctor().get("memory limit (cgroup)", (None, ""))[0] == shown
 
 
 def test_instruction_sets_are_known_without_proc(monkeypatch):
@@ -180,11 +246,14 @@ def test_instruction_sets_are_known_without_proc(monkeypatch):
 def test_a_quota_below_the_threads_of_a_session(main, monkeypatch):
     monkeypatch.setattr("ortplugins.runtime.machine.usable_cores", lambda: 2)
     monkeypatch.setattr("ortplugins.runtime.machine.host_cores", lambda: 8)
+    monkeypatch.setattr(ort, "__version__", "1.29.0")  # the first that reads the variable
     advice = "set intra_op_num_threads=2, or ORT_INTRA_OP_NUM_THREADS=2 in the environment"
+    assert f"8, on 2 physical cores\t{advice}" in main("doctor").stdout
+    monkeypatch.setenv("ORT_INTRA_OP_NUM_THREADS", "0")  # no number of its own
     assert f"8, on 2 physical cores\t{advice}" in main("doctor").stdout
     monkeypatch.setenv("ORT_INTRA_OP_NUM_THREADS", "2")
     assert "intra_op" not in main("doctor").stdout
-    monkeypatch.setattr(ort, "__version__", "1.28.0")  # does not read the variable
+    monkeypatch.setattr(ort, "__version__", "1.28.0")
     assert "8, on 2 physical cores\tset intra_op_num_threads=2\n" in main("doctor").stdout
 
 
@@ -276,6 +345,14 @@ def test_inspect_names_other_passes_that_fire(main, tmp_path):
     shown = main("inspect", "m.onnx").stdout
     assert "pass conv_fusion would fire (rewrites: 1)" in shown
     assert "transformer_fusion" not in shown
+    assert "would" not in main("inspect", "m.onnx", "--pass", "trim_padding").stdout
+
+
+def test_inspect_without_a_model_lists_the_session_keys(main):
+    rows = json.loads(main("inspect", "--format", "json").stdout)
+    heading, *lines = main("inspect").stdout.splitlines()
+    assert heading == "Session key\tDefault\tWhat it does"
+    assert [line.split("\t") for line in lines] == [[*row.values()] for row in rows]
 
 
 @pytest.mark.parametrize("case", [DequantizedMatMul(512, 256, 32), REFUSED])

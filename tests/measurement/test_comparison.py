@@ -165,6 +165,9 @@ def test_a_model_is_compared_with_what_passes_make_of_it(external, tmp_path):
     assert {item.name for item in tmp_path.iterdir()} == before
 
 
+Y_ALONE = "g (float[2] x) => (float[2] y) { y = Relu(x) }"
+
+
 def test_outputs_that_numpy_cannot_hold_are_named_and_the_others_compared():
     model = proto_of("""g (float[2] x) => (float[2] y, seq(float[2]) s, bfloat16[2] h)
         { y = Relu(x) s = SequenceConstruct(x) h = Cast<to = 16>(x) }""")
@@ -172,6 +175,11 @@ def test_outputs_that_numpy_cannot_hold_are_named_and_the_others_compared():
     assert [item.name for item in found.outputs] == ["y"]
     assert found.not_compared["s"].startswith("is seq(tensor(float))")
     assert found.not_compared["h"].startswith("is tensor(bfloat16)")
+    bounded = ortplugins.compare(model, proto_of(Y_ALONE), rtol=0)
+    assert [text.partition(": ")[0] for text in bounded.failures] == [
+        "output 's' not compared", "output 'h' not compared",
+    ]  # fmt: skip
+    assert bounded.not_compared["s"] == "model b has no such output"
     only = proto_of("g (float[2] x) => (seq(float[2]) s) { s = SequenceConstruct(x) }")
     with pytest.raises(ortplugins.ModelFileError, match="no output to compare: 's': is seq"):
         ortplugins.compare(only, only)
@@ -280,6 +288,42 @@ def test_the_command_prints_what_the_json_says():
     assert (content["a"], content["b"], content["timings"]) == ("a.onnx", "b.onnx", None)
     assert content["outputs"][0]["max_abs"] == "inf"
     assert "output 'y': max abs error inf" in ortplugins_command(*arguments).stdout
+
+
+@pytest.mark.usefixtures("files")
+def test_the_command_makes_up_as_many_samples_as_it_is_asked_for(monkeypatch):
+    given, real = [], comparison.compare
+
+    def compare(*models: Path, **settings: object) -> ortplugins.Comparison:
+        given.append((settings["samples"], settings["seed"]))
+        return real(*models, **settings)
+
+    monkeypatch.setattr(comparison, "compare", compare)
+    for more in ((), ("--count", 3, "--seed", 7)):
+        printed("compare", "a.onnx", "a.onnx", "--runs", 0, *more)
+    assert given == [(1, 0), (3, 7)]
+
+
+@pytest.mark.usefixtures("files")
+def test_the_command_shows_figures_side_by_side(monkeypatch):
+    a, b = (
+        Measurement(
+            Spread(start), Spread(run), private=Spread(held), peak_private=Spread(peak)
+        )
+        for start, run, held, peak in (
+            ((0.001, 0.003), (0.002, 0.002), (5e6,), (4e6,)),
+            ((0.002, 0.004), (0.001, 0.001), (5e6,), (0.0,)),
+        )
+    )
+    monkeypatch.setattr(comparison, "measure", lambda *_, **__: [a, b])
+    shown = printed("compare", "a.onnx", "a.onnx", "--runs", 1).splitlines()[-5:]
+    assert shown == [
+        "median (range)\ta\tb\ta / b",
+        "run\t2 ms (2 to 2)\t1 ms (1 to 1)\t2.00",
+        "start\t2 ms (1 to 3)\t3 ms (2 to 4)\tno difference",
+        "peak of private memory\t4 MB (4 to 4)\t0 MB (0 to 0)\t",
+        "private memory after the runs\t5 MB (5 to 5)\t5 MB (5 to 5)\tno difference",
+    ]
 
 
 @pytest.mark.usefixtures("files")

@@ -20,6 +20,7 @@ from builders.dequantized_models import (
 )
 from builders.same_numbers import session
 from builders.sessions import EXACT, files
+from builders.text_cases import text_cases
 from builders.text_models import model_of, normal, proto_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -445,69 +446,23 @@ def test_a_sum_is_not_merged_into_the_norm_behind_it(tmp_path):
     assert merged == [True, False]
 
 
-# Outputs stay where one constant is read in two ways.
+READ_TWICE = text_cases(Path(__file__).with_name("read_twice.txt"))
 
 
-MODELS = {
-    "shape_of_a_slice": (
-        "shape_size_reorder",
-        """g (float[a, b] x) => (int64[2] y) <int64[1] start = {0}, int64[1] end = {3}> {
-            t = Slice(x, start, end)
-            y = Shape(t)
-        }""",
-        {"x": np.zeros((7, 4), np.float32)},
-    ),
-    "table_read_by_row_and_by_column": (
-        "dq_matmulnbits_fusion",
-        """g (int64[3] i) => (float[3, 64] y, float[3, 64] z)
-        <float s = {0.1}, uint8 zero = {3}> {
-            d = DequantizeLinear(w, s, zero)
-            t = Transpose<perm = [1, 0]>(d)
-            y = Gather(d, i)
-            z = Gather(t, i)
-        }""",
-        {"i": np.array([1, 5, 9])},
-    ),
-    "bias_codes_on_two_axes": (
-        "mixed_precision_boundaries",
-        """g (float[3, 3] x) => (float[3, 3] y, float[3, 3] z)
-        <int32[3, 3] w = {1, 2, 3, 4, 5, 6, 7, 8, 9}, float[3] s = {1, 10, 100}> {
-            rows = DequantizeLinear<axis = 0>(w, s)
-            columns = DequantizeLinear<axis = 1>(w, s)
-            y = Mul(x, rows)
-            z = Mul(x, columns)
-        }""",
-        {"x": np.ones((3, 3), np.float32)},
-    ),
-    "bias_codes_with_two_zero_points": (
-        "dq_matmulnbits_fusion",
-        """g (float[2, 64] x) => (float[2, 64] y, float[2, 64] z)
-        <float s = {0.1}, uint8 a = {3}, uint8 b = {9}, uint8[1] codes = {50}> {
-            d = DequantizeLinear(w, s, a)
-            first = DequantizeLinear(codes, s, a)
-            second = DequantizeLinear(codes, s, b)
-            product = MatMul(x, d)
-            y = Add(product, first)
-            other = MatMul(x, d)
-            z = Add(other, second)
-        }""",
-        {"x": np.ones((2, 64), np.float32)},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_outputs_stay(name: str):
-    pass_name, text, feeds = MODELS[name]
+@pytest.mark.parametrize("name", READ_TWICE)
+def test_outputs_stay_where_one_constant_is_read_in_two_ways(name: str):
+    case = READ_TWICE[name]
+    chosen, shape, rows = (case.settings.get(key, "") for key in ("pass", "x", "i"))
+    feeds = {"i": np.array([*map(int, rows.split(","))])} if rows else {}
+    if shape:
+        feeds = {"x": np.ones([*map(int, shape.split(","))], np.float32)}
     codes = np.random.default_rng(0).integers(0, 256, (64, 64), np.uint8)
-    model = proto_of(text, {"w": codes} if "(w, s, " in text else {})
-    if pass_name == "shape_size_reorder":
+    model = proto_of(case.nodes, {"w": codes} if "(w, s, " in case.nodes else {})
+    if chosen == "shape_size_reorder":
         model.opset_import[0].domain = "ai.onnx"  # the default domain under its other name
-    options = {"dq_matmulnbits_fusion": {"slow_kernels": "fuse"}, "shape_size_reorder": {}}
-    settings = options.get(pass_name, {"mode": "float"})
-    result = ortplugins.optimize(
-        model,
-        passes=[pass_name],
-        options={f"{pass_name}.{key}": value for key, value in settings.items()},
-    )
+    options = {
+        "dq_matmulnbits_fusion": {"dq_matmulnbits_fusion.slow_kernels": "fuse"},
+        "mixed_precision_boundaries": {"mixed_precision_boundaries.mode": "float"},
+    }
+    result = ortplugins.optimize(model, passes=[chosen], options=options.get(chosen, {}))
     assert_same_outputs(result.model, model, feeds, rtol=1e-5)

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from builders.sessions import options, start
-from builders.text_models import proto_of
+from builders.text_models import normal, proto_of
 from onnxscript import TapeBuilder
 
 import ortplugins
@@ -38,6 +38,8 @@ class Behind(ortplugins.Pass):
                 "shape": lambda v: op.Unsqueeze(v, op.Constant(value_ints=[0])),
                 "type": lambda v: op.Cast(v, to=ir.DataType.DOUBLE),
                 "unknown": lambda v: op.NoSuchOperator(v),
+                "at 12": lambda v: op.Add(v, in_second_rows(op, v, 12)),
+                "at 13": lambda v: op.Add(v, in_second_rows(op, v, 13)),
             }[self.how](value)
             made.name, value.name = value.name, f"{value.name}_{self.name}"
             kind = ir.DataType.DOUBLE if self.how == "type" else ir.DataType.FLOAT
@@ -46,6 +48,13 @@ class Behind(ortplugins.Pass):
         model.graph.extend(op.nodes)
         context.remarks.fired("model", self.how)
         return True
+
+
+def in_second_rows(op: TapeBuilder, value: ir.Value, place: int) -> ir.Value:
+    """1 at a position of 19 where there are two rows, else 0."""
+    rows = op.Cast(op.Shape(value, start=0, end=1), to=ir.DataType.FLOAT)
+    spot = op.Constant(value=ir.tensor(np.eye(19, dtype=np.float32)[:, place : place + 1]))
+    return op.Mul(op.Sub(rows, op.Constant(value_float=1.0)), spot)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +94,20 @@ def test_what_is_wrong_is_left_out(how: str, reason: str):
         "Relu",
         "Identity",
     ]
+
+
+def test_padding_does_not_count():
+    """The last 6 of 19 tokens, in the batch of two rows."""
+    model = proto_of(
+        """g (int64[b, s] input_ids, int64[b, s] attention_mask) => (float[b, s, 4] y) {
+            e = Gather(table, input_ids) m = Cast <to = 1> (attention_mask)
+            u = Unsqueeze(m, last) y = Add(e, u)
+        }""",
+        {"table": normal(9, 4), "last": np.array([-1])},
+    )
+    ortplugins.optimize(model, passes=[Behind("at 13")])
+    with pytest.raises(ortplugins.PassError, match=FAILS):
+        ortplugins.optimize(model, passes=[Behind("at 12")])
 
 
 def test_no_pass_is_blamed_for_another():

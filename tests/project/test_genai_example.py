@@ -78,10 +78,6 @@ def test_the_level_is_that_of_the_sessions(options, level, source: Path, tmp_pat
             {"session_options": {"provider_options": [{"cuda": {}}]}},
             "provider is cuda, not the",
         ),
-        (
-            {"session_options": {"provider_options": [{"DML": {}}]}},
-            "provider is DML, not the",
-        ),
         ({"pipeline": [{}]}, "describes a pipeline, not one decoder"),
     ],
 )

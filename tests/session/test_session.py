@@ -29,18 +29,6 @@ from session_options.entries import stored
 CASE = DequantizedMatMul(128, 64, 32, "int4", "transposed")
 
 
-def test_first_start_builds_and_second_takes_it_from_the_cache(model_path, cache_dir):
-    first, second = start(model_path), start(model_path)
-    assert first.ortplugins_report.source == "built"
-    assert second.ortplugins_report.source == "cache"
-    assert len(second.ortplugins_report.fired) == 1
-    assert second.ortplugins_report.remarks == first.ortplugins_report.remarks
-    feed = {"x": CASE.feed()}
-    np.testing.assert_array_equal(first.run(None, feed)[0], second.run(None, feed)[0])
-    check(second, CASE)
-    assert len(list((cache_dir / "entries").iterdir())) == 1
-
-
 @pytest.mark.parametrize("declared", [None, [None, None], ["rows", None], [None, 64]])
 def test_outputs_have_the_sizes_that_stock_reports(tmp_path, declared):
     nodes = "z = Relu (dq_out)  h = MatMul (x, z)  y = Reshape (h, both)  n = NonZero (h)"
@@ -104,6 +92,8 @@ def test_the_report_is_text_and_json(model_path):
     fate = "matmul: DequantizeLinear 'dq': int4 [64, 128], axis 1, block 32 -> MatMulNBits"
     assert fate in report.to_text()
     assert ortplugins.Report.from_json(report.to_json()) == report
+    again = start(model_path).ortplugins_report
+    assert (again.source, again.remarks) == ("cache", report.remarks)
 
 
 def test_a_refusal_is_reported_and_the_original_runs(tmp_path, cache_dir):
@@ -186,56 +176,53 @@ def test_an_entry_removed_while_a_session_opens_is_built_again(model_path, monke
     check(session, CASE)
 
 
-def modules_after(script: str, *args: str) -> set[str]:
-    code = f"import sys\n{script}\nprint('MODULES', *sys.modules)"
-    done = python("-c", code, *args)
-    assert done.returncode == 0, done.stderr
-    line = next(line for line in done.stdout.splitlines() if line.startswith("MODULES"))
-    return {name.partition(".")[0] for name in line.split()[1:]}
-
-
-HEAVY = {"onnx", "onnx_ir", "onnxscript", "sympy", "ml_dtypes"}
+HEAVY = {"onnx", "onnx_ir", "onnxscript", "sympy", "ml_dtypes", "json"}
 START = """
-import onnxruntime as ort, ortplugins
-so = ort.SessionOptions()
-if sys.argv[2] == "on":
-    so.add_session_config_entry("ortplugins.enable_dq_matmulnbits_fusion", "1")
+so = onnxruntime.SessionOptions()
+so.add_session_config_entry("ortplugins.enable_dq_matmulnbits_fusion", "1")
 session = ortplugins.InferenceSession(sys.argv[1], so, providers=["CPUExecutionProvider"])
-assert session.ortplugins_report.source == sys.argv[3], session.ortplugins_report
 """
-
 CAUGHT = """
-import onnxruntime as ort, ortplugins
 with ortplugins.enabled():
-    session = ort.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
-assert session.ortplugins_report.source == "cache", session.ortplugins_report
+    session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
 """
 
 
-def test_hits_and_starts_with_nothing_to_do_import_none_of_onnx(model_path):
-    assert HEAVY & modules_after(START, str(model_path), "on", "built")
-    assert not HEAVY & modules_after(START, str(model_path), "on", "cache")
-    assert not HEAVY & modules_after(CAUGHT, str(model_path))
-    assert not HEAVY & modules_after(START, str(model_path), "off", "stock")
-    opened = START.rpartition("assert")[0]
-    path = model_path.with_name("float.onnx")
+def imported(start_of_a_session: str, *arguments: object) -> tuple[str, set[str]]:
+    """Open a session in a process; return its source, and what that imported."""
+    code = f"""import sys, onnxruntime
+before = {{*sys.modules}}
+import ortplugins{start_of_a_session}
+made = {{*sys.modules}} - before
+print(session.ortplugins_report.source, *made)"""
+    done = python("-c", code, *arguments)
+    source, *modules = done.stdout.split()
+    return source, set(modules)
+
+
+def test_hits_and_starts_with_nothing_to_do_import_little(model_path, tmp_path):
+    source, modules = imported(START, model_path)
+    assert source == "built" and {*HEAVY, "session_options.registry"} & modules
+    source, modules = imported(START, model_path)
+    assert (source, HEAVY & modules) == ("cache", set())
+    ours = {name for name in modules if name.startswith("session_options.")}
+    assert ours == {"session_options.entries"} and "ortplugins.cache.build" not in modules
+    source, modules = imported(CAUGHT, model_path)
+    assert (source, (HEAVY - {"json"}) & modules) == ("cache", set())
+    source, modules = imported(START.replace('"1"', '"0"'), model_path)
+    assert (source, HEAVY & modules) == ("stock", set())
+    path = tmp_path / "float.onnx"
     onnx.save(proto_of("float (float[n] x) => (float[n] y) { y = Relu(x) }"), path)
-    modules_after(opened, str(path), "on")
-    assert not HEAVY & modules_after(opened, str(path), "on")
+    imported(START, path)
+    source, modules = imported(START, path)
+    assert (source, HEAVY & modules) == ("untouched", set())
 
 
-def test_a_hit_imports_neither_passes_nor_json(model_path):
-    code = "import onnxruntime\nbefore = {*sys.modules}\n" + START.rpartition("assert")[0]
-    code += "print(*sorted({*sys.modules} - before), sep='\\n')"
-    imported = [
-        python("-c", f"import sys\n{code}", str(model_path), "on").stdout.split("\n")
-        for _ in range(2)
-    ]
-    assert {"json", "session_options.registry", "ortplugins.cache.build"} <= {*imported[0]}
-    assert {name for name in imported[1] if name.startswith(("session_options.", "json"))} == {
-        "session_options.entries",
-    }  # fmt: skip
-    assert "ortplugins.cache.build" not in imported[1]
+def test_sessions_with_and_without_an_arena_have_entries_of_their_own(model_path):
+    so = options()
+    for arena in (True, False):
+        so.enable_cpu_mem_arena = arena
+        assert [source(model_path, so) for _ in range(2)] == ["built", "cache"]
 
 
 def test_overridden_dimensions_are_respected(model_path):

@@ -16,6 +16,7 @@ import pytest
 from builders.dequantized_models import DequantizedMatMul
 from builders.processes import python
 from builders.sessions import start
+from builders.text_models import proto_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -223,6 +224,22 @@ def test_what_an_option_cannot_be(call, words):
         call()
 
 
+@pytest.mark.parametrize(
+    ("options", "noted"),
+    [
+        ({}, True),
+        ({"promote": "x"}, False),
+        ({"overrides": {"x": [{"quant_type": "QInt16"}]}}, False),
+    ],
+)
+def test_a_promotion_of_nothing_is_noted(options, noted):
+    text = """g (float[2] x) => (float[2] y) <float s = {0.1}, uint8 z = {0}>
+        { c = QuantizeLinear(x, s, z)  y = DequantizeLinear(c, s, z) }"""
+    passes = [ortplugins.MixedPrecisionBoundaries(**options)]
+    report = ortplugins.optimize(proto_of(text), passes=passes).report
+    assert ("nothing is to change its precision" in str(report)) == noted
+
+
 def test_passes_run_by_position_then_by_name():
     ordered = (a_pass("z", 10), a_pass("a", 20), a_pass("b", 20), a_pass("y", 50))
     for given_order in itertools.permutations(ordered):
@@ -411,23 +428,6 @@ def test_the_entries_that_a_start_asks_for_are_those_of_the_classes():
         assert counts == is_default(key, format_value(spec.default)) and not is_default(
             key, "x"
         )
-
-
-def test_importing_and_reading_imports_nothing_heavy():
-    code = """
-        import sys
-        import session_options
-
-        class Options:
-            def get_session_config_entry(self, key):
-                raise RuntimeError(key)
-
-        assert not session_options.read(Options())
-        heavy = {"numpy", "onnx", "onnx_ir", "onnxscript", "onnxruntime"}
-        print(heavy & set(sys.modules))
-    """
-    done = python("-c", textwrap.dedent(code))
-    assert done.stdout == "set()\n", done.stderr
 
 
 # The example package of docs/write-a-pass.md: its own tests; the page's blocks run it.
