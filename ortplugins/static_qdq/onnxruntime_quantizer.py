@@ -127,16 +127,14 @@ def _fits_bias(node: ir.Node) -> bool:
 def _shared_weights(graph: ir.Graph) -> Iterator[str]:
     """Yield weights that can't have a scale for each channel.
 
-    Readers count the channels along other axes, or Gather takes the scales of; and of a stack,
-    for which MatMulIntegerToFloat has no kernel.
+    Their readers count the channels along other axes, or Gather takes the scales of.
     """
     for name, value in graph.initializers.items():
         kinds = {
             (use.node.op_type, use.idx, int_attribute(use.node, "transB", 0))
             for use in value.uses()
         }
-        rank = 0 if value.const_value is None else len(value.const_value.shape)
-        if len(kinds) > 1 or (rank > 2 and ("MatMul", 1, 0) in kinds):
+        if len(kinds) > 1:
             yield name
 
 

@@ -214,6 +214,7 @@ def test_an_error_is_of_the_size_of_a_rounding(name):
     # In each product all terms but one are 0: uint8 times int8 saturates on some processors.
     weights = {
         "E": np.diag([0.5, 1.0, 2.0]),
+        "S": [np.diag([0.5, 1.0, 2.0]), np.diag([-0.25, 0.1, 1.0])],
         "B": [0.3, -0.7, 1.1],
         "C": [[0.3, -0.7, 1.1]],
         "one": [0.3],

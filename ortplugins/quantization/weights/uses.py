@@ -160,9 +160,8 @@ def modules_of(node: ir.Node) -> Iterator[str]:
     yield from filter(None, re.findall("'([^']*)'", node.metadata_props.get(SCOPES, "")))
     # ": ...ExportedProgram/lm_head: torch.nn.modules.linear.Linear/linear: aten.linear..."
     for part in node.metadata_props.get("namespace", "").split("/"):
-        name, colon, _ = part.partition(":")
-        if colon and name.strip():
-            yield name.strip()
+        if name := part.partition(":")[0].strip():
+            yield name
 
 
 def readers_of(value: ir.Value) -> Iterator[tuple[ir.Node | None, str]]:
