@@ -234,7 +234,7 @@ class Linears:
         """Emit the node, on another input if one is given."""
         node, weight = linear.node, linear.weight
         inputs = [node.inputs[0] if x is None else x, self.new_weight(weight)]
-        if linear.bias.any() or input_of(node, 2) is not None:
+        if linear.bias.any():
             inputs.append(self._new_bias(linear))
         made = getattr(op, node.op_type)(*inputs, **node.attributes, _name=node.name)
         return like(node.outputs[0], made)
