@@ -22,7 +22,7 @@ from builders.dequantized_models import (
     op_types,
     run,
 )
-from builders.layout_matrix import LayoutCase
+from builders.layout_matrix import MATMUL, LayoutCase
 from builders.text_cases import assert_laws_on_page, text_cases
 from builders.text_models import add_weights, text_model
 
@@ -45,6 +45,34 @@ def test_the_node_has_the_names_types_and_attributes_of_the_product():
     # What was packed anew is all that stays.
     codes, scales, zero_points = ("w.T.nbits32", "w_scale.T.nbits", "w_zero_point.T.nbits")
     assert set(model.graph.initializers) == {codes, scales, zero_points}
+
+
+# A weight as it is stored, and what of it is in MatMulNBits' order.
+IN_PLACE = [
+    (Quantized((32, 128), "uint4", 1), "w w_scale w_zero_point"),
+    (Quantized((32, 128), "uint8", 1, 128), "w w_scale w_zero_point"),
+    (Quantized((32, 128), "uint8", 0, scaled="channel"), "w w_scale w_zero_point"),
+    (Quantized((32, 128), "uint8", 0, scaled="tensor1"), "w"),
+    (Quantized((1, 128), "uint8", 0, scaled="tensor1"), "w w_scale w_zero_point"),
+    (Quantized((32, 96), "uint4", 1), "w w_scale"),  # zero points of a row fill no bytes
+    (Quantized((32, 70), "uint4", 1), "w_scale"),
+    (Quantized((32, 128), "int4", 1), "w_scale"),
+    (Quantized((32, 1024), "uint4", 1, 512), "w"),  # each block is two of the kernel's
+    (Quantized((128, 32), "uint4", 0), ""),
+]
+
+
+@pytest.mark.parametrize(("weight", "in_place"), IN_PLACE)
+def test_bytes_in_the_order_of_the_kernel_stay_where_they_are(weight, in_place, tmp_path):
+    turned = "V = $w  W = Transpose <perm = [1, 0]> (V)  y = MatMul (x, W)"
+    text = turned if in_place else MATMUL
+    stored = LayoutCase("stored", text, weight, (3, weight.shape[bool(in_place)])).build()
+    ir.save(stored, tmp_path / "m.onnx", external_data="data", size_threshold_bytes=0)
+    model = ir.load(tmp_path / "m.onnx")
+    fuse_weights(model)
+    tensors = {name: value.const_value for name, value in model.graph.initializers.items()}
+    kept = [name for name, each in tensors.items() if isinstance(each, ir.ExternalTensor)]
+    assert {name.partition(".")[0] for name in kept} == {*in_place.split()}
 
 
 @pytest.mark.parametrize(
@@ -127,42 +155,11 @@ def test_refuses_providers_that_read_qdq_themselves():
     assert "QNNExecutionProvider has no MatMulNBits kernel" in message
 
 
-IN, OUT = (
-    f"{codes} = QuantizeLinear({given}, t, u) {made} = DequantizeLinear({codes}, t, u) "
-    for codes, given, made in (("q", "x", "h"), ("p", "c", "y"))
-)
-CONVOLUTIONS = {
-    "in float": ("y = Conv<pads = [1, 1, 1, 1]>(x, d, b)", "fired"),
-    "transposed": ("y = ConvTranspose(x, d, b)", "fired"),
-    "of codes, a float result": (f"{IN} y = Conv(h, d, b)", "fired"),
-    "of floats, codes as a result": (f"c = Conv(x, d, b) {OUT}", "fired"),
-    "of codes, negative ones cut": (f"{IN} e = Conv(h, d, b) c = Relu(e) {OUT}", "fired"),
-    "in integers": (f"{IN} c = Conv(h, d, b) {OUT}", "refused"),
-}
-
-
-@pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_the_weight_of_a_float_convolution_is_a_float_constant(name: str):
-    nodes, outcome = CONVOLUTIONS[name]
-    rng = np.random.default_rng(0)
-    constants = {
-        "w": rng.integers(-127, 127, (8, 8, 3, 3)).astype(np.int8),
-        "s": rng.random(8, np.float32), "z": np.zeros(8, np.int8), "t": np.float32(0.05),
-        "u": np.uint8(128), "b": rng.random(8, np.float32),
-    }  # fmt: skip
-    text = f"d = DequantizeLinear<axis = 0>(w, s, z) {nodes}"
-    proto = text_model(text, constants, {"x": (1, ["n", 8, 6, 6])}, opset=17)
-    model = ir.from_proto(proto)
-    (remark,) = fuse_weights(model, FusionOptions(**FLOAT))
-    assert remark.outcome == outcome
-    assert "every inference" not in remark.reason
-    x = {"x": rng.standard_normal((2, 8, 6, 6)).astype(np.float32)}
-    np.testing.assert_array_equal(run(model, x)[0], run(proto, x)[0])
-
-
 def test_constants_of_operators_in_integers_are_noted():
     """onnxruntime makes a QLinearAdd: nothing is unpacked in a run."""
-    text = f"d = DequantizeLinear(k, t, u) {IN} c = Add(h, d) {OUT}"
+    text = """d = DequantizeLinear(k, t, u) q = QuantizeLinear(x, t, u)
+        h = DequantizeLinear(q, t, u) c = Add(h, d) p = QuantizeLinear(c, t, u)
+        y = DequantizeLinear(p, t, u)"""
     constants = {"k": np.full(8, 9, np.uint8), "t": np.float32(0.05), "u": np.uint8(128)}
     remarks = fuse_weights(ir.from_proto(text_model(text, constants, {"x": (1, ["n", 8])})))
     assert [remark.outcome for remark in remarks] == ["note"]
@@ -191,6 +188,12 @@ LAW_CONSTANTS = {
     "bias": scales(16),
     "kernel": np.int8(RANDOM.integers(-9, 9, (8, 64, 3))),
     "one": np.float32(0.5),
+    "filter": np.int8(RANDOM.integers(-127, 127, (8, 8, 3, 3))),
+    "filters": scales(8),
+    "zeros": np.zeros(8, np.int8),
+    "bias8": scales(8),
+    "fine": np.float32(1e-3),
+    "middle": np.uint8(128),
 }
 CONSTANTS = {
     "w": np.ones((8, 64), np.uint8),
@@ -200,6 +203,8 @@ CONSTANTS = {
     "wide": np.ones((8, 64), np.int32),
     "one": np.float32(0.5),
     "offset": np.int32(3),
+    "filter": np.ones((8, 64, 3), np.int8),
+    "middle": np.uint8(128),
 }
 
 
