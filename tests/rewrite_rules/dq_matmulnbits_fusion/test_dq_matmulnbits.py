@@ -193,6 +193,8 @@ LAW_CONSTANTS = {
     "zeros": np.zeros(8, np.int8),
     "bias8": scales(8),
     "fine": np.float32(1e-3),
+    "rows3": scales(3, 1),
+    "deep": scales(1, 1, 16),
     "middle": np.uint8(128),
 }
 CONSTANTS = {
