@@ -336,3 +336,11 @@ def test_a_dequantized_activation_is_no_candidate():
     inputs = {"x": (2, [4])}
     model = text_model("y = DequantizeLinear (x, s)", {"s": np.float32(0.5)}, inputs)
     assert fuse_weights(ir.from_proto(model)) == []
+
+
+def test_a_model_without_codes_keeps_its_functions():
+    model = ir.from_onnx_text("""<ir_version: 10, opset_import: ["": 21, "local": 1]>
+        g (float[m] x) => (float[m] y) { y = local.F (x) }
+        <domain: "local", opset_import: ["": 21]> F (a) => (b) { b = Neg (a) }""")
+    assert fuse_weights(model) == []
+    assert model.functions

@@ -130,37 +130,14 @@ def build(
     return model_of(f"{signature} <{constants}> {{ {body} }}", opset=opset)
 
 
-Q, DQ = "QuantizeLinear(x, s, z)", "DequantizeLinear(q, s, z)"
-SCALE = "float s = {0.02}"
-DAMAGED = {
-    "no input": (Q, "QuantizeLinear()", "has no input"),
-    "no scale": (Q, "QuantizeLinear(x)", "has no scale"),
-    "no such type": (
-        Q,
-        "QuantizeLinear<output_dtype = 77>(x, s)",
-        "output_dtype of 'Q' is 77, which is not a type",
-    ),
-    "float16": (DQ, "DequantizeLinear<output_dtype = 10>(q, s, z)", "is float16, but the"),
-    "by float16": (Q, "QuantizeLinear<precision = 10>(x, s, z)", "is float16, but the"),
-    "in blocks": (DQ, "DequantizeLinear<block_size = 2>(q, s, z)", "in blocks"),
-    "an attribute of another kind": (
-        DQ,
-        'DequantizeLinear<block_size = "2">(q, s, z)',
-        "is string, not int",
-    ),
-    "per axis": (SCALE, "float[4] s = {0.02, 0.02, 0.02, 0.02}", "shape [4]"),
-    "negative": (SCALE, "float s = {-1.0}", "scale is -1.0"),
-    "4 bits": ("uint8 z = {121}", "uint4 z = {12}", "uint4 are not activations"),
-    "at run time": (f"[Q] q = {Q}", "r = Abs(s) [Q] q = QuantizeLinear(x, r, z)", "run time"),
-    "other grid": (DQ, "DequantizeLinear(q, k, z)", "different grids"),
-}
+DAMAGED = text_cases(Path(__file__).with_name("damaged.txt"))
 
 
 @pytest.mark.parametrize("case", DAMAGED)
 @pytest.mark.parametrize("in_float", [False, True])
 @pytest.mark.parametrize("name", ["y", "N"])
 def test_damaged_nodes_are_reported_and_left(case, in_float, name):
-    old, new, words = DAMAGED[case]
+    old, new = DAMAGED[case].nodes.split("\n")
     assert (old in CHAIN) != (old in CONSTANTS)
     model = build(CHAIN.replace(old, new, 1), constants=CONSTANTS.replace(old, new))
     before = serialized(model)
@@ -170,7 +147,7 @@ def test_damaged_nodes_are_reported_and_left(case, in_float, name):
     fold_pairs(model, context)
     (remark,) = remarks
     assert (remark.node, remark.outcome) == (name, Outcome.REFUSED)
-    assert words in remark.reason
+    assert DAMAGED[case].expected in remark.reason
     assert serialized(model) == before
 
 

@@ -108,6 +108,11 @@ def test_domains_of_16_bits_below_opset_21(domain: str):
     }
     assert domains == {(domain, U8), ("com.microsoft", U16)}
     assert model.opset_imports == {"": 17, "com.microsoft": 1}
+    # What is converted has new parameters; in 8 bits it keeps those that it has.
+    made = {name for name in model.graph.initializers if "convert" in name}
+    assert made == {
+        f"{tensor}_{k}_convert" for tensor in "ab" for k in ("scale", "zero_point")
+    }
     run(model, {"x": np.ones((2, 3), np.float32)})
 
 
