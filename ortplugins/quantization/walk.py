@@ -29,6 +29,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 import onnxruntime
 
+from ortplugins.errors import CalibrationError
 from ortplugins.model_io.saving import Progress
 from ortplugins.quantization.calibration import detach_tensors, open_for_samples
 from ortplugins.quantization.statistics import ActivationStatistics, statistics_of
@@ -155,7 +156,9 @@ class Walk:
                 if self._progress is not None:
                     self._progress(index, len(self._samples), f"calibration, {what}")
                 arrays = fetch(session, (), inputs | weights, what)
-                for folder, array in zip(folders.values(), arrays, strict=True):
+                for (name, folder), array in zip(folders.items(), arrays, strict=True):
+                    if not isinstance(array, np.ndarray):
+                        raise CalibrationError(f"{name!r} is no tensor, which samples want")
                     stored = array.astype(str) if array.dtype == object else array
                     path = folder / f"{model}-{index}"
                     # Without numpy's header, which is parsed as Python when it is read:
