@@ -84,8 +84,6 @@ def choose_codes(
     """
     k, n = matrix.shape
     feedback = None if statistics is None else statistics.feedback
-    if feedback is not None:  # before threads ask for it
-        _ = feedback.factored
     scales = None if statistics is None else statistics.scales
     codes, blocks = np.empty((k, n), form.code_dtype), (form.blocks(k), n)
     grid = np.empty(blocks, np.float32)

@@ -107,9 +107,8 @@ def _sampled_columns(
 ) -> list[tuple[Floats, BlockFormat]]:
     """Return some columns of each weight, in strips ``[K, n]``, copied; with its form."""
     k, total = len(weights[0]), sum(weight.shape[1] for weight in weights)
-    step = max(1, min(_COLUMN_STRIDE, total // _MIN_COLUMNS), -(-total // _MAX_COLUMNS))
-    if all_columns:
-        step = 1
+    some = max(1, min(_COLUMN_STRIDE, total // _MIN_COLUMNS), -(-total // _MAX_COLUMNS))
+    step = 1 if all_columns else some
     width = max(1, _STRIP // k)
     strips = []
     for weight, form in zip(weights, forms, strict=True):

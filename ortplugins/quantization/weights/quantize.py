@@ -370,8 +370,8 @@ def _give_8_bits(
     for weight in chosen:
         weight.form, weight.method = dataclasses.replace(weight.form, bits=_MORE_BITS), "rtn"
     if not chosen:
-        why = f"{share:g} of all weights is less than any weight that gains"
-        plan.note_unused("share_of_8_bits", why)
+        less = f"{share:g} of all weights is less than any weight that gains"
+        plan.note_unused("share_of_8_bits", less if gain else "no weight of 4 bits gains")
 
 
 def _raise_opset(model: ir.Model, recipe: Recipe) -> list[str]:

@@ -55,7 +55,7 @@ class NodeReport:
     @property
     def form(self) -> tuple[object, ...]:
         """What nodes have in common that read the same codes, or the same floats."""
-        return self.weight, self.bits, self.block_size, self.method, self.K
+        return self.weight, self.bits, self.block_size, self.method, self.K, self.bytes_after
 
 
 @dataclasses.dataclass(frozen=True)
