@@ -83,14 +83,13 @@ class ChosenRecipe:
 
     def changes(self) -> dict[str, Any]:
         """Return the settings that change the recipe."""
-        names = ("method", "bits", "block_size", "is_symmetric")
-        given = {name: getattr(self, name) for name in names}
+        given = {**vars(self), "rules": [*map(_read_rule, self.rules)] or None}
+        settings = opt.parse_settings(given.pop("settings"))
+        del given["recipe"]
         changes = {name: value for name, value in given.items() if value is not None}
-        for name, text in opt.parse_settings(self.settings).items():
-            changes[name] = _read_value(text)
-        if self.rules:
-            changes["rules"] = [_read_rule(text) for text in self.rules]
-        return changes
+        if twice := changes.keys() & settings:
+            raise UsageError(f"--set {min(twice)}: an option of its own says it, too")
+        return changes | {name: _read_value(text) for name, text in settings.items()}
 
 
 def quantize(

@@ -121,7 +121,7 @@ def quantize_encoder8(
         ModelFileError: If the model has an opset below 10, or no layer can be kept in 8 bits.
         QuantizationError: If an argument is out of range.
     """
-    if not 0 <= least_cosine <= 1:
+    if not (hasattr(least_cosine, "__float__") and 0 <= least_cosine <= 1):
         raise QuantizationError(f"least_cosine is {least_cosine!r}; expected 0 to 1")
     recipe = Recipe(**vars(_FORM), rules=rules)
     if any(found != {"keep_float": True} for _, found in recipe.rules):

@@ -103,11 +103,14 @@ class BlockFormat:
     scale_type: str = "float32"
 
     def __post_init__(self) -> None:
+        for name in ("bits", "block_size"):  # of Python: numpy's overflow
+            self._expect(name, hasattr(value := getattr(self, name), "__index__"), "an int")
+            object.__setattr__(self, name, operator.index(value))
         size = self.block_size
         self._expect("bits", self.bits in (4, 8), "4 or 8")
         self._expect("block_size", size > 0 or size == -1, "1 or more, or -1 for K,")
-        for name in ("bits", "block_size"):  # of Python: numpy's overflow
-            object.__setattr__(self, name, operator.index(getattr(self, name)))
+        # A word from the command line, "False" among them, would count as true.
+        self._expect("is_symmetric", self.is_symmetric in (False, True), "true or false")
         self._expect("grid", self.grid in GRIDS, f"one of {GRIDS}")
         self._expect("scale_type", self.scale_type in _MIN_SCALE, f"one of {[*_MIN_SCALE]}")
 

@@ -80,7 +80,9 @@ class Recipe(BlockFormat):
         types, given = f"a list of {OP_TYPES}", self.op_types
         self._expect("op_types", not isinstance(given, str) and {*given} <= {*OP_TYPES}, types)
         self._expect("method", self.method in METHODS, f"one of {METHODS}")
-        self._expect("share_of_8_bits", 0 <= self.share_of_8_bits <= 1, "0 to 1")
+        is_number = hasattr(self.share_of_8_bits, "__float__")
+        self._expect("share_of_8_bits", is_number and 0 <= self.share_of_8_bits <= 1, "0 to 1")
+        self._expect("fuse_tables", self.fuse_tables in (False, True), "true or false")
         formats = f"one of {QUANT_FORMATS}"
         self._expect("quant_format", self.quant_format in QUANT_FORMATS, formats)
         self._expect("accuracy_level", self.accuracy_level in (None, *range(5)), "0 to 4")
@@ -156,21 +158,20 @@ class Recipe(BlockFormat):
 
 def _checked_rule(rule: tuple[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """Return a pattern and its settings, all of which fit."""
-    pattern, settings = rule
-    what = f"rule {pattern!r}"
+    pattern, settings = rule if len(rule) == 2 else (rule, None)
+    found: Any = {"keep_float": True} if settings == "float" else settings
     try:
-        found: dict[str, Any] = {"keep_float": True}
-        if settings != "float":
-            if not isinstance(settings, Mapping):
-                raise TypeError(f"{settings!r} is neither float nor settings such as bits 8")
-            found = dict(settings)
-        for name in found:
+        if not isinstance(found, Mapping):
+            raise TypeError(f"{settings!r} is neither float nor settings such as bits 8")
+        for name in map(str, found):
             if name not in (*_FORM, *_OTHERS):
                 raise TypeError(f"no setting is {name!r}{did_you_mean(name, _FORM + _OTHERS)}")
+        if (keep := found.get("keep_float", True)) not in (False, True):
+            raise TypeError(f"keep_float is {keep!r}; expected true or false")
         Recipe(**{name: found[name] for name in (*_FORM, "method") if name in found})
     except (TypeError, ValueError) as error:
-        raise QuantizationError(f"{what}: {error}") from error
-    return pattern, found
+        raise QuantizationError(f"rule {pattern!r}: {error}") from error
+    return str(pattern), dict(found)
 
 
 def _pairs(given: Any) -> tuple[tuple[str, Any], ...]:
