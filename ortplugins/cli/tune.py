@@ -36,9 +36,7 @@ def tune(
     """
     from ortplugins.tuning import tune
 
-    found, best = tune(
-        model, hint, rounds=rounds, dims=opt.parse_dims(dims) or None, samples=samples
-    )
+    found, best = tune(model, hint, rounds=rounds, dims=opt.parse_dims(dims), samples=samples)
     settings = {} if best is None else best.settings
     if format == "json":
         content = {"model": str(model), "hint": hint, "tried": [x._asdict() for x in found]}

@@ -269,10 +269,8 @@ class SessionProcess:
         self._process.kill()
         self._process.wait()
         self._reader.join()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        with contextlib.suppress(OSError), self._process:
+            pass  # this closes its pipes
 
     def __enter__(self) -> Self:
         return self
