@@ -5,7 +5,6 @@ import concurrent.futures
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -50,34 +49,6 @@ def test_run_a_script_and_a_module_with_options_like_ours(program, model_path, t
     assert "matmul" not in report.lower() and report.startswith("untouched")
 
 
-ACME = """
-import dataclasses
-from typing import ClassVar
-import ortplugins
-
-@dataclasses.dataclass(frozen=True)
-class Stamp(ortplugins.Pass):
-    name: ClassVar[str] = "stamp"
-    summary: ClassVar[str] = "write a text into the remarks"
-    text: str = ortplugins.option("hello", "What to write.")
-
-    def rewrite(self, model, context):
-        context.remarks.refused("model", self.text)
-"""
-
-
-@pytest.mark.parametrize("by_environment", [False, True])
-def test_options_reach_a_pass_of_another_package(program, tmp_path, by_environment):
-    (tmp_path / "acme.py").write_text(ACME)
-    named = [] if by_environment else ["--pass", "acme:Stamp"]
-    variables = {"ORTPLUGINS": "acme:Stamp"} if by_environment else {}
-    path = os.pathsep.join([str(tmp_path), *sys.path])
-    script = str(program / "script.py")
-    options = {"cwd": tmp_path, "PYTHONPATH": path, **variables}
-    done = run(*named, "--set", "stamp.text=by an option", script, **options)
-    assert "by an option" in done.stdout, done.stderr
-
-
 def logged(model: Path, source: str) -> str:
     """What ``ortplugins run`` prints of a session, as a regular expression."""
     return rf"ortplugins: {re.escape(str(model))} in [0-9.]+ s: {source}: fired 1, refused 0"
@@ -110,15 +81,6 @@ def test_programs_end_as_they_do_under_python(tmp_path):
         assert found.stdout == expected.stdout, name
         # The last line says what happened; lines of ours may stand in the traceback above.
         assert found.stderr.splitlines()[-1:] == expected.stderr.splitlines()[-1:], name
-
-
-def test_run_tells_what_is_wrong_before_the_program_starts(program):
-    for arguments, reason in (
-        (["missing.py"], "missing.py: no such program"),
-        (["--pass", "dq_matmul", "script.py"], "did you mean 'dq_matmulnbits_fusion'"),
-    ):
-        done = run(*arguments, cwd=program)
-        assert (done.returncode, done.stdout) == (2, "") and reason in done.stderr
 
 
 WORKERS = """

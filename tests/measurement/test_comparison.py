@@ -114,6 +114,18 @@ def test_rtol_is_for_what_is_rounded():
     assert_same_outputs(*codes, rtol=0.02)
     with pytest.raises(AssertionError, match="a = 100, b = 101"):
         assert_same_outputs(*codes)
+    whole, half = constant("int64", 100), constant("float", "100.5")
+    assert_same_outputs(whole, half, rtol=0.02)
+    assert ortplugins.compare(whole, half).outputs[0].max_abs == 0.5
+
+
+def test_the_worst_of_several_samples_is_named():
+    a, b = (
+        proto_of(f"g (float[n] x) => (float[n] y) {{ y = {op}(x) }}") for op in ("Abs", "Neg")
+    )
+    samples = [{"x": np.array(x, np.float32)} for x in ([1, 0], [1, 1], [1, 0])]
+    (failure,) = ortplugins.compare(a, b, inputs=samples, atol=0.0).failures
+    assert failure.startswith("output 'y' of sample 1: 2 of 2 elements")
 
 
 # Inputs
@@ -172,6 +184,7 @@ def test_outputs_that_numpy_cannot_hold_are_named_and_the_others_compared():
     model = proto_of("""g (float[2] x) => (float[2] y, seq(float[2]) s, bfloat16[2] h)
         { y = Relu(x) s = SequenceConstruct(x) h = Cast<to = 16>(x) }""")
     found = ortplugins.compare(model, model)
+    assert (found.samples, found.timings) == (1, None)
     assert [item.name for item in found.outputs] == ["y"]
     assert found.not_compared["s"].startswith("is seq(tensor(float))")
     assert found.not_compared["h"].startswith("is tensor(bfloat16)")
@@ -221,7 +234,8 @@ def test_what_makes_no_sense_is_refused(tmp_path):
 def test_runs_have_the_settings_that_passes_ask_for(tmp_path, monkeypatch):
     given = []
 
-    def measured(candidates: list[Candidate], *_: object, **__: object) -> list[Measurement]:
+    def measured(candidates: list[Candidate], *_: object, **how: object) -> list[Measurement]:
+        assert how == {"rounds": 5, "runs": 1, "lockstep": True}
         given.extend(candidate.settings for candidate in candidates)
         return [Measurement(start=Spread((1.0,)), run=Spread((1.0,)))] * 2
 

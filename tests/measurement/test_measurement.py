@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ortplugins.measurement.measure import (
     Candidate,
     Cost,
     MeasureError,
+    Measurement,
     SessionProcess,
     Spread,
     Started,
@@ -123,6 +125,9 @@ def test_a_difference_is_one_where_ranges_do_not_overlap(a, b, differs):
     cost = Cost("run", "s", Spread(tuple(a)), Spread(tuple(b)))
     assert cost.differs is differs
     assert cost.ratio == np.median(a) / np.median(b)
+    started, run = Measurement(cost.a), Measurement(cost.a, cost.b)
+    for pair in ((started, run), (run, started)):
+        assert [item.what for item in side_by_side(*pair)] == ["start"]
 
 
 def test_a_process_of_plain_onnxruntime_imports_nothing_of_ours(model_path, tmp_path):
@@ -182,6 +187,30 @@ def test_a_process_that_takes_too_long_is_ended():
         process._timeout = 0.5
         process.call("test_measurement:hang")
     assert process_memory(process.pid).private is None
+
+
+def spin(_: object) -> None:
+    """Keep a thread busy for a second."""
+    end = time.monotonic() + 1
+
+    def work() -> None:
+        while time.monotonic() < end:
+            pass
+
+    threading.Thread(target=work, daemon=True).start()
+
+
+@needs_proc
+def test_a_rest_ends_when_no_thread_runs(monkeypatch):
+    monkeypatch.setattr(harness, "_MAX_SPIN_SECONDS", 20)
+    with SessionProcess() as process:
+        start = time.monotonic()
+        process.call("test_measurement:spin")
+        process.rest()
+        busy, start = time.monotonic() - start, time.monotonic()
+        process.rest()
+        idle = time.monotonic() - start
+    assert 1 < busy < 10 and idle < 0.9
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL")

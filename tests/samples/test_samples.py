@@ -85,10 +85,30 @@ def test_one_size_is_enough_for_all_dimensions_that_count_the_same(dims, shapes)
     assert {name: feed[name].shape for name in shapes} == shapes
 
 
+def test_an_input_without_a_shape_is_a_row():
+    model = proto_of("g (float[n, m] x) => (float[n, m] y) { y = Relu(x) }")
+    model.graph.input[0].type.tensor_type.ClearField("shape")
+    assert feeds_of(model)[0]["x"].shape == (1, 32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "array", "words"),
+    [
+        ("float", np.array([1.0], object), "'x' is object, but the model takes float32"),
+        ("string", np.array([1.0]), "'x' is float64, but the model takes"),
+        ("float", np.array(1, np.float32), r"'x' has shape \[\], but the model takes"),
+    ],
+)
+def test_a_sample_of_another_type_is_refused(kind, array, words):
+    model = proto_of(f"g ({kind}[n] x) => ({kind}[n] y) {{ y = Identity(x) }}")
+    with pytest.raises(CalibrationError, match=words):
+        feeds_of(model, inputs={"x": array})
+
+
 def test_what_cannot_be_solved_names_one_dimension():
     model = proto_of("""g (float[batch, seq] cloud) => (float[batch, m, 77] y)
         <int64[3] shape = {0, -1, 77}> { y = Reshape(cloud, shape) }""")
-    with pytest.raises(ModelFileError, match=r"give the size of 'seq' \(--dims"):
+    with pytest.raises(ModelFileError, match=r"'seq' \(--dims .* says: \[ONNXRuntimeError\]"):
         feeds_of(model)
     (feed,) = feeds_of(model, dims={"seq": 154})
     assert feed["cloud"].shape == (1, 154)
@@ -125,6 +145,7 @@ def test_windows_hold_the_text_between_the_tokens_around_it():
     assert found[0]["attention_mask"].tolist() == [[1] * 6]
     assert found[0]["position_ids"].tolist() == [list(range(6))]
     assert found[0]["past_key_values.0.key"].shape[2] == 0
+    assert len(feeds(window=3)) == 20
     # A rest is left out, and a short text is one window.
     assert [feed["input_ids"].shape for feed in feeds(window=10)] == [(1, 10)] * 2
     assert [feed["input_ids"].shape for feed in feeds(window=64)] == [(1, 22)]

@@ -6,14 +6,12 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
 from builders.dequantized_models import DequantizedMatMul
 from builders.sessions import EXACT, Setting, options, source, start
-from builders.text_models import model_of
 
 import ortplugins
 
@@ -49,14 +47,8 @@ def test_what_only_the_users_own_options_open(item, expected, model_path, monkey
 @pytest.mark.parametrize("other", [None, Setting()])
 def test_artifacts_with_custom_operators(other, library, tmp_path):
     """Copies of options lack them, and some artifacts need settings of their own."""
-    codes, scales, _ = DequantizedMatMul(64, 64, 32).arrays()
-    text = """g (float[rows, 64] x) => (float[rows, 64] y) {
-        w = DequantizeLinear <axis = 0, block_size = 32> (codes, scales)
-        hidden = MatMul(x, w)
-        three = tests.Three(hidden)
-        y = Add(hidden, three)
-    }"""
-    model = model_of(text, {"codes": codes.astype(ml_dtypes.int4), "scales": scales})
+    nodes = "hidden = MatMul(x, dq_out) three = tests.Three(hidden) y = Add(hidden, three)"
+    model = CASE.model_of(nodes)
     model.opset_imports["tests"] = 1
     ir.save(model, tmp_path / "model.onnx")
     for expected in ("built", "cache"):
@@ -72,4 +64,4 @@ def test_artifacts_with_custom_operators(other, library, tmp_path):
             assert (
                 "libraries of custom operators of SessionOptions cannot be" in report.notes[0]
             )
-        assert session.run(None, {"x": np.zeros((1, 64), np.float32)})[0][0, 0] == 3
+        assert session.run(None, {"x": np.zeros((1, 128), np.float32)})[0][0, 0] == 3

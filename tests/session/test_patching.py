@@ -457,18 +457,6 @@ def test_a_hint_is_taken_instead_of_passes(model_path, monkeypatch):
         assert source(open_stock(model_path)) == "built"
 
 
-def test_nothing_is_patched_at_import():
-    code = """
-import onnxruntime
-before = onnxruntime.InferenceSession.__init__
-import ortplugins
-ortplugins.enable, ortplugins.InferenceSession
-assert onnxruntime.InferenceSession.__init__ is before
-"""
-    done = python("-c", code, cwd=Path.cwd(), ORTPLUGINS="dq_matmulnbits_fusion")
-    assert done.returncode == 0, done.stderr
-
-
 FORKED = """
 import os, signal, threading
 import onnxruntime, ortplugins

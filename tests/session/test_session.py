@@ -191,11 +191,13 @@ with ortplugins.enabled():
 def imported(start_of_a_session: str, *arguments: object) -> tuple[str, set[str]]:
     """Open a session in a process; return its source, and what that imported."""
     code = f"""import sys, onnxruntime
-before = {{*sys.modules}}
-import ortplugins{start_of_a_session}
+before, constructor = {{*sys.modules}}, onnxruntime.InferenceSession.__init__
+import ortplugins
+assert onnxruntime.InferenceSession.__init__ is constructor  # whatever the variable says
+{start_of_a_session}
 made = {{*sys.modules}} - before
 print(session.ortplugins_report.source, *made)"""
-    done = python("-c", code, *arguments)
+    done = python("-c", code, *arguments, ORTPLUGINS="dq_matmulnbits_fusion")
     source, *modules = done.stdout.split()
     return source, set(modules)
 

@@ -15,13 +15,14 @@ import onnxruntime as ort
 import pytest
 from builders.dequantized_models import DequantizedMatMul
 from builders.processes import python
-from builders.sessions import start
+from builders.sessions import CPU, start
 from builders.text_models import proto_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 import ortplugins
 import session_options
+from ortplugins.cli.run import run
 from ortplugins.runtime.copied_options import running_options
 from session_options import (
     DqMatMulNBitsFusion,
@@ -376,6 +377,16 @@ def test_a_pass_is_given_as_an_object_or_by_its_place(acme, monkeypatch):
         Plan.from_entries({"ortplugins.passes": "acme:Stamp, acme:Stamp"})
     with pytest.raises(OptionError, match="hint chooses the passes"):
         Plan.from_entries({**PLACE, "ortplugins.hint": "latency"})
+
+
+def test_run_gives_options_to_a_pass_of_another_package(acme, model_path, monkeypatch):
+    acme(STAMP)
+    for passes, variable in ((("acme:Stamp",), ""), ((), "acme:Stamp")):
+        monkeypatch.setenv("ORTPLUGINS", variable)
+        run(__file__, passes=passes, settings=("stamp.text=hi",))
+        session = ort.InferenceSession(model_path, providers=CPU)
+        ortplugins.disable()
+        assert session.get_modelmeta().custom_metadata_map["stamp"] == "hi"
 
 
 STAMPED = """

@@ -103,12 +103,7 @@ TRIED = {
 
 
 @pytest.mark.parametrize("hint", TRIED)
-def test_what_is_tried_and_can_be_pasted(
-    hint: str,
-    model: Path,
-    seen: list[list[Candidate]],
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_what_is_tried_and_can_be_pasted(hint, model, seen, monkeypatch):
     monkeypatch.setattr(tuning, "usable_cores", lambda: 2)
     monkeypatch.setattr(tuning, "host_cores", lambda: 4)
     tuning.tune(model, hint, rounds=2)
@@ -123,6 +118,27 @@ def test_what_is_tried_and_can_be_pasted(
     assert HOW[-1] == {"callers": 2 if hint == "throughput" else 1, "lockstep": at_once}
 
 
+@pytest.mark.parametrize(
+    ("ratios", "cells", "end"),
+    [
+        ({}, "1.00 x\t1.00 x\t1.00 x\t", "nothing gains"),
+        ({FUSION: "it crashed"}, "\t\t\tit crashed", "nothing gains"),
+        (
+            *({FUSION: 0.5}, "0.50 x\t0.50 x\t0.50 x\tgains"),
+            'options.add_session_config_entry("ortplugins.enable_dq_matmulnbits_fusion", "1")',
+        ),
+        ({ARENA: 0.5}, "1.00 x\t1.00 x\t1.00 x\t", f"options.{ARENA}"),
+    ],
+)
+@pytest.mark.usefixtures("seen")
+def test_the_command_prints_figures_and_lines_to_paste(ratios, cells, end, model, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.RATIOS", ratios)
+    heading, first, *rest = printed("tune", model, "--hint", "memory").splitlines()
+    assert heading == "a / plain onnxruntime\trun\tstart\tprivate memory\t"
+    assert (first, rest[-1]) == (f"{FUSION}\t{cells}", end)
+    assert ("options = onnxruntime.SessionOptions()" in rest) == (end != "nothing gains")
+
+
 def test_the_command(model: Path, tmp_path: Path):
     """With real processes."""
     np.savez(tmp_path / "x.npz", x=np.ones((3, 64), np.float32))
@@ -130,4 +146,3 @@ def test_the_command(model: Path, tmp_path: Path):
     found = as_json("tune", model, *given)
     assert {row["name"] for row in found["tried"]} >= {FUSION}
     assert not any(row["failed"] for row in found["tried"])
-    assert "run" in printed("tune", model, *given)

@@ -28,7 +28,7 @@ OVERRIDES = f"{RULES}/mixed_precision_boundaries"
 ELSEWHERE = {
     "ortplugins": ("tests/measurement", "tests/cli", "tests/tuning"),
     "ortplugins/cache": ("tests/cache", "tests/session/test_in_memory.py"),
-    "ortplugins/cli": ("tests/cli", "tests/cache", "tests/measurement"),
+    "ortplugins/cli": ("tests/cli", "tests/cache", "tests/measurement", "tests/tuning"),
     "ortplugins/measurement": ("tests/measurement", "tests/cli/test_testing.py"),
     "ortplugins/model_io": (
         "tests/model_io",
