@@ -115,10 +115,10 @@ class Attention:
     @property
     def may_be_long(self) -> bool:
         """Whether texts may be long enough for blocks, and all heads have one mask."""
-        counts = [number(self.sizes.dim(name)) for name in "ST"]
-        scores = (counts[0] or 0) * (counts[1] or 0)
-        is_short = None not in counts and scores < self.least_scores
-        return not is_short and not self.masks_heads
+        new, total = (number(self.sizes.dim(name)) for name in "ST")
+        if new is not None and total is not None and new * total < self.least_scores:
+            return False
+        return not self.masks_heads
 
     def rows(self, op: Any) -> list[ir.Value]:
         """Emit ``[B, S, H * D]`` of queries, and of keys and values, of a cache new ones."""
