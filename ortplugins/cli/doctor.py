@@ -17,6 +17,7 @@ from ortplugins.cli.terminal import print_table
 from rewrite_rules.onnxruntime_version import OLDEST, parse_version
 
 _THREADS, _THREADS_SINCE = "ORT_INTRA_OP_NUM_THREADS", (1, 29)
+_UNLIMITED = 1 << 60  # in version 1 of cgroups, no limit is a number near 2**63
 
 
 def doctor(*, cache_dir: CacheDir = "", format: Format = "text") -> None:
@@ -88,7 +89,7 @@ def _memory_limit() -> int | None:
 
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         text = text_of("/sys/fs/cgroup", name)
-        if text.isdecimal() and int(text) < 1 << 60:
+        if text.isdecimal() and int(text) < _UNLIMITED:
             return int(text)
     return None
 
