@@ -470,6 +470,13 @@ def test_entries_that_a_pass_sets_change_no_key(model_path):
     assert source(model_path, so) == "built"
 
 
+def test_entries_of_onnxruntime_reach_the_build(model_path):
+    so = options(ortplugins.DqMatMulNBitsFusion())
+    so.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
+    (node,) = ir.load(start(model_path, so).ortplugins_report.artifact).graph
+    assert node.attributes["accuracy_level"].as_int() == 1
+
+
 def flip_a_byte(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[0] ^= 1

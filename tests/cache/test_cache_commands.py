@@ -122,12 +122,6 @@ def test_list_and_show(aged, model_path):
     assert aged.folder.name.startswith(key)
     assert (path, times, fate) == (str(model_path), ["3 d", "3 d ago"], "1/0")
     assert total.startswith("1 in all, ")
-    start(model_path)
-    _, row, _ = lines("list")
-    age, used = row.split("\t")[3:5]
-    assert age == "3 d"
-    assert used.endswith((" s ago", "1 min ago"))
-
     (entry,) = json.loads("\n".join(lines("list", "--format", "json")))
     assert (entry["model"], entry["fired"], entry["refused"]) == (str(model_path), 1, 0)
     assert entry["size"] > 0

@@ -31,7 +31,6 @@ from ortplugins.report import Report
 from ortplugins.runtime.machine import instruction_sets
 
 SCRIPT = (os.path.join(sysconfig.get_path("scripts"), "ortplugins"),)
-MODULE = (sys.executable, "-m", "ortplugins")
 
 FUSED = DequantizedMatMul(64, 32, 32)
 # MatMulNBits has no kernel for blocks of 8.
@@ -59,12 +58,6 @@ def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
     """The same in this process."""
     monkeypatch.chdir(tmp_path)
     return ortplugins_command
-
-
-@pytest.mark.parametrize("entry", [SCRIPT, MODULE], ids=["script", "module"])
-def test_version(ortp, entry):
-    done = ortp("--version", entry=entry)
-    assert (done.returncode, done.stdout) == (0, f"ortplugins {ortplugins.__version__}\n")
 
 
 @pytest.mark.parametrize("missing", ["cyclopts", "rich"])
@@ -157,6 +150,7 @@ def test_explain_takes_a_code_a_remark_or_words(main, what):
 def test_without_a_command_there_is_help(main, arguments):
     shown = main(*arguments)
     assert (shown.returncode, shown.stderr) == (0, "") and "Commands" in shown.stdout
+    assert main("--version").stdout == f"ortplugins {ortplugins.__version__}\n"
 
 
 @pytest.mark.parametrize("arguments", ["optimize m.onnx -o there", "quantize f.onnx -o there"])

@@ -26,6 +26,7 @@ from ortplugins.measurement.measure import (
     Started,
     measure,
     side_by_side,
+    write_feed,
 )
 from ortplugins.runtime.machine import process_memory
 from session_options import enable_key
@@ -169,6 +170,40 @@ def settings_of(session: Any) -> dict[str, Any]:
             "session.dynamic_block_base"
         ),
     }
+
+
+def slow_down(session: Any) -> int:
+    """Have each run take 20 ms, the first 500; return how many were counted so far."""
+    counted, session.taken = len(getattr(session, "taken", ())), []
+
+    def run(*_: object) -> None:
+        session.taken.append(len(session.taken))
+        time.sleep(0.02 if session.taken[1:] else 0.5)
+
+    session.run = run
+    return counted
+
+
+@pytest.mark.parametrize(
+    ("callers", "seconds", "runs", "least", "most"),
+    [
+        (1, 0.0, 1, 0.5, 2),
+        (1, 0.6, 3, 0.02, 0.08),
+        (4, 0.0, 4, 0.0, 0.2),
+        (4, 0.8, 30, 0.0, 0.02),
+    ],
+)
+def test_runs_of_several_callers_share_the_time(
+    callers, seconds, runs, least, most, model_path, tmp_path
+):
+    feed = write_feed(FEED, tmp_path / "feed.npz")
+    with SessionProcess() as process:
+        process.open(Candidate(model_path))
+        process.call("test_measurement:slow_down")
+        took = process.run(feed, seconds=seconds, callers=callers)
+        counted = process.call("test_measurement:slow_down")
+    assert counted >= runs if seconds else counted == runs
+    assert least <= took < most
 
 
 def hang(_: object) -> None:

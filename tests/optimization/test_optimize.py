@@ -28,7 +28,9 @@ from hypothesis import strategies as st
 import ortplugins
 from ortplugins import DqMatMulNBitsFusion, ModelFileError
 from ortplugins.optimization import offline_optimizers
+from ortplugins.optimization.request import BuildRequest
 from rewrite_rules.remarks import PassContext
+from session_options import Plan
 
 ALIASABLE = DequantizedMatMul(128, 64, 32, "uint4", "transposed", "random")
 
@@ -159,15 +161,6 @@ def test_a_tied_embedding_and_head_are_stored_once(elsewhere, storage, zero_poin
     assert relative_error(y, case.reference(feed)) <= 1e-5
 
 
-@pytest.mark.parametrize(("limit", "fired"), [(0, 0), (1, 1)])
-def test_float_constants_end_at_the_limit(limit, fired):
-    case = DequantizedMatMul(256, 384, 32, "int8")  # 0.39 MB as float
-    fusion = DqMatMulNBitsFusion(accuracy_level="0", float_limit_mb=limit)
-    report = ortplugins.optimize(case.model(), passes=[fusion]).report
-    advice = "raise it, or take accuracy_level=4, or quantise to 4 bits"
-    assert (len(report.fired), advice in str(report)) == (fired, not fired)
-
-
 @pytest.mark.parametrize("asked", [None, True])
 @pytest.mark.parametrize("external", [False, True])
 def test_in_another_folder_the_output_stands_alone(external, asked, tmp_path):
@@ -197,19 +190,33 @@ def test_without_output_each_kind_of_model_gives_its_own_and_is_not_changed(tmp_
     assert files(tmp_path) == files_before
 
 
-@pytest.mark.parametrize("arguments", [{}, {"passes": ["dq_matmulnbits_fusion"]}])
-def test_passes_by_name_with_options(arguments):
-    level = {"dq_matmulnbits_fusion.accuracy_level": 4}
-    result = ortplugins.optimize(ALIASABLE.model(), options=level, **arguments)
-    (node,) = [n for n in result.model.graph if n.op_type == "MatMulNBits"]
-    assert node.attributes["accuracy_level"].as_int() == 4
-
-
 def test_the_oldest_onnxruntime_that_a_result_runs_on():
     ortplugins.optimize(ALIASABLE.model(), onnxruntime_version="1.24")
     for text, words in (("1.23", "run on 1.24 and newer"), ("new", "'new'")):
         with pytest.raises(ortplugins.OptionError, match=words):
             ortplugins.optimize(ALIASABLE.model(), onnxruntime_version=text)
+
+
+QDQ, LEVEL = "QDQSelectorActionTransformer", "session.qdq_matmulnbits_accuracy_level"
+
+
+@pytest.mark.parametrize(
+    ("fields", "level"),
+    [
+        ({}, 4),
+        ({"level": "ORT_ENABLE_EXTENDED", "entries": ((LEVEL, "1"),)}, 1),
+        ({"level": "ORT_ENABLE_BASIC"}, None),
+        ({"level": "ORT_DISABLE_ALL"}, None),
+        ({"entries": ((LEVEL, "9"),)}, None),
+        ({"entries": (("session.disable_quant_qdq", "1"),)}, None),
+        ({"entries": (("optimization.disable_specified_optimizers", f"A; {QDQ}"),)}, None),
+        ({"disabled": (QDQ,)}, None),
+    ],
+)
+def test_the_accuracy_level_that_onnxruntimes_own_fusion_would_choose(fields, level):
+    request = BuildRequest(b"", Plan(), **fields)
+    assert request.native_accuracy_level == level
+    assert request.final_graph == (fields.get("level") == "ORT_DISABLE_ALL")
 
 
 def test_an_existing_output_is_kept_unless_said_otherwise(tmp_path):

@@ -7,7 +7,6 @@ from typing import ClassVar
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 from builders.sessions import options, start
 from builders.text_models import normal, proto_of
@@ -115,18 +114,6 @@ def test_no_pass_is_blamed_for_another():
         session = start(plain().SerializeToString(), options(Again("off"), Behind()))
     assert len(caught) == 1
     assert [one.name for one in session.ortplugins_report.passes] == ["behind"]
-
-
-@pytest.mark.parametrize("level", ["ORT_DISABLE_ALL", "ORT_ENABLE_ALL"])
-def test_a_session_runs_without_what_is_wrong(level: str):
-    with pytest.raises(ortplugins.PassError, match=FAILS):
-        start(plain().SerializeToString(), options(Behind("off"), strict=True))
-    so = options(Behind("off"))
-    so.graph_optimization_level = getattr(ort.GraphOptimizationLevel, level)
-    with pytest.warns(ortplugins.OrtpluginsWarning, match=FAILS):
-        session = start(plain().SerializeToString(), so)
-    (found,) = session.run(None, {"x": np.ones((2, 8), np.float32)})
-    assert (found == 1).all()
 
 
 def test_no_file_is_left_of_what_is_wrong(tmp_path):

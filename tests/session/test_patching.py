@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Passes switched on for sessions that others open: in a block, or in a process."""
 
-import concurrent.futures
 import dataclasses
 import functools
 import inspect
@@ -374,38 +373,6 @@ def test_another_patch_on_top_stays_and_nothing_is_done_twice(model_path, monkey
     onnxruntime.InferenceSession.__init__ = ours  # they take theirs back
     ortplugins.disable()
     assert onnxruntime.InferenceSession.__init__ is STOCK
-
-
-def test_threads_open_sessions_while_others_switch(model_path):
-    with ortplugins.enabled(EXACT):
-        open_stock(model_path)  # the entry is there
-    stop, seen = threading.Event(), set()
-
-    def opening() -> None:
-        while not stop.is_set():
-            session = open_stock(model_path)
-            seen.add(source(session))
-            check(session, CASE)
-
-    def switching(number: int) -> None:
-        for _ in range(10):
-            if number % 2:
-                ortplugins.enable(EXACT)
-                ortplugins.disable()
-            else:
-                with ortplugins.enabled(EXACT):
-                    assert source(open_stock(model_path)) == "cache"
-
-    with concurrent.futures.ThreadPoolExecutor(7) as pool:
-        openers = [pool.submit(opening) for _ in range(3)]
-        try:
-            list(pool.map(switching, range(4)))
-        finally:
-            stop.set()
-    for opener in openers:
-        opener.result()
-    assert onnxruntime.InferenceSession.__init__ is STOCK
-    assert seen <= {None, "cache"}
 
 
 def test_a_line_is_logged_for_each_session(model_path, caplog):
