@@ -121,7 +121,8 @@ def quantize(
     if output is None and not dry_run:
         raise UsageError("give --output, or --dry-run")
     if dry_run:
-        opt.refuse("with --dry-run", output=output, force=force)
+        unused = {"output": output, "force": force, "provider": providers, **vars(given)}
+        opt.refuse("with --dry-run", **unused)
     settings = chosen.changes()
     function, known = _OTHERS.get(chosen.recipe or "", ("quantize", None))
     if known is None:
