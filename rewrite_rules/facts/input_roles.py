@@ -81,8 +81,8 @@ _SAME_INDICES = {"Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Clip", 
 
 
 def is_open(dim: int | ir.SymbolicDim) -> bool:
-    """Whether a dimension has no size, which some exporters write as -1 or 0."""
-    return not isinstance(dim, int) or dim <= 0
+    """Whether a dimension has no size, which some exporters write as -1; 0 is one."""
+    return not isinstance(dim, int) or dim < 0
 
 
 def role_of(value: ir.Value) -> Role:

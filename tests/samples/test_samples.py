@@ -91,6 +91,11 @@ def test_an_input_without_a_shape_is_a_row():
     assert feeds_of(model)[0]["x"].shape == (1, 32)
 
 
+def test_a_size_of_0_is_one_that_onnxruntime_insists_on():
+    model = proto_of("g (float[n, 0] x) => (float[n, 0] y) { y = Relu(x) }")
+    assert feeds_of(model)[0]["x"].shape == (32, 0)
+
+
 @pytest.mark.parametrize(
     ("kind", "array", "words"),
     [
