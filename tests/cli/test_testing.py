@@ -111,12 +111,6 @@ def test_records_of_packed_weights_are_no_obstacle(tmp_path):
     assert_no_unfused_weights(path)
 
 
-def test_the_same_outputs_pass_and_a_session_runs_as_it_is():
-    model = FUSED.model()
-    assert_same_outputs(model, ortplugins.optimize(model, passes=[EXACT]))
-    assert_same_outputs(model, session_of(model, EXACT), samples=2)
-
-
 def unary(line: str, size: str = "float[n]", weights: str = "") -> onnx.ModelProto:
     return proto_of(f"g ({size} x) => ({size} y) {weights} {{ {line} }}")
 

@@ -81,6 +81,10 @@ def test_a_language_model_against_its_float_model():
     other = ortplugins.evaluate("renamed.onnx", tokens=64, **given)
     assert other.perplexity == (found.perplexity[1],)
 
+    for window, tokens, count in ((2, 2, 1), (16, 8, 15), (16, 47, 30)):
+        given |= {"window": window, "tokens": tokens}
+        assert ortplugins.evaluate("float", **given).count == count
+
     same = ortplugins.evaluate("float", "float", text="text.txt", window=16)
     assert (same.kl_divergence, same.top1_agreement) == (0, 1)
 
@@ -105,6 +109,8 @@ def test_an_encoder_against_its_float_model():
     floats, ours = vectors
     assert found.count == 6
     assert found.cosine == pytest.approx((floats * ours).sum(1).mean(), abs=1e-5)
+    few = ortplugins.evaluate("int4.onnx", "float", text="text.txt", texts=3)
+    assert few.cosine == pytest.approx((floats * ours).sum(1)[::2].mean(), abs=1e-5)
     ranks = [
         np.argsort(np.argsort([a @ b for a, b in itertools.combinations(rows, 2)]))
         for rows in vectors
@@ -153,6 +159,7 @@ TEXTS = {"window": 16, "text": "texts.txt"}  # several paragraphs
         (without_order(), SHORT, ModelFileError, "not a causal language model"),
         (without_logits(), SHORT, ModelFileError, "has no float output"),
         (encoder(), {}, ModelFileError, "judged against its float model"),
+        (encoder(), {"against": encoder()}, CalibrationError, "1 of its paragraphs"),
         (GENAI, {**TEXTS, "against": encoder()}, ModelFileError, "compared: 48 .* and 8"),
         (encoder(), {**TEXTS, "against": GENAI}, ModelFileError, "compared: 8 numbers"),
     ],

@@ -2,6 +2,7 @@
 """The harness that measures sessions: turns, spreads, failures, what a process holds."""
 
 import itertools
+import math
 import mmap
 import os
 import signal
@@ -106,10 +107,14 @@ def test_the_first_process_pays_for_cold_files_and_is_not_counted(monkeypatch):
     assert (start.what, start.ratio, start.differs) == ("start", 1, False)
 
 
-def test_runs_end_after_the_seconds_but_not_before_three(monkeypatch):
-    recorded = Recorded(monkeypatch, A=itertools.repeat(0.4))
-    measure([A, B], FEED, rounds=1, runs=10, seconds=2.0)
-    assert (recorded.log.count("run A"), recorded.log.count("run B")) == (5, 3)
+@pytest.mark.parametrize(
+    ("each", "seconds", "turns"), [(0.4, 2.0, (5, 3)), (1e-4, math.inf, (5, 10))]
+)
+def test_runs_end_after_the_seconds_but_not_before_three(each, seconds, turns, monkeypatch):
+    """Short runs share turns, five at least."""
+    recorded = Recorded(monkeypatch, A=itertools.repeat(each))
+    measure([A, B], FEED, rounds=1, runs=10, seconds=seconds)
+    assert (recorded.log.count("run A"), recorded.log.count("run B")) == turns
 
 
 @pytest.mark.parametrize(
@@ -266,7 +271,7 @@ def test_one_that_fails_leaves_the_others_their_figures(model_path, tmp_path):
     ]
     good, bad, unknown = measure(candidates, FEED, rounds=1, runs=1)
     assert good.run is not None and good.run.median > 0 and not good.failed
-    assert bad.failed.startswith(f"{tmp_path / 'no.onnx'}: onnxruntime refuses it: ")
+    assert bad.failed.startswith(f"{tmp_path / 'no.onnx'}: onnxruntime refuses it: [ONNX")
     assert unknown.failed.startswith("neither on nor off: ") and unknown.start is None
 
 

@@ -193,12 +193,6 @@ def test_a_tensor_without_elements_may_be_in_the_data_file(tmp_path: Path):
     assert isinstance(tensor, ir.ExternalTensor) and tensor.numpy().shape == (0, 4)
 
 
-def test_data_that_goes_missing_after_a_hit_is_reported(model_path: Path):
-    start(model_path)
-    model_path.with_name("model.onnx.data").unlink()
-    assert "is missing" in note_of_a_start(model_path)
-
-
 def test_hard_linked_data_is_read(model_path: Path, tmp_path: Path):
     os.link(model_path.with_name("model.onnx.data"), tmp_path / "another name")
     result = ortplugins.optimize(model_path, tmp_path / "out.onnx", passes=[EXACT])

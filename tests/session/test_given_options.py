@@ -2,6 +2,7 @@
 """What a caller's ``SessionOptions`` hold counts as in a stock session, and stays theirs."""
 
 import os
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -172,6 +173,9 @@ def test_one_profile_for_one_session(path, tmp_path, overridden):
     assert so.enable_profiling
 
 
+WRITTEN_DATA = "session.optimized_model_external_initializers_file_name"
+
+
 @pytest.mark.parametrize("kind", ["onnx", "ort"])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_the_optimised_model_that_a_session_writes_opens(
@@ -185,7 +189,11 @@ def test_the_optimised_model_that_a_session_writes_opens(
         so.optimized_model_filepath = str(written)
         if kind == "ort":
             so.add_session_config_entry("session.save_model_format", "ORT")
+        elif expected == "cache":
+            so.add_session_config_entry(WRITTEN_DATA, "mine.data")
         assert source(path, so) == expected
+        named = kind == "onnx" and expected == "cache"
+        assert written.with_name("mine.data").exists() == named
         assert first(onnxruntime.InferenceSession(written, providers=CPU)) == 3
 
 
@@ -355,6 +363,8 @@ MODELS: dict[str, Callable[[Path], object]] = {
     "name in bytes": os.fsencode,
     "list": lambda path: [path],
     "folder": lambda path: path.parent,
+    "missing": lambda path: path.with_name("gone.onnx"),
+    "no model": lambda path: b"no model",
     **{
         f"literal {item!r}": lambda path, item=item: item
         for item in (None, 5, "", b"", "a\0b")
@@ -420,6 +430,8 @@ def same_for_callers(*args: object, **kwargs: object) -> None:
         assert told_too == told
         if isinstance(plain, Exception):
             assert isinstance(ours, type(plain)), ours
+            words = [re.sub("0x[0-9a-f]+", "", str(error)) for error in (ours, plain)]
+            assert words[0] == words[1]
         else:
             assert ours == plain
 

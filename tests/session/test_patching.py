@@ -295,17 +295,6 @@ def test_options_that_went_wrong_meanwhile(model_path, monkeypatch):
             assert source(open_stock(model_path)) == "untouched"
 
 
-@pytest.mark.parametrize("model", ["missing.onnx", b"", b"no model", None, 3, bytearray(b"x")])
-def test_what_onnxruntime_refuses_gives_onnxruntimes_own_error(model):
-    """Applications expect it: to download a model that is missing, say."""
-    with pytest.raises(Exception) as plain:
-        EarlyBound(model, providers=CPU)
-    with ortplugins.enabled(), pytest.raises(Exception) as caught:
-        EarlyBound(model, providers=CPU)
-    assert type(caught.value) is type(plain.value)
-    assert str(caught.value) == str(plain.value)
-
-
 # Switching on and off.
 
 
