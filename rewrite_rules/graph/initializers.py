@@ -24,15 +24,15 @@ class FreshNames:
         self._attempts: dict[str, int] = {}
 
     @functools.cached_property
-    def _taken(self) -> set[str]:
+    def _taken(self) -> set[str | None]:
         """The names in use, looked for when the first one is asked for."""
-        taken = set[str]()
+        taken = set[str | None]()
         for graph in self._model.graphs():
-            taken.update(value.name or "" for value in graph.inputs)
+            taken.update(value.name for value in graph.inputs)
             taken.update(graph.initializers)
             for node in graph:
-                taken.add(node.name or "")
-                taken.update(value.name or "" for value in node.outputs)
+                taken.add(node.name)
+                taken.update(value.name for value in node.outputs)
         return taken
 
     def take(self, name: str) -> str:
@@ -53,21 +53,21 @@ def name_apart(model: ir.Model) -> None:
     """
     names, graphs = FreshNames(model), [*model.graphs()]
     kept = set(model.graph.outputs)
-    seen = {value.name or "" for value in kept}
+    seen = {value.name for value in kept}
     for graph in graphs:
-        seen.update(value.name or "" for value in graph.inputs)
+        seen.update(value.name for value in graph.inputs)
         seen.update(graph.initializers)
     made = (value for graph in graphs for node in graph for value in node.outputs)
     for value in made:
         if value.name in seen and value.name and value not in kept:
             value.name = names.take(value.name)
-        seen.add(value.name or "")
+        seen.add(value.name)
     for graph in graphs:
-        named = set[str]()
+        named = set[str | None]()
         for node in graph:
             if node.name and node.name in named:
                 node.name = names.take(node.name)
-            named.add(node.name or "")
+            named.add(node.name)
 
 
 class DerivedInitializers:

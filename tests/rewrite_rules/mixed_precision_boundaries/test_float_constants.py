@@ -63,13 +63,16 @@ def test_constants_of_a_float_region_are_dequantised_ahead():
 
 
 @pytest.mark.parametrize("taken", ["w.float", "b.float"])
-def test_names_of_values_are_not_taken_again(taken):
-    text = FLOAT_REGION.replace("(x, v)", f'("{taken}", v)').replace(
-        "[product]", f'"{taken}" = Relu(x) [product]'
-    )
+@pytest.mark.parametrize("is_input", [False, True])
+def test_names_of_values_are_not_taken_again(taken, is_input):
+    text = FLOAT_REGION.replace("(x, v)", f'("{taken}", v)')
+    if is_input:
+        text = text.replace("float[2, 3] x", f'float[2, 3] "{taken}"')
+    else:
+        text = text.replace("[product]", f'"{taken}" = Relu(x) [product]')
     model, _ = unpacked(text)
     onnx.checker.check_model(ir.to_proto(model))
-    assert_same_outputs(model, model_of(text), X)
+    assert_same_outputs(model, model_of(text), {taken: X["x"]} if is_input else X)
 
 
 # What stands between a product and its codes, and their zero point, at steps of 0.02:
