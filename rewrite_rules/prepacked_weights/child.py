@@ -108,7 +108,7 @@ def _open(model: Path, save_to: Path) -> None:
     ):
         options.add_session_config_entry(key, text)
     onnxruntime.InferenceSession(
-        os.fspath(model), options, providers=["CPUExecutionProvider"], enable_fallback=0
+        os.fspath(model), options, providers=["CPUExecutionProvider"], enable_fallback=False
     )
 
 

@@ -156,7 +156,7 @@ def lay_out(
 def _copy(source: BinaryIO, target: BinaryIO, offset: int, length: int) -> int:
     """Append a piece of a file, aligned; return where it went."""
     size = os.fstat(source.fileno()).st_size
-    if offset < 0 or length < 0 or offset + length > size:
+    if offset + length > size:
         raise ValueError(f"{source.name}: {offset} + {length} lies outside")
     alignment = _LARGE_ALIGNMENT if length >= _LARGE else _ALIGNMENT
     target.write(b"\0" * (-target.tell() % alignment))
