@@ -150,8 +150,7 @@ def test_a_clock_that_was_set_back(aged, model_path):
     assert source(model_path) == "cache"
     assert files(aged.folder) == before, "the later time stays"
     removed, total = lines("clean")
-    assert removed.startswith("removed: ") and removed.endswith(", last used 0 s ago")
-    assert total.startswith("removed 1, ") and "; 0 remain, 0 bytes, in " in total
+    assert removed.endswith(", last used 0 s ago") and "; 0 remain, 0 bytes, in " in total
 
 
 # prune

@@ -37,7 +37,13 @@ ELSEWHERE = {
         "tests/session/test_given_options.py",
         f"{RULES}/test_bad_input.py",
     ),
-    "ortplugins/optimization": ("tests/optimization", f"{RULES}/prepacked_weights"),
+    "ortplugins/optimization": (
+        "tests/optimization/test_optimize.py",
+        "tests/optimization/test_smoke_check.py",
+        "tests/cache/test_data_in_place.py",
+        "tests/session/test_session.py",
+        f"{RULES}/prepacked_weights/test_prepacked_weights.py",
+    ),
     "ortplugins/runtime": ("tests/runtime", "tests/cli", "tests/session"),
     "ortplugins/samples": (
         "tests/samples",
