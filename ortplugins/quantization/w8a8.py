@@ -221,7 +221,7 @@ def choose(tokens: Floats, weights: Sequence[Floats]) -> QuantizedProducts:
     if sum(weight.shape[1] for weight in weights) * 2 < len(order):
         tried = [*tried[1:], tried[0]]
     for found in tried:
-        if found.error <= _WORTH * best.error:
+        if found.error < _WORTH * best.error:
             best = found
     return best
 

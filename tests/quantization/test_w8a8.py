@@ -27,6 +27,7 @@ CONSTANTS = {
     "W": W, "b": normal(N), "V": normal(K, N, seed=1), "C": normal(N, N, seed=1),
     "U": normal(N, 8), "T": normal(N, K), "one": normal(1, 1), "c": normal(1),
     "rows": normal(256, N), "g": np.geomspace(0.1, 50, K).astype(np.float32), "h": normal(K),
+    "Z": np.zeros((K, N), np.float32),
 }  # fmt: skip
 
 
