@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.filesize import decimal
@@ -120,9 +120,21 @@ def _cache(cache_dir: str) -> _Rows:
 
 
 def _settings() -> _Rows:
-    """Yield what the environment sets."""
-    from session_options.environment import VARIABLE
+    """Yield what the environment sets; what sessions cannot read is a problem."""
+    from ortplugins.cache.store import cache_of
+    from session_options.environment import VARIABLE, environment_entries
+    from session_options.keys import OptionError
 
-    for name in (VARIABLE, "ORTPLUGINS_CACHE_DIR", "ORTPLUGINS_CACHE_LIMIT"):
+    limit = "ORTPLUGINS_CACHE_LIMIT"
+    read: dict[str, Callable[[], object]] = {
+        VARIABLE: environment_entries,
+        limit: lambda: cache_of({}),
+    }
+    for name in (VARIABLE, "ORTPLUGINS_CACHE_DIR", limit):
         if text := os.environ.get(name):
-            yield f"environment: {name}", text, ""
+            problem = ""
+            try:
+                read.get(name, str)()
+            except OptionError as error:
+                problem = str(error)
+            yield f"environment: {name}", text, problem

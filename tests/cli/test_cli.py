@@ -203,6 +203,14 @@ def test_doctor_looks_at_the_cache_and_makes_none(doctor, tmp_path):
     assert files(tmp_path) == before
 
 
+def test_doctor_finds_variables_that_no_session_can_read(doctor, monkeypatch):
+    monkeypatch.setenv("ORTPLUGINS", "conv_fusoin")
+    monkeypatch.setenv("ORTPLUGINS_CACHE_LIMIT", "lots")
+    rows = doctor()
+    assert "unknown pass 'conv_fusoin'" in rows["environment: ORTPLUGINS"][1]
+    assert "'lots'" in rows["environment: ORTPLUGINS_CACHE_LIMIT"][1]
+
+
 def test_doctor_finds_an_onnxruntime_that_is_too_old(doctor, monkeypatch):
     for version, problem in (
         ("1.24.0", ""),
