@@ -306,7 +306,9 @@ def _encoder(
 
 
 def _rank_correlation(a: _Floats, b: _Floats) -> float:
-    """Return Spearman's rank correlation of numbers that hardly ever are equal."""
+    """Return Spearman's rank correlation of numbers that hardly ever are equal; or NaN."""
+    if len(a) < 2:
+        return math.nan
     ranks = np.stack([a, b]).argsort(kind="stable").argsort().astype(np.float64)
     ranks -= ranks.mean(axis=1, keepdims=True)
     return float(ranks[0] @ ranks[1] / np.linalg.norm(ranks[0]) / np.linalg.norm(ranks[1]))
