@@ -55,12 +55,13 @@ def sliced(size: int, start: int, end: int, step: int) -> range:
     """
     if step == 0:
         raise Refusal("ORP602", "slices by steps of 0")
-    last = size - 1 if step < 0 else size
+    backwards = step < 0
+    last = size - 1 if backwards else size
     start = min(max(start + size if start < 0 else start, 0), last)
     if is_open(end):
-        end = -1 if step < 0 else size
+        end = -1 if backwards else size
     else:
-        end = min(max(end + size if end < 0 else end, -1 if step < 0 else 0), size)
+        end = min(max(end + size if end < 0 else end, -1 if backwards else 0), size)
     return range(start, end, step) if size else range(0)
 
 
