@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """What is proved of shapes and numbers, case by case; random graphs are in test_shape_fuzz."""
 
+import re
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -110,6 +111,8 @@ def described(facts: ProvedShapes, values: Iterable[ir.Value]) -> Iterator[str]:
     for value in values:
         shape, integers = facts.shape(value), facts.integers(value)
         dims = " ".join(map(text, shape)) if isinstance(shape, tuple) else name(shape)
+        sizes = " ".join(map(str, facts.sizes(value) or ()))
+        assert sizes == (dims if re.fullmatch(r"[\d ]*", dims) else "")
         numbers = f" = {' '.join(map(text, integers.numbers))}" if integers else ""
         yield f"{value.name}: {dims}{numbers}"
     met = [" ".join(map(text, sizes)) for found in facts.met.values() for sizes, _ in found]
