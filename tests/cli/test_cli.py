@@ -349,9 +349,9 @@ def test_inspect_names_other_passes_that_fire(main, tmp_path):
         text_model("a = Conv(x, w) y = Mul(a, c)", constants, image), tmp_path / "m.onnx"
     )
     shown = main("inspect", "m.onnx").stdout
-    assert "pass conv_fusion would fire (rewrites: 1)" in shown
-    assert "transformer_fusion" not in shown
-    assert "would" not in main("inspect", "m.onnx", "--pass", "trim_padding").stdout
+    assert re.findall(r"pass (\w+) would fire \(rewrites: 1\)", shown) == ["conv_fusion"]
+    shown = main("inspect", "m.onnx", "--pass", "transformer_fusion").stdout
+    assert "would" not in shown and "model: nothing to do in this model" in shown
 
 
 def test_inspect_without_a_model_lists_the_session_keys(main):
