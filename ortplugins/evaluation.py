@@ -123,6 +123,8 @@ def evaluate(
     for name, value in (("tokens", tokens), ("window", window), ("texts", texts)):
         if value < 2:
             raise UsageError(f"{name} is {value}; expected 2 or more")
+    if not 0 <= share <= 1:
+        raise UsageError(f"share is {share}; expected 0 to 1")
     if tokenizer is None:
         paths = [item for item in (model, against) if isinstance(item, str | os.PathLike)]
         tokenizer = next(filter(None, map(tokenizer_beside, paths)), None)

@@ -41,12 +41,8 @@ def detach_tensors(model: ir.Model, scratch: Path) -> Path:
     written = ir.external_data.convert_tensors_to_external(
         list(in_memory.values()), scratch, "tensors.data"
     )
-    files: dict[int, ir.TensorProtocol] = dict(zip(in_memory, written, strict=True))
-    externals: dict[ir.Value, ir.ExternalTensor] = {}
-    for value, tensor in owners.items():
-        external = files.get(id(tensor), tensor)
-        assert isinstance(external, ir.ExternalTensor)
-        externals[value] = external
+    files: dict[int, Any] = dict(zip(in_memory, written, strict=True))
+    externals = {value: files.get(id(tensor), tensor) for value, tensor in owners.items()}
     if not externals:
         return scratch
     given = {os.fspath(each.path) for each in externals.values()}

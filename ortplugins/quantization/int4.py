@@ -64,6 +64,7 @@ from ortplugins.errors import OrtpluginsWarning, QuantizationError
 from ortplugins.model_io.loading import load_model
 from ortplugins.quantization.methods.awq import search_scales
 from ortplugins.quantization.methods.nearest import BlockFormat, in_blocks
+from ortplugins.quantization.selection import matches
 from ortplugins.quantization.weights.folds import described
 from ortplugins.quantization.weights.quantize import quantize as quantize_weights
 from ortplugins.quantization.weights.uses import OP_TYPES, WeightUse, find_uses
@@ -650,7 +651,8 @@ def _rules(
     found = find_uses(model, op_types)
     names = [label(node) for node, use in found if isinstance(use, WeightUse)]
     # By the start of names. One may hold brackets, which a glob would take for its own.
-    left = [name for name in names if any(re.match(each, name) for each in excluded)]
+    found_in = [(n, each) for n in names for each in excluded if matches(f"re:{each}", n)]
+    left = dict.fromkeys(name for name, each in found_in if re.match(each, name))
     return [
         (":table", {"block_size": given.get("gather_block_size", 32)}),
         *((f"re:{pattern}", {"bits": 8, "block_size": -1}) for pattern in wider),

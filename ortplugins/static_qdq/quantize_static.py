@@ -125,12 +125,17 @@ def quantize_static_mixed(
     for name, value in (("budget", budget), ("max_16bit", max_16bit)):
         if value is not None and not 0 <= value <= 1:
             raise QuantizationError(f"{name} is {value}; expected 0 to 1")
+    for name, names in (("promote", promote), ("nodes_to_exclude", nodes_to_exclude)):
+        if isinstance(names, str):
+            raise QuantizationError(f"{name} is {names!r}; expected a list of names")
+    plans = budget is not None or max_16bit is not None
+    if mode == "float" and not (promote or plans):
+        raise QuantizationError("mode has no effect: nothing is promoted")
     wanted = functools.partial(MixedPrecisionBoundaries, mode=mode)
     wanted(promote=",".join(promote))  # what it refuses, it refuses before samples are run
     file = QuantizedFile(model_input, model_output, overwrite=overwrite)
     model = file.model
     is_quantized = any(node.op_type == "QuantizeLinear" for node in model.graph)
-    plans = budget is not None or max_16bit is not None
     if is_quantized and (of_quantiser or not (promote or plans)):
         what = f"{of_quantiser[0]!r} has no effect" if of_quantiser else "nothing to promote"
         raise QuantizationError(f"{file.loaded.name}: is quantised already: {what}")
@@ -206,9 +211,9 @@ def _prepared(model: ir.Model, by_channel: bool) -> list[str]:
 def _check_names_given(graph: ir.Graph, promote: Collection[str]) -> None:
     """Check that promoted tensors and nodes are in the model, before samples are run."""
     values = [*graph.inputs, *(value for node in graph for value in node.outputs)]
-    known = [*(value.name or "" for value in values), *graph.initializers, *map(label, graph)]
+    known = [*(value.name or "" for value in values), *map(label, graph)]
     for name in promote:
         if name not in known:
             raise QuantizationError(
-                f"promote: the model has no {name!r}{did_you_mean(name, known)}"
+                f"promote: no activation or node is {name!r}{did_you_mean(name, known)}"
             )

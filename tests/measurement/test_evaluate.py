@@ -157,6 +157,7 @@ TEXTS = {"window": 16, "text": "texts.txt"}  # several paragraphs
     [
         (GENAI, {"window": 512}, CalibrationError, "has 101 tokens, fewer than a w"),
         (GENAI, {"tokens": 1}, UsageError, "tokens is 1; expected 2 or more"),
+        (GENAI, {"share": 2}, UsageError, "share is 2; expected 0 to 1"),
         (GENAI, {**SHORT, "tokenizer": "large.json"}, CalibrationError, "not a row of"),
         (with_nan(), SHORT, ModelFileError, "output 'logits' has NaN"),
         (without_order(), SHORT, ModelFileError, "not a causal language model"),

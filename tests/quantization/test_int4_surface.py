@@ -364,6 +364,7 @@ def test_nodes_are_excluded_by_the_start_of_their_names(monkeypatch):
         ({"layers_8bit": "lm_heads"}, QuantizationError, "matches no node"),
         ({"block_size": 0}, QuantizationError, "block_size is 0"),
         ({"nodes_to_exclude": "/lm_head"}, QuantizationError, "nodes_to_exclude is a string"),
+        ({"nodes_to_exclude": ["("]}, QuantizationError, "not a regular expression"),
         ({"nodes_to_exclude": [".*"]}, ModelFileError, "nothing to quantise"),
         ({"calibration_eps": ["gpu"]}, QuantizationError, "calibration_eps has 'gpu'"),
         ({"calibration_data_reader": [{"id": 1}]}, CalibrationError, "did you mean 'ids'"),

@@ -143,7 +143,10 @@ def test_relu_goes_as_in_onnxruntime_or_stays_with_its_name(options):
         ({"op_types_to_quantize": ["Abs"]}, QuantizationError, "nothing to quantise"),
         ({"no_such_setting": 1}, QuantizationError, "unexpected keyword .*no_such_setting"),
         ({"mode": "int8"}, OptionError, "'int8'"),
-        ({"promote": ["conf"]}, QuantizationError, "no 'conf'; did you mean 'conv'"),
+        ({"promote": ["conf"]}, QuantizationError, "is 'conf'; did you mean 'conv'"),
+        ({"promote": "conv"}, QuantizationError, "promote is 'conv'; expected a list"),
+        ({"mode": "float"}, QuantizationError, "mode has no effect"),
+        ({"max_16bit": 2}, QuantizationError, "max_16bit is 2; expected 0 to 1"),
         ({"nodes_to_exclude": ["hed"]}, QuantizationError, "'head'"),
     ],
 )

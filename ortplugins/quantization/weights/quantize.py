@@ -225,8 +225,7 @@ def _known(group: Group, statistics: ActivationStatistics | None, ranks: bool) -
         if weight.method == "gptq":
             assert statistics.gram is not None
             size = weight.form.size_along(weight.K)
-            method = Gptq(statistics.gram, size)
-            feeding = dataclasses.replace(statistics, feedback=method)
+            feeding = dataclasses.replace(statistics, feedback=Gptq(statistics.gram, size))
             known[weight] = factored.setdefault(size, feeding)
     return known
 

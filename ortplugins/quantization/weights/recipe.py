@@ -92,12 +92,8 @@ class Recipe(BlockFormat):
                 "accuracy_level is an attribute of MatMulNBits: give it where "
                 f"{self.quant_format} is fused, or take quant_format='MatMulNBits'"
             )
-        sizes = {
-            self.block_size,
-            *(found.get("block_size", -1) for _, found in self.rules),
-        }
-        wrong = sorted(sizes - set(_KERNEL_BLOCK_SIZES)) if self.for_kernels else ()
-        if wrong:
+        sizes = {self.block_size, *(found.get("block_size", -1) for _, found in self.rules)}
+        if self.for_kernels and (wrong := sorted(sizes - {*_KERNEL_BLOCK_SIZES})):
             raise QuantizationError(
                 f"block_size {wrong[0]} has no MatMulNBits kernel; expected one of "
                 f"{_KERNEL_BLOCK_SIZES}"
