@@ -158,3 +158,33 @@ def test_sizes_are_matched_by_name(form: str):
     assert (found is not None) == FORMS[form]
     if found is not None:  # bound names are those of other values, too
         assert facts.match(result, form, **found) == found
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "agree"),
+    [
+        ("x 0", "x 0", True),
+        ("x 0", "m 0", True),  # texts of two inputs
+        ("x 1", "m 1", True),
+        ("x 0", "m 1", False),  # texts and tokens
+        ("twice 0", "twice 0", True),
+        ("twice 0", "x 0", False),
+        ("both 0", "m 0", False),
+        ("some 0", "some 0", True),
+        ("some 0", "x 0", False),
+        ("some 0", "others 0", False),  # sizes that a run finds
+        ("sum 0", "m 0", True),  # what broadcasts
+    ],
+)
+def test_sizes_agree_where_the_inputs_have_one_batch_and_length(one, other, agree):
+    nodes = """twice = Concat<axis = 0>(x, x) both = Concat<axis = 0>(x, m) sum = Add(x, m)
+        zero = Constant<value_ints = [0]>() s = ReduceSum<keepdims = 0>(x)
+        t = Unsqueeze(s, zero) k = Cast<to = 7>(t)
+        some = Slice(x, zero, k) others = Slice(m, zero, k)"""
+    sizes = {"x": (1, ["a", "b"]), "m": (1, ["c", "d"])}
+    model = ir.from_proto(text_model(f"{nodes} y = Neg(x)", {}, sizes))
+    facts = ProvedShapes(model)
+    made = (value for node in model.graph for value in node.outputs)
+    values = {value.name: value for value in (*model.graph.inputs, *made)}
+    dims = [facts.dims(values[name])[int(axis)] for name, axis in map(str.split, (one, other))]
+    assert facts.agree(*dims) == agree
