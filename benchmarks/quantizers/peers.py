@@ -70,8 +70,11 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 _OURS = """
 import json, sys, time
+from benchmarks.quantizers.quantizer_peers import Samples
 from ortplugins.quantization import quantize
 job = json.loads(sys.argv[1])
+if path := job["calibration_data_reader"]:
+    job["calibration_data_reader"] = Samples(path)
 start = time.perf_counter()
 quantize(**job)
 print(json.dumps({"seconds": time.perf_counter() - start, "versions": {}}))

@@ -31,6 +31,7 @@ from benchmarks.figures.figures_page import PAGE, origin, write_section
 from benchmarks.models.corpus import CACHE, float_smollm2, smollm2_samples, token_ids
 from benchmarks.quantizers.minilm_cosine import cosine_table
 from benchmarks.quantizers.peers import modelopt_smollm2
+from benchmarks.quantizers.quantizer_peers import Samples
 from ortplugins.quantization import QuantizeReport, quantize
 
 Ids = npt.NDArray[np.int64]
@@ -150,7 +151,7 @@ class Task:
     def _quantize(self, recipe: Recipe, block_size: int, path: Path) -> tuple[float, float]:
         options = dict(recipe.options or {})
         if options["method"] != "rtn":
-            options["calibration_data_reader"] = self.samples
+            options["calibration_data_reader"] = Samples(str(self.samples))
         start = time.perf_counter()
         if recipe.eight_bits:
             options["share_of_8_bits"] = recipe.eight_bits

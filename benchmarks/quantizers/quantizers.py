@@ -53,7 +53,7 @@ class Case:
         name: One of :data:`CASES`.
         title: As the table calls it.
         model: The file.
-        samples: A .npz file, stacked.
+        samples: A .npz file whose first axis counts samples.
         external: Whether tensors go next to the result.
         head: The node that stays in float, if any.
     """
@@ -73,7 +73,7 @@ class Case:
             method=method,
             block_size=BLOCK_SIZE,
             rules={self.head: "float"} if self.head else {},
-            calibration_data_reader=None if method == "rtn" else [str(self.samples)],
+            calibration_data_reader=None if method == "rtn" else str(self.samples),
         )
 
     def peer(self, tool: str, output: Path, fast: bool = False) -> Cost:
