@@ -62,7 +62,7 @@ BENCHMARKS: dict[str, Callable[[Path, int], list[Figure]]] = {
 _WITH_PEERS = ("runtimes",)
 TITLES = {
     "smollm2": "SmolLM2-135M-Instruct, int4 block 32: plain onnxruntime vs. ortplugins",
-    "start_cost": "What a start costs beyond onnxruntime's own",
+    "start_cost": "What the import and a first start cost",
     "processor_time": "Processor time that a start adds to onnxruntime's own",
     "exactness": "Greatest difference to ORT_DISABLE_ALL over the greatest output",
     "prepacked": "Packed weights in the file vs. onnxruntime on the QDQ file",
@@ -84,7 +84,6 @@ TITLES = {
 _APART = {"transformer_fusion": ("builder's graph", "builder")}
 # What is printed alone: a table of the page has twelve rows at most.
 _PRINTED = {
-    "start_cost": r"nothing fires, (?!float32/model|minilm-l6)",
     "exactness": r"level 4",
     "prepacked": r"parallel|process that has it built|128 tokens|prefill|first build",
     "order_peaks": r"first run \(|real nets, .*first|^nodes |^Shapes|^20000|an order",
