@@ -91,7 +91,7 @@ def _encoder(
     for what, one, feed, bound in (
         ("encoder8, 8 x 128 tokens: run", eight, full, _TIME),
         ("quantize_dynamic, 8 x 128 tokens: run", other, full, float("nan")),
-        ("encoder8 and TrimPadding, 32 x 12 to 24 of 256: run", trimmed, ragged, _RAGGED),
+        ("encoder8, TrimPadding, 32 x 12-24 of 256: run", trimmed, ragged, _RAGGED),
     ):
         pair = measure([one, plain], feed, rounds=rounds, runs=10, lockstep=True)
         times = [_MS * item.run.median if item.run else float("nan") for item in pair]

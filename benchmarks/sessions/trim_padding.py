@@ -58,7 +58,7 @@ def measure_trim_padding(folder: Path, rounds: int) -> list[Figure]:
         ),
     ]
     mixed = padded_batch(rng.integers(8, 129, _BATCH), 128)
-    what = "32 texts of 8 to 128 tokens, padded to 128"
+    what = "32 texts of 8 to 128 of 128 tokens"
     figures += [
         _beside(what, path, mixed, folder, rounds),
         _beside(f"{what}, packed", path, mixed, folder, rounds, 0.7, pack=True),
