@@ -146,14 +146,7 @@ def test_a_python_runs_the_wheel(version: str, tools: Path, wheel: Path, tmp_pat
     python = python_of(tmp_path / "venv")
     install = *uv, "pip", "install", "--quiet", "--python", python
     run(*install, f"{wheel}[cpu,cli,text]", "pytest", "hypothesis", cwd=tmp_path)
-    tests = (
-        "session",
-        "session_options",
-        "optimize",
-        "quantize",
-        "layout_matrix",
-        "report_page",
-    )
+    tests = ("session", "session_options", "optimize", "quantize", "layout_matrix")
     # Not "python -m pytest", which would import the packages of the clone.
     pytest_ = python.with_name("pytest")
     files = [path for name in tests for path in (ROOT / "tests").rglob(f"test_{name}.py")]
