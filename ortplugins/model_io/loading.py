@@ -34,7 +34,7 @@ _OPTIONAL_INPUTS = 4
 _TYPES = "ortplugins.types"
 # Constant nodes with fewer elements stay: shapes and axes, which other tools expect there.
 _LIFTED_ELEMENTS = 16
-# Nodes of a model whose functions are inlined; more are not counted than the other number.
+# Most nodes that a model may have once its functions are inlined; where counting stops.
 _MAX_INLINED, _MOST_COUNTED = 1_000_000, 1 << 40
 
 

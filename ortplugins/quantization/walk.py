@@ -158,7 +158,7 @@ class Walk:
                 arrays = fetch(session, (), inputs | weights, what)
                 for (name, folder), array in zip(folders.items(), arrays, strict=True):
                     if not isinstance(array, np.ndarray):
-                        raise CalibrationError(f"{name!r} is no tensor, which samples want")
+                        raise CalibrationError(f"{name!r} is not a tensor: it cannot be kept")
                     stored = array.astype(str) if array.dtype == object else array
                     path = folder / f"{model}-{index}"
                     # Without numpy's header, which is parsed as Python when it is read:

@@ -99,15 +99,15 @@ class FourierFrames(FoldingRule):
             raise Differs("its input is not known to be float32 of [N, T] or [N, T, 1]")
         step = constant_ints(values["c"])
         window, stated = input_of(node, 2), constant_ints(input_of(node, 3))
+        if input_of(node, 3) is not None and stated is None:
+            raise Differs("the length of its frames is computed")
         weights = None if window is None else self._folding.affines.constant(window)
         length = weights.size if weights is not None else (stated or [0])[0]
         if step is None or len(step) != 1 or step[0] < 1:
             raise Differs("its step is computed")
         is_power = length & (length - 1) == 0
         if not 1 < length <= (_LONGEST_POWER if is_power else _LONGEST_FRAME):
-            raise Differs(
-                "its frames are long, of a length that has a fast transform, or computed"
-            )
+            raise Differs("its frames are long, or of a length that has a fast transform")
         return step[0], np.ones(length) if weights is None else weights
 
     def rewrite(self, op: Any, x: ir.Value, out: ir.Value, **_: Any) -> ir.Value:

@@ -112,7 +112,7 @@ def _rows(
     # The largest power of 2 that cuts stored blocks evenly, or covers a row.
     block_size = weight.block_size & -weight.block_size
     if weight.one_block:
-        block_size = max(_SMALLEST_BLOCK, 2 ** weight.K.bit_length())
+        block_size = max(_SMALLEST_BLOCK, 1 << (weight.K - 1).bit_length())
     if block_size < _SMALLEST_BLOCK:
         raise NoKernel(
             "ORP108",

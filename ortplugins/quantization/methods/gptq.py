@@ -104,8 +104,7 @@ class Gptq:
     ) -> tuple[Codes, Floats, ZeroPoints | None]:
         """Quantise a weight ``[K, N]``, or some of its columns; in threads once H is factored.
 
-        Blocks of the form have the size that was given.
-
+        Blocks of the form have the size that was given to the constructor.
         ``residual`` is X^T (Y - X W) over the number of tokens, float32 ``[K, N]``, where the
         outputs are to be Y and not X W.
         """

@@ -203,9 +203,9 @@ PRESETS = {
 
 def read_recipe(recipe: Recipe | str | None) -> Recipe:
     """Return a recipe: as it is, or by its name; the default for None."""
-    if isinstance(recipe, str):
-        if recipe not in PRESETS:
-            known = f"expected one of {', '.join(PRESETS)}{did_you_mean(recipe, PRESETS)}"
-            raise QuantizationError(f"recipe is {recipe!r}; {known}")
-        return PRESETS[recipe]
-    return recipe or Recipe()
+    if recipe is None or isinstance(recipe, Recipe):
+        return recipe or Recipe()
+    if (name := str(recipe)) not in PRESETS:
+        known = f"expected one of {', '.join(PRESETS)}{did_you_mean(name, PRESETS)}"
+        raise QuantizationError(f"recipe is {name!r}; {known}")
+    return PRESETS[name]
