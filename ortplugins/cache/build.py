@@ -167,15 +167,18 @@ def _changes_graph(item: Pass) -> bool:
 
 def make_entry(wanted: Wanted, folder: Path) -> dict[str, Any]:
     """Make the files of an entry; return its manifest."""
+    from concurrent.futures import ThreadPoolExecutor
+
     from ortplugins.optimization.build import build_artifact
 
     digest = wanted.model_digest()
     request = read_request(wanted)
     loaded = request.load()
     locations = sorted(loaded.data_files)
-    key = wanted.key(digest, locations)
-    made = build_artifact(request, loaded, folder)
-    return {**made, "of_model": wanted.name, "locations": locations, "key": key}
+    with ThreadPoolExecutor(1) as pool:  # the key needs a digest of all data
+        key = pool.submit(wanted.key, digest, locations)
+        made = build_artifact(request, loaded, folder)
+        return {**made, "of_model": wanted.name, "locations": locations, "key": key.result()}
 
 
 def read_request(wanted: Wanted) -> BuildRequest:

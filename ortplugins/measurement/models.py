@@ -181,7 +181,8 @@ def comparison_feeds(
     model = GivenModel(session).graph()
     if inputs is None:
         made = MadeUpInputs(model.graph, dims)
-        inputs = made.fitted_feeds(quiet_runner(session), samples, seed=seed)
+        made.fit(quiet_runner(session))
+        inputs = made.feeds(samples, seed=seed, steps=True)
     elif dims:
         raise UsageError("dims are for random inputs, and inputs are given: leave one out")
     return read_samples([inputs] if isinstance(inputs, Mapping) else inputs, model)

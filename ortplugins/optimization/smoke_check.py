@@ -22,7 +22,7 @@ from ortplugins.model_io.saving import save_with_data
 from ortplugins.optimization.request import BuildRequest
 from ortplugins.runtime.copied_options import DATA_FOLDER_KEY
 from ortplugins.runtime.stock_session import open_model, quiet_runner
-from ortplugins.samples.made_up import Feed, MadeUpInputs, Run
+from ortplugins.samples.made_up import Feed, MadeUpInputs, Outputs, Run
 from rewrite_rules.facts.input_roles import Kind, role_of
 from rewrite_rules.graph.nodes import all_nodes
 from rewrite_rules.graph.parameters import constant
@@ -39,8 +39,9 @@ _RANDOM = ("Random", "Bernoulli", "Multinomial")
 _CPU = ("CPUExecutionProvider",)
 _INT8_LEVEL = 4  # the accuracy level of MatMulNBits that rounds activations to codes
 
-Sizes = Mapping[int, int]
 Settings = Mapping[str, str]
+# Inputs, the original's outputs, and sizes of the axes that end in padding.
+Batch = tuple[Feed, Outputs, set[int]]
 
 
 def find_failure(
@@ -57,19 +58,18 @@ def find_failure(
     if not isinstance(source, bytes) and not is_path(source) and scratch is not None:
         source = scratch / "before.onnx"
         save_with_data(before, source)
-    own = request.level
     # onnxruntime's optimisers have bugs, too: agreement with fewer of them is enough.
-    for level in dict.fromkeys((own, "ORT_ENABLE_BASIC", "ORT_DISABLE_ALL")):
+    for level in dict.fromkeys((request.level, "ORT_ENABLE_BASIC", "ORT_DISABLE_ALL")):
         try:
             run = _open(request, source, {"graph_optimization_level": level, **folder})
-            batches = [(feed, real, run(feed)) for feed, real in _batches(before, run)]
+            batches = list(_batches(before, run))
         except Exception:  # onnxruntime's own classes, none of which is documented
             if failure is None:
                 return None
             continue
         del run  # two sessions hold the weights twice
         try:
-            run = _open(request, path, {"graph_optimization_level": own, **needs})
+            run = _open(request, path, {"graph_optimization_level": request.level, **needs})
             failure = _first_difference(run, batches, counts)
         except Exception as error:
             failure = f"it does not run: {' '.join(str(error).split())[:200]}"
@@ -78,11 +78,11 @@ def find_failure(
     return failure
 
 
-def _first_difference(run: Run, batches: Iterable[Any], counts: bool) -> str | None:
-    for feed, real, expected in batches:
+def _first_difference(run: Run, batches: Iterable[Batch], counts: bool) -> str | None:
+    for feed, expected, padded in batches:
         found = run(feed)
         for name, array in expected.items():
-            if failure := _difference(array, found.get(name), real, counts):
+            if failure := _difference(array, found.get(name), padded, counts):
                 return f"output {name!r} {failure}"
     return None
 
@@ -95,31 +95,31 @@ def _open(request: BuildRequest, source: Any, settings: Settings) -> Run:
         "enable_cpu_mem_arena": request.cpu_arena,
         "session.intra_op.allow_spinning": "0",
         **dict(request.entries),
+        **settings,
     }
-    session = open_model(
-        source, "all", there or _CPU, {**plain, **settings}, disabled=request.disabled
-    )
+    session = open_model(source, "all", there or _CPU, plain, disabled=request.disabled)
     return quiet_runner(session)
 
 
-def _batches(model: ir.Model, run: Run) -> Iterator[tuple[Feed, Sizes]]:
-    """Yield a text, the next token if there is a cache, and two texts with padding.
-
-    Each comes with the number of positions that count along axes of a size.
-    """
+def _batches(model: ir.Model, run: Run) -> Iterator[Batch]:
+    """Run a text, the next token if there is a cache, and two texts with padding."""
     one = MadeUpInputs(model.graph, length=_LENGTH)
-    for feed in one.fitted_feeds(run, attempts=_ATTEMPTS):
-        yield feed, {}
+    yield *one.fit(run, _ATTEMPTS), set()
+    for feed in [*one.feeds(steps=True)][1:]:
+        yield feed, run(feed), set()
+    masks = [str(x.name) for x in model.graph.inputs if role_of(x).kind is Kind.MASK]
+    padded = set[int]()
+
+    def run_padded(feed: Feed) -> Outputs:
+        for mask in (feed[name] for name in masks if name in feed):
+            if mask.ndim == 2 and mask.shape[1] > _PADDING:
+                mask[:, -_PADDING:] = 0
+                padded.add(mask.shape[1])
+        return run(feed)
+
     with contextlib.suppress(UsageError, ModelFileError):  # the model takes only one text
         two = MadeUpInputs(model.graph, {"batch": 2}, length=_LENGTH)
-        real = dict[int, int]()
-        feed = next(two.fitted_feeds(run, attempts=_ATTEMPTS))
-        for value in model.graph.inputs:
-            mask = feed.get(str(value.name), np.zeros(0))
-            if role_of(value).kind is Kind.MASK and mask.ndim == 2 < mask.shape[1]:
-                real[mask.shape[1]] = max(mask.shape[1] - _PADDING, 1)
-                mask[:, real[mask.shape[1]] :] = 0
-        yield feed, real
+        yield *two.fit(run_padded, _ATTEMPTS), padded
 
 
 def _differs_by_chance(node: ir.Node) -> bool:
@@ -131,14 +131,14 @@ def _differs_by_chance(node: ir.Node) -> bool:
     return node.op_type.startswith(_RANDOM)
 
 
-def _difference(a: Any, b: Any | None, real: Sizes, counts: bool) -> str | None:
+def _difference(a: Any, b: Any | None, padded: set[int], counts: bool) -> str | None:
     """Return how an output is wrong; its numbers are compared only if they count."""
     if b is None or (a.dtype, a.shape) != (b.dtype, b.shape):
         found = "missing" if b is None else f"{b.dtype} {list(b.shape)}"
         return f"is {found} instead of {a.dtype} {list(a.shape)}"
     if a.dtype.kind not in "fc":
         return None
-    kept = (slice(None), *(slice(real.get(size, size)) for size in a.shape[1:]))[: a.ndim]
+    kept = tuple(slice(-_PADDING if size in padded else None) for size in a.shape)
     a, b = a[kept], b[kept]
     finite = np.isfinite(a)
     if not np.isfinite(b[finite]).all():

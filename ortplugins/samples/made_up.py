@@ -42,7 +42,8 @@ from rewrite_rules.facts.input_roles import (
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 
 Feed = dict[str, npt.NDArray[Any]]
-Run = Callable[[Feed], Mapping[str, npt.NDArray[Any]]]
+Outputs = Mapping[str, npt.NDArray[Any]]
+Run = Callable[[Feed], Outputs]
 """Runs a model: inputs by name to outputs by name."""
 
 _DEFAULTS = {"batch": 1, "past": 0, "layers": 1}
@@ -123,45 +124,43 @@ class MadeUpInputs:
             if has_steps:
                 yield step._feed(rng)
 
-    def fitted_feeds(
-        self, run: Run, count: int = 1, *, seed: int = 0, attempts: int = _MAX_ATTEMPTS
-    ) -> Iterator[Feed]:
-        """Return :meth:`feeds` of sizes that the model runs with; strings are refused."""
+    def fit(self, run: Run, attempts: int = _MAX_ATTEMPTS) -> tuple[Feed, Outputs]:
+        """Find sizes that the model runs with, where nothing is known of them.
+
+        Returns the first of :meth:`feeds` of these sizes, with seed 0, and its outputs.
+
+        Raises:
+            ModelFileError: If none is found, or an input takes strings.
+        """
         for value, _ in self._inputs:
             if value.dtype is ir.DataType.STRING:
                 raise ModelFileError(
                     f"input {value.name!r} takes strings, which cannot be made up: "
                     "give samples"
                 )
-        self._fit(run, attempts)
-        return self.feeds(count, seed=seed, steps=True)
-
-    def _fit(self, run: Run, most: int) -> None:
-        """Find sizes that the model runs with, at most so many, where nothing is known."""
         # Nothing is known of them, neither by their role nor by the user.
         open_names = [
             name
             for name, label in self._counted.items()
             if label in _FREE and name not in self._known and name not in self._given
         ]
-        attempts: list[tuple[int, ...]] = [()]
-        attempts += [(size,) * len(open_names) for size in _CANDIDATES if open_names]
+        tries: list[tuple[int, ...]] = [()]
+        tries += [(size,) * len(open_names) for size in _CANDIDATES if open_names]
         if len(open_names) > 1:
             few = (_LENGTH, *_CANDIDATES[:5])
-            attempts += list(itertools.product(few, repeat=min(len(open_names), 3)))
+            tries += list(itertools.product(few, repeat=min(len(open_names), 3)))
         error: Exception | None = None
         self._tried = dict.fromkeys(open_names, 1)
         limit = max(self._most_elements(), _MAX_ELEMENTS)  # known sizes are as they are
-        for sizes in attempts[:most]:
+        for sizes in tries[:attempts]:
             self._tried = dict(zip(open_names, sizes, strict=False))
             if self._most_elements() > limit:
                 continue
             try:
-                run(self._feed(np.random.default_rng(0)))
+                feed = self._feed(np.random.default_rng(0))
+                return feed, run(feed)
             except Exception as found:  # onnxruntime's own classes, none of them documented
                 error = error or found
-            else:
-                return
         named = [*open_names, *self._counted]
         lines = str(error).strip().splitlines() or [type(error).__name__]
         why = "" if error is None else f"; onnxruntime says: {lines[0][:300]}"
