@@ -9,7 +9,7 @@
     Normalize     Add(Mul(x, c), d), between blocked operators -> BatchNormalization(x)
 
 ``affine`` is a node of :mod:`.affine`. A rule of each class is made for each spelling.
-None applies on a way to Floor, Sin or a comparison (:mod:`rewrite_rules.facts.sensitivity`).
+None of these applies on a way to Floor, Sin or a comparison (see ``facts.sensitivity``).
 """
 
 from __future__ import annotations
@@ -64,15 +64,16 @@ class Differs(Exception):
 
 
 class FoldingRule(RewriteRuleClassBase):
-    """A rule whose check works out what is emitted.
+    """A rule whose :meth:`find` proves its conditions and works out what is emitted.
 
     Attributes:
         candidate: Name of the value that stays where a Refusal is worth a remark.
-        rounds: Whether it only saves nodes, and changes the last digits.
+        avoids_steps: Whether it stays on a way to Floor, Sin or a comparison, where a changed
+            last digit matters. False if no bit changes, or the new kernel is the more exact.
     """
 
     candidate = ""
-    rounds = True
+    avoids_steps = True
 
     def __init__(self, folding: Folding, *, remove_nodes: bool = True) -> None:
         super().__init__(remove_nodes=remove_nodes)
@@ -93,7 +94,7 @@ class FoldingRule(RewriteRuleClassBase):
                     "ORP655", "onnxruntime makes a Gelu of it and the nodes before it"
                 )
             self._found = self.find(out, **values)
-            if self.rounds and (step := step_behind(self._folding.model, out)):
+            if self.avoids_steps and (step := step_behind(self._folding.model, out)):
                 raise Refusal(
                     "ORP652", f"rounded otherwise, it may come out as another step of {step}"
                 )

@@ -26,7 +26,7 @@ from rewrite_rules.graph.parameters import require_constant
 class UnsignedWeight(FoldingRule):
     """A signed weight and its zero point, both 128 more, without a sign."""
 
-    rounds = False
+    avoids_steps = False
     candidate = "out"
 
     def pattern(self, op, q, w):  # type: ignore[no-untyped-def]

@@ -37,7 +37,7 @@ _LISTS = frozenset({"dilations", "kernel_shape", "strides"})
 class DepthwiseLine(FoldingRule):
     """A depthwise convolution along one axis -> along the second of two."""
 
-    rounds = False
+    avoids_steps = False
 
     def pattern(self, op, x, w):  # type: ignore[no-untyped-def]
         return op.Conv(x, w, **ANY, _outputs=["out"])
@@ -86,7 +86,7 @@ def _with_axis(folding: Folding, node: ir.Node, make: Any, op: Any, x: ir.Value)
 class FourierFrames(FoldingRule):
     """An STFT of real frames of constant length -> a convolution."""
 
-    rounds = False
+    avoids_steps = False
 
     def pattern(self, op, x, c):  # type: ignore[no-untyped-def]
         return op.STFT(x, c, **ANY, _outputs=["out"])

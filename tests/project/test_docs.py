@@ -171,7 +171,8 @@ def test_the_list_of_session_options_is_the_passes_own():
         for key, default, text in (row.values() for row in as_json("inspect"))
     ]
     page = (DOCS / "session-options.md").read_text(encoding="utf-8")
-    assert [line for line in page.splitlines() if line.startswith("- ")] == lines
+    listed = [line for line in page.splitlines() if line.startswith("- ")]
+    assert listed == lines, "\n".join(lines)
 
 
 def test_every_page_is_in_the_navigation_and_on_the_first_page():
