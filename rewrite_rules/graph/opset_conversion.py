@@ -30,9 +30,11 @@ _AXES_BECOME_INPUTS = frozenset({
 # Operators that onnxruntime 1.32 computes up to opset 21 only.
 _LOST_OPSET = 22
 _LOST = frozenset({
-    "GlobalLpPool", "MaxRoiPool", "Multinomial", "RandomNormal", "RandomNormalLike",
-    "RandomUniform", "RandomUniformLike", "RoiAlign",
+    "Bernoulli", "GlobalLpPool", "MaxRoiPool", "Multinomial", "RandomNormal",
+    "RandomNormalLike", "RandomUniform", "RandomUniformLike", "RoiAlign",
 })  # fmt: skip
+# Operators with another meaning from an opset on, which ONNX's own converter does not heed.
+_REDEFINED = {"Hardmax": 13, "Resize": 11, "Upsample": 10}
 
 
 def convert_opset(model: ir.Model, opset: int) -> str:
@@ -86,11 +88,17 @@ def convert_opset(model: ir.Model, opset: int) -> str:
 
 
 def _keeps_meaning(model: ir.Model) -> bool:
-    """Whether onnxscript's converter takes a model once it is spelt as in opset 18."""
+    """Whether onnxscript's converter takes a model once it is spelt as in opset 18.
+
+    Raises:
+        ValueError: If no converter does.
+    """
     opset = model.opset_imports.get("", _MIN_OPSET)
     if opset >= _MIN_OPSET:
         return True
     nodes = [node for node in walk(model.graph) if not node.domain]
+    if old := next((n.op_type for n in nodes if opset < _REDEFINED.get(n.op_type, 0)), None):
+        raise ValueError(f"ONNX's converter computes {old} of opset {opset} in another way")
     known = all(onnx.defs.has(kind, opset) for kind in {node.op_type for node in nodes})
     # Statistics of a BatchNormalization that trains are other outputs since opset 14.
     trains = any(n.op_type == "BatchNormalization" and len(n.outputs) > 1 for n in nodes)

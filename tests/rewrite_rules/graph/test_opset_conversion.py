@@ -97,8 +97,8 @@ UNKNOWN = """<ir_version: 10, opset_import: ["": 18]>
 g (float x) => (float[2, 8, 4] y) <float[2] one = {1, 1}> {
     made = Identity(x) z = GroupNormalization<num_groups = 2>(made, one, one) y = Relu(z) }"""
 
-NOISE = """<ir_version: 8, opset_import: ["": 17]>
-g (float[2, 8, 4] x) => (float[2, 8, 4] y) { n = RandomNormalLike(x) y = Add(x, n) }"""
+ONE = """<ir_version: 8, opset_import: ["": {}]>
+g (float[2, 8, 4] x) => (float y) {{ y = {}(x) }}"""
 
 
 @pytest.mark.parametrize(
@@ -106,11 +106,14 @@ g (float[2, 8, 4] x) => (float[2, 8, 4] y) { n = RandomNormalLike(x) y = Add(x, 
     [
         (OWN.format(17, 13), "imports opset 13"),
         (UNKNOWN, "Missing required shape"),
-        (NOISE, "onnxruntime has no kernel for RandomNormalLike since opset 22"),
-        (
-            '<ir_version: 8, opset_import: ["": 17]> g (float x) => (float y) { y = Own(x) }',
-            "",
-        ),
+        (ONE.format(17, "RandomNormalLike"), "no kernel for RandomNormalLike since opset 22"),
+        # A function of RandomUniformLike.
+        (ONE.format(21, "Bernoulli"), "no kernel for Bernoulli since opset 22"),
+        # ONNX's converter leaves the nodes as they are.
+        (ONE.format(12, "Hardmax"), "computes Hardmax of opset 12 in another way"),
+        (ONE.format(10, "Resize"), "computes Resize of opset 10 in another way"),
+        (ONE.format(9, "Upsample"), "computes Upsample of opset 9 in another way"),
+        (ONE.format(17, "Own"), ""),
     ],
 )
 def test_what_no_converter_takes_stays(text: str, reason: str):
