@@ -94,6 +94,8 @@ class Pass:
         kinds = {"name": str, "summary": str, "version": str, "position": int}
         for field, kind in kinds.items():
             if not isinstance(found := getattr(cls, field, None), kind):
-                raise OptionError(f"{cls.__name__}.{field} is {found!r}, no {kind.__name__}")
+                raise OptionError(
+                    f"{cls.__name__}.{field} is {found!r}; expected {kind.__name__}"
+                )
         options_of(cls)
         cls()  # the defaults have to be among the choices

@@ -176,7 +176,7 @@ def write_entries(options: Any, entries: Mapping[str, str]) -> None:
             raise OptionError(f"{entry}: not UTF-8") from None
         if size > _LONGEST_VALUE:
             raise OptionError(
-                f"{key} has {size:,} bytes, and session entries end at {_LONGEST_VALUE:,}: "
+                f"{key} has {size:,} bytes; a session entry holds {_LONGEST_VALUE:,} at most: "
                 "optimize() and enabled() take any length"
             )
         if "\0" in text:  # onnxruntime would cut the value there

@@ -44,7 +44,7 @@ def load(place: str) -> type[Pass]:
             raise OptionError(f"{cls!r} is not a subclass of ortplugins.Pass")
         cls.validate()
         if cls.name in BUILTIN_PASSES:
-            raise OptionError(f"a pass of ours is called {cls.name!r}")
+            raise OptionError(f"{cls.name!r} is the name of a built-in pass")
     except (Exception, SystemExit) as error:  # a module may do anything while it is imported
         kind = "" if isinstance(error, OptionError) else f"{type(error).__name__}: "
         raise OptionError(f"pass {place!r} cannot be used: {kind}{error}") from error

@@ -101,7 +101,7 @@ def _prune(store: ArtifactCache, **what: Any) -> None:
         print(f"left: {item}, {decimal(item.size)}: {reason}")
     if result.abandoned:
         size = decimal(result.abandoned)
-        print(f"removed: what builders left that were killed, {size}")
+        print(f"removed: leftovers of builds that were killed, {size}")
     size = decimal(sum(item.size for item in result.removed))
     kept = f"{result.kept} remain, {decimal(result.size)}"
     print(f"removed {len(result.removed)}, {size}; {kept}, in {store.root}")

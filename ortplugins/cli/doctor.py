@@ -57,7 +57,11 @@ def _machine() -> _Rows:
 
     found = machine()
     yield "processor", found["processor"], ""
-    yield "instruction sets", ", ".join(found["instruction_sets"]) or "none of note", ""
+    yield (
+        "instruction sets",
+        ", ".join(found["instruction_sets"]) or "none that matter here",
+        "",
+    )
     yield "cores", str(found["cores"]), ""
     default, usable, advice = _threads()
     yield "threads of a session", f"{default}, on {usable} physical cores", advice
@@ -112,7 +116,7 @@ def _cache(cache_dir: str) -> _Rows:
         yield "cache entries", f"{len(entries)}, {size}", ""
     place = next(path for path in (root, *root.parents) if path.exists())
     if place.is_dir() and os.access(place, os.W_OK):
-        yield "cache writable", "yes" if exists else "yes, once it is made", ""
+        yield "cache writable", "yes" if exists else "yes, once it is created", ""
     else:
         advice = "set ORTPLUGINS_CACHE_DIR to a folder of your own"
         yield "cache writable", "no", f"{place} cannot be written: {advice}"

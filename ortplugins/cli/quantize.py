@@ -64,7 +64,7 @@ class ChosenRecipe:
             least_cosine, rules PATTERN=float); kv-cache.
         method: rtn, or by samples awq_lite, gptq.
         bits: Bits of a code: 4 or 8.
-        block_size: Weights that share a scale; -1: a whole column.
+        block_size: Weights that share a scale; -1 for a whole column.
         is_symmetric: Signed codes without zero points, or unsigned codes with zero points.
         rules: PATTERN=SETTINGS, for some of the nodes, as `*lm_head*=float` or
             `*down_proj*=bits:8,method:rtn`; repeatable.
@@ -88,7 +88,9 @@ class ChosenRecipe:
         del given["recipe"]
         changes = {name: value for name, value in given.items() if value is not None}
         if twice := changes.keys() & settings:
-            raise UsageError(f"--set {min(twice)}: an option of its own says it, too")
+            raise UsageError(
+                f"--set {min(twice)}: it has an option of its own, which is given too"
+            )
         return changes | {name: _read_value(text) for name, text in settings.items()}
 
 
@@ -174,7 +176,7 @@ def _finish(
         console().print(f"not evaluated: {judged}", style="yellow", soft_wrap=True)
     elif judged is not None:
         print_evaluation(judged)
-        print("evaluated on what calibration left of the text")
+        print("evaluated on the part of the text that calibration did not read")
 
 
 def _evaluate(path: Path | None, floats: Path, source: object) -> Any:

@@ -85,7 +85,7 @@ def _fields(
         else:  # the others are in no field of these two messages
             raise ValueError(f"wire type {kind}")
         if end > stop:
-            raise ValueError("a field that ends behind its message")
+            raise ValueError("a field that ends past its message")
         yield number, kind, start, value, end
         start = end
 

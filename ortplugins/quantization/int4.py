@@ -165,7 +165,7 @@ def quantize_rtn(
     """
     if block_size is None:
         raise TypeError(
-            "quantize_rtn() misses block_size, the third argument, behind gemm_io_type"
+            "quantize_rtn() needs block_size, the third argument, after gemm_io_type"
         )
     if gemm_io_type is not None:
         wanted = ir.DataType(gemm_io_type)
@@ -595,13 +595,13 @@ def _checked(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     given = {name: value for name, value in kwargs.items() if value is not None}
     for name, advice in _REFUSED.items():
         if given.get(name):
-            raise QuantizationError(f"{name} is not done here: {advice}")
+            raise QuantizationError(f"{name} is not supported: {advice}")
     for name in given.keys() & {*_WITHOUT_EFFECT}:
         warnings.warn(f"{name} has no effect", OrtpluginsWarning, stacklevel=3)
     if (axis := given.get("gather_quantize_axis")) not in (None, 1, -1):
         raise QuantizationError(
             f"gather_quantize_axis is {axis!r}: blocks of Gather's tables run along their "
-            "rows here (1 or -1), so that a row is dequantised by itself"
+            "rows here (1 or -1), so that each row is dequantised separately"
         )
     return given
 

@@ -58,7 +58,7 @@ def read_samples(source: Any, model: ir.Model) -> list[Feed]:
     if not feeds:
         raise CalibrationError(
             "calibration data is empty: at least one sample is needed; was the reader or "
-            "generator used up before?"
+            "generator already exhausted?"
         )
     return feeds
 
@@ -98,7 +98,7 @@ def _in_file(path: str | os.PathLike[str]) -> Feed:
             return dict(file)
     except Exception as error:  # OSError, BadZipFile, EOFError, ValueError for a pickle
         raise CalibrationError(
-            f"{path}: cannot be read as .npz file of arrays: {error}"
+            f"{path}: cannot be read as an .npz file of arrays: {error}"
         ) from error
 
 

@@ -470,7 +470,7 @@ def _names_of_providers(
     sequences = (providers, () if provider_options is None else provider_options)
     are_sequences = all(isinstance(item, Sequence) for item in sequences)
     if not are_sequences or not all(isinstance(item, tuple) for item in pairs):
-        raise ValueError("they are no sequence of names, or of pairs")
+        raise ValueError("expected a sequence of names, or of (name, options) pairs")
     if not all(isinstance(options, dict) for _, options in pairs):
-        raise ValueError("their options are no dicts")
+        raise ValueError("expected their options as dicts")
     return [str(name) for name, _ in pairs]

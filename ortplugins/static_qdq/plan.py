@@ -130,7 +130,7 @@ def plan_precision(
     units, switches = _switched_units(graph, switched)
     if not units:
         raise QuantizationError(
-            "the model has no activation of 8 bits between a QuantizeLinear and a "
+            "the model has no 8-bit activation between a QuantizeLinear and a "
             "DequantizeLinear: quantise it first, to a QDQ graph"
         )
     opened = _open(switched, scratch, providers)
@@ -156,7 +156,7 @@ def plan_precision(
         if size > len(ordered):
             best = promoting(len(ordered)).cosine
             raise QuantizationError(
-                f"a cosine of {budget:.6g} is not reached: it is {best:.6g} with "
+                f"a cosine of {budget:.6g} is not reached: the best is {best:.6g}, with "
                 f"{sum(len(unit.names) for unit in ordered)} of {count} activations "
                 "promoted"
             )

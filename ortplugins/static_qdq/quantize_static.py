@@ -138,7 +138,7 @@ def quantize_static_mixed(
     is_quantized = any(node.op_type == "QuantizeLinear" for node in model.graph)
     if is_quantized and (of_quantiser or not (promote or plans)):
         what = f"{of_quantiser[0]!r} has no effect" if of_quantiser else "nothing to promote"
-        raise QuantizationError(f"{file.loaded.name}: is quantised already: {what}")
+        raise QuantizationError(f"{file.loaded.name}: is already quantised: {what}")
     notes = [] if is_quantized else _prepared(model, settings["per_channel"])
     _check_names_given(model.graph, promote)
     names = [label(node) for node in model.graph]

@@ -91,12 +91,12 @@ class FoldingRule(RewriteRuleClassBase):
         try:
             if _is_gelu(values.get("x")):
                 raise Refusal(
-                    "ORP655", "onnxruntime makes a Gelu of it and the nodes before it"
+                    "ORP655", "onnxruntime fuses it and the nodes before it to a Gelu"
                 )
             self._found = self.find(out, **values)
             if self.avoids_steps and (step := step_behind(self._folding.model, out)):
                 raise Refusal(
-                    "ORP652", f"rounded otherwise, it may come out as another step of {step}"
+                    "ORP652", f"rounded differently, it may reach another step of {step}"
                 )
         except (Differs, Refusal) as refusal:
             if self.candidate and isinstance(refusal, Refusal):
@@ -232,7 +232,7 @@ class Gate(FoldingRule):
     def rewrite(self, op: Any, x: ir.Value, gate: ir.Value, out: ir.Value) -> ir.Value:
         """Emit the sum of small tensors, and one product."""
         node = producer(out)
-        self._folding.fired(node, "1 is added to the gate, and not the product to x")
+        self._folding.fired(node, "1 is added to the gate instead of the product to x")
         one = emit_constant(op, np.array(1.0))
         more = like(gate, op.Add(gate, one))
         return op.Mul(x, more, _name=node.name)  # type: ignore[no-any-return]

@@ -52,7 +52,7 @@ class Affine:
     def __post_init__(self) -> None:
         """Refuse what is not finite, and an offset that rounds."""
         if not (np.isfinite(self.scale).all() and np.isfinite(self.offset).all()):
-            raise Refusal("ORP652", "a constant is 0 as a divisor, infinite or not a number")
+            raise Refusal("ORP652", "a constant is NaN, infinite, or 0 as a divisor")
         self.check_offset(np.abs(self.scale))
 
     def check_offset(self, sizes: Float64) -> None:

@@ -214,6 +214,6 @@ def check_type(operand: DequantizedOperand) -> None:
             name = dtype.name.lower()
             raise Refusal("ORP105", f"the weight is cast to {name}: float32 and float16 fuse")
     if any(dtype.bitwidth < operand.dtype.bitwidth for dtype in operand.casts[1:]):
-        raise NoKernel("ORP105", "the weight is rounded to float16 on its way")
+        raise NoKernel("ORP105", "the weight is rounded to float16 in between")
     if ir.DataType.FLOAT16 in operand.casts and operand.may_exceed(_GREATEST_HALF):
-        raise NoKernel("ORP105", "the weight is too great for float16 and becomes infinite")
+        raise NoKernel("ORP105", "the weight overflows float16 and becomes infinite")

@@ -190,7 +190,7 @@ class QuantizedGraph:
             if len(grids) > 1:
                 listed = ", ".join(sorted(map(str, grids)))
                 raise Refusal(
-                    "ORP302", f"it is quantised and dequantised by different grids: {listed}"
+                    "ORP302", f"it is quantised and dequantised on different grids: {listed}"
                 )
             grid = grids.pop()
             _check_value_type(source)

@@ -58,7 +58,7 @@ def _prepack(model_path: Path, context: PassContext) -> str:
 
     if not context.cpu_only:
         raise Refusal(
-            "ORP701", f"packs for the CPU only, not for {', '.join(context.providers)}"
+            "ORP701", f"packs weights only for the CPU, not for {', '.join(context.providers)}"
         )
     if not context.final_graph:
         raise Refusal(
@@ -79,7 +79,7 @@ def _prepack(model_path: Path, context: PassContext) -> str:
         context.remarks.note(
             "model",
             f"{len(others)} packed weights stay on the heap, {others[0]!r} first: their "
-            "operands are no rows of packed_operands.py",
+            "operands are not in packed_operands.py",
         )
     return (
         f"{result['weights']} weights packed, {result['in_use']} of {result['recorded']} "

@@ -60,7 +60,7 @@ def reorder(model: ir.Model, context: PassContext, *, dims: Mapping[str, int]) -
         context.remarks.note(
             _GRAPH,
             f"dimensions without a number counted as {DEFAULT_DIM}: "
-            f"{_first_of(sorted(shapes.guessed))}; give them by dims",
+            f"{_first_of(sorted(shapes.guessed))}; set them with dims",
         )
     if order.unknown_values:
         context.remarks.note(

@@ -142,7 +142,7 @@ class FuseAttention(RewriteRuleClassBase):
                 raise Refusal("ORP609", text)
             if not self._cache.takes(found):
                 text = (
-                    "it is not known which inputs are a mask [B, T] and tokens [B, S] of this"
+                    "no proof shows which inputs are a mask [B, T] and tokens [B, S] of this"
                 )
                 raise Refusal("ORP609", f"{text} cache")
         elif found.caches and not (
@@ -422,13 +422,13 @@ def _check_layout(
     if made_by(kept, "Reshape") and not sizes.fits(kept, "B H S D"):
         wrong.append(kept)
     if wrong:
-        text = f"Reshape {label(producer(wrong[0]))!r} is laid out in another way"
+        text = f"Reshape {label(producer(wrong[0]))!r} has another layout"
         raise Refusal("ORP603", text)
     for product in products:
         if len({len(found.facts.dims(value) or ()) for value in product.inputs}) > 1:
             raise Refusal("ORP603", f"{label(product)!r} multiplies by more than heads")
     if found.facts.dims(kept, 4) is None:
-        raise Refusal("ORP603", "the result is laid out in another way")
+        raise Refusal("ORP603", "the result has another layout")
 
 
 def _check_batch(heads: Heads, found: Attention) -> None:

@@ -98,7 +98,7 @@ class GroupQueries(RewriteRuleClassBase):
             sizes.match(whole, f"B _ {' '.join(heads.axes[2:])}")
             sizes.know("K", known(query_heads))
         if sizes.misfit(heads, "B N L D K") is not None:
-            raise Refusal("ORP603", f"{right.name!r} is laid out in another way")
+            raise Refusal("ORP603", f"{right.name!r} has another layout")
         if rows is None or len(rows) != len(columns):
             raise Refusal(
                 "ORP602", f"the rank of {left.name!r} is not known to be {len(columns)}"

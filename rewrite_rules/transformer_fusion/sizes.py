@@ -79,7 +79,7 @@ class Sizes:
         if dim in same:
             return
         if number(dim) is not None and any(number(other) is not None for other in same):
-            raise Refusal("ORP601", f"its sizes are known not to fit each other: {name}")
+            raise Refusal("ORP601", f"its sizes contradict each other: {name}")
         self._asked[same[0], dim] = name, value, axis
         same.append(dim)
 

@@ -270,7 +270,7 @@ def _attention(site: Site) -> list[Axes | Side]:
     if is_causal and plain([key[-2]]) != plain([query[-2]]):
         raise Refusal("ORP503", "hides what comes later in another sequence")
     if is_causal and not site.node.domain and site.has(table.counted):
-        raise Refusal("ORP503", "counts later keys from the last of each row")
+        raise Refusal("ORP503", "counts keys from the last one of each row")
     masks = [(i, How.NUMBERS) for i in table.masks if site.has(i)]
     if site.has(table.counted):
         is_count = len(site.flow.roles.dims(site.input(table.counted)) or ()) == 1
@@ -520,7 +520,7 @@ def _embedded(site: Site) -> list[Axes | Side]:
     if site.has(7):
         mask = site.flow.value(site.input(7))
         if not isinstance(mask, Side):
-            raise Refusal("ORP503", "counts the ones of what is no mask")
+            raise Refusal("ORP503", "counts the ones of something other than the mask")
         ones = ((array == 1).sum(1).astype(np.int32) for array in mask.arrays)
         counts = site.flow.side(site.node.outputs[1], ones)
     return [made, counts, made]

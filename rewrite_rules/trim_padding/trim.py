@@ -84,7 +84,7 @@ def trim_padding(
     for value in outputs:
         if any(not one.zero for one in axes[value].values()):
             context.remarks.note(
-                str(value.name), "positions behind the longest row are 0 from now on"
+                str(value.name), "positions after the longest row are 0 from now on"
             )
     if pack:
         gained += _pack(model, flow, names, nodes.holds, context)
@@ -158,7 +158,7 @@ def _find_mask(model: ir.Model, name: str) -> TokenFlow:
     if len(proofs) > 1:
         raise Refusal(
             "ORP501",
-            f"{_names(flow.mask for flow in proofs)} may each be the mask: name it by "
+            f"{_names(flow.mask for flow in proofs)} may each be the mask: name it with "
             "trim_padding.mask",
         )
     if not proofs:
@@ -194,7 +194,7 @@ def _candidates(model: ir.Model, name: str) -> list[ir.Value]:
 
 def _is_no_mask(value: ir.Value) -> str:
     kind = "no type" if value.dtype is None else value.dtype.name.lower()
-    return f"is no mask of [batch, sequence]: it is of {kind}, shape {value.shape}"
+    return f"is not a mask of [batch, sequence]: it has {kind}, shape {value.shape}"
 
 
 def _may_be_mask(value: ir.Value) -> bool:
@@ -216,9 +216,7 @@ def _sequence_axes(model: ir.Model, flow: TokenFlow) -> dict[ir.Value, dict[int,
         if not found:
             continue
         if any(len(axes[i]) > 1 for i in found):
-            raise Refusal(
-                "ORP506", f"{value.name!r} has the sequence joined with another axis"
-            )
+            raise Refusal("ORP506", f"{value.name!r} joins the sequence with another axis")
         if value.dtype not in _PADDED_TYPES:
             kind = "no type" if value.dtype is None else value.dtype.name.lower()
             raise Refusal("ORP506", f"{value.name!r} is of {kind}, which Pad does not take")
@@ -228,7 +226,7 @@ def _sequence_axes(model: ir.Model, flow: TokenFlow) -> dict[ir.Value, dict[int,
             if not behind.zero and behind.set_by_mask:
                 raise Refusal(
                     "ORP506",
-                    f"{value.name!r} is set behind the longest row by the model itself",
+                    f"{value.name!r} is set after the longest row by the model itself",
                 )
         result[value] = found
     return result

@@ -84,7 +84,7 @@ class MixedPrecisionBoundaries(Pass):
         promote = list(filter(None, map(str.strip, self.promote.split(","))))
         if not overrides and not promote:
             context.remarks.note(
-                "model", "nothing is to change its precision: give overrides, or promote"
+                "model", "no precision is to change: give overrides, or promote"
             )
         in_float = self.mode == "float"
         place_boundaries(

@@ -211,7 +211,7 @@ def test_prune_leaves_what_is_being_built(aged, model_path, cache_dir):
     # The builder is gone, and did not finish.
     removed, abandoned, _ = lines("prune", "--max-size", "0")
     assert str(model_path) in removed
-    assert abandoned == "removed: what builders left that were killed, 1.0 kB"
+    assert abandoned == "removed: leftovers of builds that were killed, 1.0 kB"
     assert not half.exists()
 
 

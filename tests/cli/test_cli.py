@@ -191,7 +191,7 @@ def test_doctor_looks_at_the_cache_and_makes_none(doctor, tmp_path):
     before = files(tmp_path)
     named = "set ORTPLUGINS_CACHE_DIR to a folder of your own"
     for name, entries, writable, problem in (
-        ("none", "0, 0 bytes", "yes, once it is made", ""),
+        ("none", "0, 0 bytes", "yes, once it is created", ""),
         ("full", "1, ", "yes", ""),
         ("file/x", "0, 0 bytes", "no", f"{tmp_path / 'file'} cannot be written: {named}"),
         ("open", "not used", "yes", ""),

@@ -212,7 +212,7 @@ def test_quantising_ends_with_figures_where_there_is_a_text(monkeypatch):
     assert (table["op_type"], table["reason"]) == ("Gather", "Gather is not among op_types")
     # A third of the text is more than a window.
     assert found["count"] == 511 and found["kl_divergence"] > 0 and found["held_back"]
-    assert "evaluated on what calibration left of the text" in shown
+    assert "evaluated on the part of the text that calibration did not read" in shown
     # A tokenizer in a subfolder does as well, as some exports have it.
     Path("float/hf").mkdir()
     Path("float/tokenizer.json").rename("float/hf/tokenizer.json")

@@ -145,7 +145,7 @@ def test_gptq_with_a_token_or_two_rounds_to_nearest_and_says_so():
         (row,), notes = result.report.nodes, result.report.notes
         assert row.method == method
         if method == "rtn":
-            assert row.reason == f"gptq wants 4 tokens, not {count}"
+            assert row.reason == f"gptq needs 4 tokens, not {count}"
             assert notes == [f"1 weights are rounded to nearest, as {row.reason}: W"]
             np.testing.assert_array_equal(dequantised(read(result.model))["m"], nearest)
 

@@ -205,7 +205,7 @@ HINT = {"hint": "start"}
             configured(a_pass("mine")),
             "pass 'types:mine' cannot be used: AttributeError",
         ),
-        (configured(OfOurName()), "a pass of ours is called 'conv_fusion'"),
+        (configured(OfOurName()), "'conv_fusion' is the name of a built-in pass"),
         (configured(FUSION, DqMatMulNBitsFusion(4)), "'dq_matmulnbits_fusion' is given twice"),
         (configured(FUSION, strikt=True), "unknown option 'strikt': did you mean 'strict'"),
         (configured(FUSION, strict="1"), "ortplugins.strict is '1'; expected a bool"),
@@ -238,7 +238,7 @@ def test_a_promotion_of_nothing_is_noted(options, noted):
         { c = QuantizeLinear(x, s, z)  y = DequantizeLinear(c, s, z) }"""
     passes = [ortplugins.MixedPrecisionBoundaries(**options)]
     report = ortplugins.optimize(proto_of(text), passes=passes).report
-    assert ("nothing is to change its precision" in str(report)) == noted
+    assert ("no precision is to change" in str(report)) == noted
 
 
 def test_passes_run_by_position_then_by_name():
@@ -332,11 +332,11 @@ BROKEN = {
     ),
     "a name of ours": (
         textwrap.dedent(STAMP).replace('"stamp"\n', '"conv_fusion"\n'),
-        "a pass of ours is called 'conv_fusion'",
+        "'conv_fusion' is the name of a built-in pass",
     ),
     "no name": (
         textwrap.dedent(STAMP).replace('    name: ClassVar[str] = "stamp"\n', ""),
-        "Stamp.name is None, no str",
+        "Stamp.name is None; expected str",
     ),
     "an option that is none": (
         textwrap.dedent(STAMP).replace('ortplugins.option("hello", "What to write.")', '"x"'),

@@ -120,7 +120,7 @@ CODES = model_of(
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        (CODES, {}, "no activation of 8 bits between"),
+        (CODES, {}, "no 8-bit activation between"),
         (chain(), {"budget": 0.9999999}, "is not reached: .* with 1 of 7 activations"),
     ],
     ids=["no grids", "a budget out of reach"],

@@ -193,9 +193,9 @@ def test_older_models_are_converted_to_the_opset_that_scales_need(
 
 def test_a_quantised_model_is_refused_and_an_output_that_exists(tmp_path):
     model = quantize_static_mixed(conv_net(), None, samples()).model
-    with pytest.raises(QuantizationError, match="quantised already: nothing to promote"):
+    with pytest.raises(QuantizationError, match="already quantised: nothing to promote"):
         quantize_static_mixed(model, None, samples())
-    with pytest.raises(QuantizationError, match="quantised already: 'per_channel' has no"):
+    with pytest.raises(QuantizationError, match="already quantised: 'per_channel' has no"):
         quantize_static_mixed(model, None, samples(), promote=["d"], per_channel=False)
     again = quantize_static_mixed(model, None, samples(), promote=["d"]).model
     assert {"conv>u8>mul", "mul>u8>pool"} <= paths(model) - paths(again)

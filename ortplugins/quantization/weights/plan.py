@@ -200,7 +200,7 @@ def _chosen(
         by_rows = use.activation is None and recipe.fuses(table=True)
         if not reason and by_rows and use.K * form.bits % 8:
             size = f"{use.K} x {form.bits} bits"
-            reason = f"GatherBlockQuantized wants rows of whole bytes, not {size}"
+            reason = f"GatherBlockQuantized needs rows of whole bytes, not {size}"
         nodes.append(report_of(use, reason=reason))
         if not reason:
             k_last = recipe.quant_format != "QDQ" or use.weight in tables

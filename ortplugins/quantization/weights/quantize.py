@@ -210,7 +210,7 @@ def _known(group: Group, statistics: ActivationStatistics | None, ranks: bool) -
     if statistics is None:
         _round(group, UNREACHED)
     elif group.method == "gptq" and statistics.count < _LEAST_TOKENS:
-        _round(group, f"gptq wants {_LEAST_TOKENS} tokens, not {statistics.count}")
+        _round(group, f"gptq needs {_LEAST_TOKENS} tokens, not {statistics.count}")
     if statistics is None or ranks:
         return dict.fromkeys(group.weights, statistics)
     if group.method == "awq_lite":
@@ -328,7 +328,7 @@ def _note_unreached(plan: WeightPlan) -> None:
     errors = [w.rows[0].output_error for group in calibrated for w in group.weights]
     if errors and all(map(math.isnan, errors)):
         raise CalibrationError(
-            "no token of the samples reaches any weight: are they empty, or padding?"
+            "no token of the samples reaches any weight: are they empty, or all padding?"
         )
     names: dict[str, list[str]] = {}
     for group in calibrated:

@@ -161,7 +161,9 @@ def _checked_rule(rule: tuple[str, Any]) -> tuple[str, Mapping[str, Any]]:
             raise TypeError(f"{settings!r} is neither float nor settings such as bits 8")
         for name in map(str, found):
             if name not in (*_FORM, *_OTHERS):
-                raise TypeError(f"no setting is {name!r}{did_you_mean(name, _FORM + _OTHERS)}")
+                raise TypeError(
+                    f"unknown setting {name!r}{did_you_mean(name, _FORM + _OTHERS)}"
+                )
         if (keep := found.get("keep_float", True)) not in (False, True):
             raise TypeError(f"keep_float is {keep!r}; expected true or false")
         Recipe(**{name: found[name] for name in (*_FORM, "method") if name in found})

@@ -296,7 +296,7 @@ def _check_not_beside_codes(node: ir.Node) -> None:
         other = reader.inputs[1 - index] if reader.op_type == "Add" else None
         beside = None if other is None else other.producer()
         if beside is not None and beside.op_type == "MatMulIntegerToFloat":
-            raise Refusal("ORP803", f"already quantised: it adds what {label(beside)!r} lacks")
+            raise Refusal("ORP803", f"already quantised: {label(beside)!r} holds the rest")
 
 
 def _root(operand: ir.Value) -> tuple[ir.Value, bool]:

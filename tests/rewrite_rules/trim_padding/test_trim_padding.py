@@ -249,7 +249,7 @@ def test_a_mask_that_is_not_taken_is_named(kind, axes):
     info.CopyFrom(shaped.type.tensor_type)
     names = ",".join(axes)
     found = (
-        f"'attention_mask' is no mask of [batch, sequence]: it is of {kind}, shape [{names}]"
+        f"'attention_mask' is not a mask of [batch, sequence]: it has {kind}, shape [{names}]"
     )
     assert refusal(model) == found
 
@@ -302,7 +302,7 @@ def encoder_decoder() -> onnx.ModelProto:
 def test_two_sequences_with_a_mask_each_are_refused_until_one_is_named():
     reason = refusal(encoder_decoder())
     assert reason == (
-        "'attention_mask', 'decoder_attention_mask' may each be the mask: name it by "
+        "'attention_mask', 'decoder_attention_mask' may each be the mask: name it with "
         "trim_padding.mask"
     )
 
