@@ -73,7 +73,7 @@ def prune_entries(
     older_than: Annotated[float | None, Parameter(converter=age)] = None,
     cache_dir: opt.CacheDir = "",
 ) -> None:
-    """Remove entries that were not used for a time, and the oldest above a size.
+    """Remove entries not used for a while, and the least recently used above a size.
 
     Args:
         max_size: Remove the least recently used until the rest fits: 500MB, 10GB, 1GiB.

@@ -30,7 +30,7 @@ def evaluate(
     providers: opt.Providers = opt.CPU,
     format: opt.Format = "text",
 ) -> None:
-    """Measure a model's quality on a text, a decoder's or an encoder's, and its size.
+    """Measure the quality of a decoder or an encoder on a text, and its size.
 
     Args:
         against: The float model, or its folder, to compare with.

@@ -39,8 +39,8 @@ def optimize(
 
     Args:
         hint: Run the passes of a hint.
-        bake: Run onnxruntime's own optimisers, too: for this machine, and for sessions that
-            run none (ORT_DISABLE_ALL).
+        bake: Also run onnxruntime's own optimisers: the file is then for this machine, and
+            for sessions with ORT_DISABLE_ALL.
     """
     from ortplugins.optimization.optimize import optimize
 
@@ -79,8 +79,8 @@ def inspect(
 ) -> None:
     """Print what passes would do to a model, and why not; write nothing.
 
-    For a model without quantised weights, it names all passes for speed that would fire.
-    Without a model, it lists the passes and their options, as session keys.
+    For a model without quantised weights, name all speed passes that would fire. Without a
+    model, list the passes and their options as session keys.
     """
     printing.check()
     if model is None:
@@ -145,5 +145,5 @@ def _key_rows() -> Iterator[tuple[str, str, str]]:
 def _key_row(key: str, spec: Option) -> tuple[str, str, str]:
     text = spec.help
     if spec.choices:
-        text += f" One of: {', '.join(map(format_value, spec.choices))}."
+        text += f" One of: {', '.join(filter(None, map(format_value, spec.choices)))}."
     return key, format_value(spec.default), text

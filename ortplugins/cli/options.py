@@ -27,7 +27,8 @@ Output: TypeAlias = Annotated[Path, Parameter(alias="-o", help="File to write.")
 Force: TypeAlias = Annotated[bool, Parameter(help="Overwrite files that exist.")]
 Format: TypeAlias = Annotated[Literal["text", "json"], Parameter(help="How to print it.")]
 Passes: TypeAlias = Annotated[
-    tuple[str, ...], Parameter("--pass", help="Name of a pass to run; repeatable.")
+    tuple[str, ...],
+    Parameter("--pass", help="Pass to run: a name, or module:class; repeatable."),
 ]
 Settings: TypeAlias = Annotated[
     tuple[str, ...],
@@ -35,7 +36,9 @@ Settings: TypeAlias = Annotated[
 ]
 Version: TypeAlias = Annotated[
     str | None,
-    Parameter(help="Oldest onnxruntime to run on, as 1.24; by default the installed one."),
+    Parameter(
+        help="Oldest onnxruntime to run on, such as 1.24; by default the installed one."
+    ),
 ]
 Providers: TypeAlias = Annotated[
     tuple[str, ...],
@@ -103,7 +106,7 @@ class GivenSamples:
         Parameter(help=".npz file with an array for each input; repeatable."),
     ] = ()
     text: Annotated[
-        Path | None, Parameter(help="A text, whose windows are samples, read by --tokenizer.")
+        Path | None, Parameter(help="A text to take samples from, read with --tokenizer.")
     ] = None
     tokenizer: Annotated[
         Path | None, Parameter(help="tokenizer.json; by default the one next to the model.")

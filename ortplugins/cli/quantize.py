@@ -60,15 +60,15 @@ class ChosenRecipe:
     """A recipe by name, and changes to it.
 
     Attributes:
-        recipe: small, balanced or best, which what follows changes; encoder8 (settings:
+        recipe: small, balanced or best, changed by the options below; encoder8 (settings:
             least_cosine, rules PATTERN=float); kv-cache.
-        method: rtn, or by samples awq_lite, gptq.
+        method: rtn; with samples, awq_lite or gptq.
         bits: Bits of a code: 4 or 8.
         block_size: Weights that share a scale; -1 for a whole column.
         is_symmetric: Signed codes without zero points, or unsigned codes with zero points.
-        rules: PATTERN=SETTINGS, for some of the nodes, as `*lm_head*=float` or
+        rules: PATTERN=SETTINGS, for some of the nodes, such as `*lm_head*=float` or
             `*down_proj*=bits:8,method:rtn`; repeatable.
-        settings: NAME=VALUE, another setting, as share_of_8_bits=0.03; repeatable.
+        settings: NAME=VALUE, another setting, such as share_of_8_bits=0.03; repeatable.
     """
 
     recipe: str | None = None
@@ -108,7 +108,7 @@ def quantize(
 ) -> None:
     """Quantise a model's weights to 4 or 8 bits.
 
-    encoder8 quantises an encoder's activations, too; kv-cache a decoder's cache.
+    The recipe encoder8 also quantises an encoder's activations, kv-cache a decoder's cache.
 
     Args:
         providers: Execution provider that runs samples; repeatable.

@@ -34,8 +34,8 @@ def quantize_static(
 ) -> None:
     """Quantise weights and activations to 8 bits, chosen activations to 16.
 
-    With --budget or --max-16bit, the activations that cost most are found, and promoted; also
-    in a model that has 8 bits already.
+    With --budget or --max-16bit, find the activations that cost most accuracy and promote
+    them; also in a model that is already quantised.
 
     Args:
         promote: A tensor or node to give 16 bits; repeatable.

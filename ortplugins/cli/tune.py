@@ -30,7 +30,7 @@ def tune(
     """Measure passes and session settings against plain onnxruntime; write nothing.
 
     Args:
-        hint: What has to gain.
+        hint: What to improve.
         rounds: Processes of each candidate; they take turns.
         samples: An .npz file of inputs to measure with.
     """

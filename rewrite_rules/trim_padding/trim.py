@@ -193,7 +193,7 @@ def _candidates(model: ir.Model, name: str) -> list[ir.Value]:
 
 
 def _is_no_mask(value: ir.Value) -> str:
-    kind = "no type" if value.dtype is None else value.dtype.name.lower()
+    kind = "no type" if value.dtype is None else f"type {value.dtype.name.lower()}"
     return f"is not a mask of [batch, sequence]: it has {kind}, shape {value.shape}"
 
 
@@ -218,7 +218,7 @@ def _sequence_axes(model: ir.Model, flow: TokenFlow) -> dict[ir.Value, dict[int,
         if any(len(axes[i]) > 1 for i in found):
             raise Refusal("ORP506", f"{value.name!r} joins the sequence with another axis")
         if value.dtype not in _PADDED_TYPES:
-            kind = "no type" if value.dtype is None else value.dtype.name.lower()
+            kind = "no type" if value.dtype is None else f"type {value.dtype.name.lower()}"
             raise Refusal("ORP506", f"{value.name!r} is of {kind}, which Pad does not take")
         if value.is_graph_input() and value in model.graph.outputs:
             raise Refusal("ORP506", f"{value.name!r} is an input and an output")
