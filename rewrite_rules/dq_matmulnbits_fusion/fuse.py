@@ -52,11 +52,10 @@ def fuse(
         text = "it imports no opset of the default domain"
         context.remarks.refused("model", Refusal("ORP204", text))
         return
-    if model.functions:
-        with context.remarks.at("functions"):
-            # Whether a function's parameter is a constant shows only where it is called.
-            for name, reason in inline_functions(model).items():
-                context.remarks.refused(name, Refusal("ORP117", reason))
+    with context.remarks.at("functions"):
+        # Whether a function's parameter is a constant shows only where it is called.
+        for name, reason in inline_functions(model).items():
+            context.remarks.refused(name, Refusal("ORP117", reason))
     run = FusionRun(model, options, context, only)
     # One sweep is enough: an Add comes after its MatMul, which is a MatMulNBits by then.
     # Rules are built per call: they hold the match between check and rewrite.

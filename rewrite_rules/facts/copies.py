@@ -7,8 +7,6 @@ Transpose(x, perm = [0, 1, ...])   Reshape(x) where sizes are proved to stay
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import onnx_ir as ir
 
 from rewrite_rules.graph.nodes import input_of, walk
@@ -21,13 +19,13 @@ _OPERATORS = frozenset({"Cast", "Concat", "Dropout", "Identity", "Reshape", "Tra
 _DROPOUT_OPSET = 7
 
 
-def drop_copies(model: ir.Model, nodes: Iterable[ir.Node] | None = None) -> None:
+def drop_copies(model: ir.Model) -> None:
     """Have what copies are read for read their source; of outputs of graphs a copy stays.
 
-    Looks at the main graph and its subgraphs, or at some nodes of these; they are sorted.
+    Looks at the main graph and its subgraphs, which are sorted.
     """
     facts = ProvedShapes(model, on_demand=True)
-    for node in [*walk(model.graph)] if nodes is None else nodes:
+    for node in [*walk(model.graph)]:
         if node.op_type in _OPERATORS and not node.domain and _is_copy(node, facts):
             source, result = node.inputs[0], node.outputs[0]
             assert node.graph is not None

@@ -201,6 +201,8 @@ def inline_functions(model: ir.Model) -> dict[str, str]:
 
     Return why some stay as they are, by the names of these functions. None calls itself.
     """
+    if not model.functions:
+        return {}
     import onnx_ir.passes.common
 
     kept: dict[str, str] = {}

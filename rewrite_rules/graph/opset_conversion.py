@@ -56,8 +56,7 @@ def convert_opset(model: ir.Model, opset: int) -> str:
     inputs, weights = [*graph.inputs], {v: v.const_value for v in graph.initializers.values()}
     with _warnings() as found:
         try:
-            kept = inline_functions(converted) if model.functions else {}
-            if kept:
+            if kept := inline_functions(converted):
                 return next(iter(kept.values()))
             keeps_nodes = _keeps_meaning(converted)
             if keeps_nodes and given < _MIN_OPSET:

@@ -11,12 +11,7 @@ from onnxscript.rewriter import RewriteRule
 
 from rewrite_rules.facts.copies import drop_copies
 from rewrite_rules.graph.initializers import name_apart
-from rewrite_rules.graph.nodes import (
-    remove_unused,
-    sort_nodes,
-    subgraphs,
-    walk,
-)
+from rewrite_rules.graph.nodes import all_nodes, remove_unused, sort_nodes, subgraphs, walk
 from rewrite_rules.graph.opset_conversion import convert_opset
 from rewrite_rules.graph.rule_set import DispatchingRuleSet
 from rewrite_rules.graph.value_types import derive_types
@@ -30,10 +25,7 @@ from rewrite_rules.transformer_fusion.attention import (
     note_kernels,
     refuse_the_rest,
 )
-from rewrite_rules.transformer_fusion.equal_values import (
-    fold_scalars,
-    share_nodes,
-)
+from rewrite_rules.transformer_fusion.equal_values import fold_scalars, share_nodes
 from rewrite_rules.transformer_fusion.grouped_queries import GroupQueries
 from rewrite_rules.transformer_fusion.norms import RmsNorm, SkipNorm
 from rewrite_rules.transformer_fusion.projections import merge_projections
@@ -95,16 +87,19 @@ def fuse_transformer(
 
 
 def _raise_opset(model: ir.Model, context: PassContext) -> None:
-    """Convert a model with attention: rules meet one spelling, and may write kernels."""
+    """Convert a model with attention: rules meet one spelling, and may write kernels.
+
+    Functions are inlined then, of a model of a newer opset as well.
+    """
     opset = model.opset_imports.get("", 0)
-    wanted = _KERNEL_OPSET if context.cpu_only else _AXES_OPSET
-    weighted = multiplied_weights(_by_operator(model)["Softmax"])
-    if not weighted or opset >= wanted:
+    wanted = max(opset, _KERNEL_OPSET if context.cpu_only else _AXES_OPSET)
+    softmaxes = (node for node in all_nodes(model) if node.op_type == "Softmax")
+    if not multiplied_weights(softmaxes) or (opset == wanted and not model.functions):
         return
-    reason = convert_opset(model, wanted)
-    if reason:
+    if reason := convert_opset(model, wanted):
         text = f"opset {opset} was not converted to {wanted}: {reason}"
-        context.remarks.refused("model", Refusal("ORP607", text))
+        refusal = Refusal("ORP607", text) if opset < wanted else Refusal("ORP117", reason)
+        context.remarks.refused("model", refusal)
 
 
 def _by_operator(model: ir.Model) -> Mapping[str, list[ir.Node]]:

@@ -13,13 +13,7 @@ from builders import decoders, encoders, exports, layout_matrix, order_graphs
 from builders.attention_forms import FORMS as ATTENTION_FORMS
 from builders.attention_forms import form, form_feeds
 from builders.token_batches import Feeds, Run, fed
-from builders.transformer_parts import (
-    LAYOUTS,
-    REPEATS,
-    attention,
-    gelu,
-    norm,
-)
+from builders.transformer_parts import LAYOUTS, REPEATS, attention, gelu, norm
 
 from ortplugins import (
     DqMatMulNBitsFusion,

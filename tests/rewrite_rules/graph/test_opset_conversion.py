@@ -127,8 +127,9 @@ def test_what_no_converter_takes_stays(text: str, reason: str):
     assert ir.to_proto(model).SerializeToString() == before
 
 
-def test_functions_are_inlined():
-    model = ir.from_proto(onnx.parser.parse_model(OWN.format(17, 17)))
+@pytest.mark.parametrize("opset", [17, 23])
+def test_functions_are_inlined(opset: int):
+    model = ir.from_proto(onnx.parser.parse_model(OWN.format(opset, opset)))
     assert convert_opset(model, 23) == ""
     assert not model.functions
     np.testing.assert_array_equal([node.op_type for node in model.graph], ["Relu"])

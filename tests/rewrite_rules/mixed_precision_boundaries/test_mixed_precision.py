@@ -7,14 +7,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from builders.dequantized_models import run
-from builders.qdq_models import (
-    chains,
-    grid,
-    parse,
-    place,
-    quantized,
-    serialized,
-)
+from builders.qdq_models import chains, grid, parse, place, quantized, serialized
 from builders.text_cases import assert_laws_on_page, text_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -11,11 +11,7 @@ import onnx.numpy_helper
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from builders.decoders import (
-    changed,
-    genai_decoder,
-    small_decoder,
-)
+from builders.decoders import changed, genai_decoder, small_decoder
 from builders.dequantized_models import assert_same_outputs, run
 from builders.exports import (
     DECODERS,

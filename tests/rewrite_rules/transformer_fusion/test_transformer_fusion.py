@@ -8,17 +8,7 @@ import pytest
 from builders.dequantized_models import assert_same_outputs, op_types
 from builders.exports import fused
 from builders.text_models import normal, proto_of
-from builders.transformer_parts import (
-    LAYOUTS,
-    REPEATS,
-    STAYS,
-    D,
-    G,
-    H,
-    attention,
-    gelu,
-    norm,
-)
+from builders.transformer_parts import LAYOUTS, REPEATS, STAYS, D, G, H, attention, gelu, norm
 
 
 def feeds(batch: int, queries: int, keys: int, seed: int = 0) -> dict[str, np.ndarray]:
@@ -191,3 +181,18 @@ def test_nodes_with_other_absent_outputs_are_two():
     model.graph.node[0].output.append("")
     result = fused_by_kernels(model)
     check(result, model, {"i": np.array([5, 3, 5, 9, 3])})
+
+
+@pytest.mark.parametrize("opset", [17, 23, 24])
+def test_attention_in_a_function_is_fused(opset: int):
+    model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": {opset}, "own": 1]>
+        g (float[B, S, 16] x) => (float[B, S, 16] y) <int64[4] split = {{0, 0, 2, 8}},
+            int64[3] flat = {{0, 0, 16}}> {{ y = own.attend(x, split, flat) }}
+        <domain: "own", opset_import: ["": {opset}]> attend (x, split, flat) => (y) {{
+            heads = Reshape(x, split) q = Transpose<perm = [0, 2, 1, 3]>(heads)
+            k = Transpose<perm = [0, 2, 3, 1]>(heads) s = MatMul(q, k)
+            w = Softmax<axis = 3>(s) m = MatMul(w, q)
+            t = Transpose<perm = [0, 2, 1, 3]>(m) y = Reshape(t, flat) }}""")
+    result, remarks, _ = fused(model)
+    assert remarks["fired"]
+    check(result, model, {"x": normal(2, 5, 16)})
