@@ -9,7 +9,7 @@ microseconds of a start. So only the options of passes that are switched on are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 PREFIX = "ortplugins"
@@ -140,11 +140,16 @@ def stored(options: Any, key: str) -> str | None:
         return None
 
 
-def given_entries(ask: Lookup, switched: Mapping[str, str] | None = None) -> dict[str, str]:
+def given_entries(
+    ask: Lookup,
+    keys_of_others: Callable[[str], Iterable[str]],
+    switched: Mapping[str, str] | None = None,
+) -> dict[str, str]:
     """Return ours of the entries that a session was given; none where no pass is on.
 
     Args:
         ask: Returns an entry of the session's options.
+        keys_of_others: :func:`.registry.option_keys`, which few starts have to import.
         switched: Entries that count for options which name no pass themselves.
     """
     own = _found(ask, (HINT_KEY, PASSES_KEY, *_ENABLING))
@@ -160,23 +165,13 @@ def given_entries(ask: Lookup, switched: Mapping[str, str] | None = None) -> dic
         return {}
     general = (CACHE_DIR_KEY, CACHE_LIMIT_KEY, STRICT_KEY, BAKE_KEY, IN_MEMORY_KEY)
     keys = [option_key(name, option) for name in on for option in OPTIONS[name]]
-    keys += _option_keys(places) if places else ()
+    keys += keys_of_others(places) if places else ()
     return {**entries, **_found(ask, (*general, *keys))}
 
 
 def entries_of_onnxruntime(ask: Lookup) -> dict[str, str]:
     """Return those of onnxruntime's entries that an optimised model depends on."""
     return _found(ask, (DATA_FOLDER_KEY, *OF_ONNXRUNTIME))
-
-
-def _option_keys(places: str) -> Iterator[str]:
-    """Yield the entries that passes of other packages read."""
-    from session_options.keys import options_of
-    from session_options.registry import loaded
-
-    for cls in loaded(places):
-        for spec in options_of(cls):
-            yield option_key(cls.name, spec.name)
 
 
 def _found(ask: Lookup, keys: Iterable[str]) -> dict[str, str]:

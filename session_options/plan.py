@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from session_options import keys
 from session_options.entries import (
     BUILTIN_PASSES,
+    HINT_KEY,
     PASSES_KEY,
     PREFIX,
     enable_key,
@@ -17,11 +18,10 @@ from session_options.entries import (
     option_key,
     stored,
 )
-from session_options.entries import HINT_KEY as HINT_KEY
 from session_options.keys import Option, OptionError, Scalar
 from session_options.passes import Pass
 from session_options.presets import PRESETS
-from session_options.registry import find, load, loaded, place_of
+from session_options.registry import find, load, loaded, option_keys, place_of
 
 # Bytes of a session entry's value; onnxruntime says so in a RuntimeError.
 _LONGEST_VALUE = 8192
@@ -126,7 +126,7 @@ def read(options: Any | None) -> Plan:
     """
     if options is None:
         return Plan()
-    return Plan.from_entries(given_entries(functools.partial(stored, options)))
+    return Plan.from_entries(given_entries(functools.partial(stored, options), option_keys))
 
 
 def _check_keys(entries: Mapping[str, str]) -> None:

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
-
-from session_options.entries import Lookup
 
 _SPEED = ("dq_matmulnbits_fusion", "transformer_fusion", "conv_fusion")
 
@@ -36,7 +34,7 @@ PRESETS: Mapping[str, Preset] = {
 }
 
 
-def settings_of(hint: str, ask: Lookup) -> Mapping[str, str]:
+def settings_of(hint: str, ask: Callable[[str], str | None]) -> Mapping[str, str]:
     """Return what a hint sets for a session; ``ask`` returns the entries that its user set.
 
     Nothing for a hint that nobody knows, which is an error where the plan is read.

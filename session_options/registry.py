@@ -6,8 +6,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 
-from session_options.entries import BUILTIN_PASSES
-from session_options.keys import OptionError, closest
+from session_options.entries import BUILTIN_PASSES, option_key
+from session_options.keys import OptionError, closest, options_of
 from session_options.passes import Pass
 
 
@@ -54,6 +54,13 @@ def load(place: str) -> type[Pass]:
 def loaded(places: str) -> Iterator[type[Pass]]:
     """Yield the classes that the entry ``ortplugins.passes`` names, as :func:`load`."""
     yield from map(load, filter(None, map(str.strip, places.split(","))))
+
+
+def option_keys(places: str) -> Iterator[str]:
+    """Yield the keys of the options of such classes."""
+    for cls in loaded(places):
+        for spec in options_of(cls):
+            yield option_key(cls.name, spec.name)
 
 
 def place_of(cls: type[Pass]) -> str:

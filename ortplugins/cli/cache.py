@@ -20,8 +20,8 @@ from ortplugins.cli import options as opt
 from ortplugins.cli.terminal import print_table
 from ortplugins.errors import UsageError
 from session_options import PrepackedWeights
+from session_options.entries import HINT_KEY
 from session_options.keys import parse_amount
-from session_options.plan import HINT_KEY
 
 if TYPE_CHECKING:
     from ortplugins.cache.store import Entry

@@ -88,9 +88,7 @@ class ChosenRecipe:
         del given["recipe"]
         changes = {name: value for name, value in given.items() if value is not None}
         if twice := changes.keys() & settings:
-            raise UsageError(
-                f"--set {min(twice)}: it has an option of its own, which is given too"
-            )
+            raise UsageError(f"--set {min(twice)}: given as an option of its own, too")
         return changes | {name: _read_value(text) for name, text in settings.items()}
 
 

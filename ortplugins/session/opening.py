@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -153,7 +153,9 @@ class Start:
         are_usable = isinstance(self._model, str | bytes | os.PathLike) and isinstance(
             self._options, onnxruntime.SessionOptions
         )
-        entries = given_entries(self._entry, self._switched) if are_usable else {}
+        entries: Mapping[str, str] = {}
+        if are_usable:
+            entries = given_entries(self._entry, _keys_of_others, self._switched)
         if not entries:
             return self._open_given(_STOCK)
         if _is_ort_format(self._model):
@@ -413,6 +415,12 @@ class NotCopiedError(RuntimeError):
 
     def __init__(self, what: str) -> None:
         super().__init__(f"{what} of SessionOptions cannot be copied")
+
+
+def _keys_of_others(places: str) -> Iterator[str]:
+    from session_options.registry import option_keys
+
+    return option_keys(places)
 
 
 def _is_ort_format(path_or_bytes: str | bytes | os.PathLike[str]) -> bool:

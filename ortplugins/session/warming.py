@@ -23,6 +23,7 @@ from ortplugins.session.opening import Start
 from session_options import DqMatMulNBitsFusion, OptionError, Pass, PrepackedWeights
 from session_options.entries import CACHE_DIR_KEY, given_entries, stored
 from session_options.plan import Plan, entries_of, write_entries
+from session_options.registry import option_keys
 
 _PROVIDERS = ("CPUExecutionProvider",)
 DEFAULT_PASSES = (DqMatMulNBitsFusion.name, PrepackedWeights.name)
@@ -85,7 +86,7 @@ def warm(
     if isinstance(models, str | os.PathLike):
         models = [models]
     prepared.enable_cpu_mem_arena = arena
-    entries = given_entries(functools.partial(stored, prepared))
+    entries = given_entries(functools.partial(stored, prepared), option_keys)
     if not entries:
         raise OptionError("no pass is switched on, so there is nothing to build")
     results = []

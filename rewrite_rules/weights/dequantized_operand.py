@@ -345,10 +345,6 @@ def _read_dequantize(dq: ir.Node) -> DequantizedOperand:
     scales, scale_tensor = require_constant(scales, "scale")
     if scale_type is not None and scale_type.bitwidth < scale_tensor.dtype.bitwidth:
         raise Refusal("ORP105", f"scale {scales.name!r} is rounded by a Cast")
-    zero_points, zero_point_tensor = None, None
-    if inputs[2] is not None:
-        zero_points, zero_point_tensor = require_constant(inputs[2], "zero point")
-
     if code_tensor.dtype not in _CODE_TYPES:
         raise Refusal(
             "ORP201",
@@ -369,24 +365,9 @@ def _read_dequantize(dq: ir.Node) -> DequantizedOperand:
         )
     dtype = type_attribute(dq, "output_dtype") or scale_type or scale_tensor.dtype
     runs, blocks = _runs(dq, codes, shape, scales, tuple(scale_tensor.shape.numpy()))
-    if zero_points is not None and zero_point_tensor is not None:
-        if zero_point_tensor.dtype != code_tensor.dtype:
-            raise Refusal(
-                "ORP202",
-                f"zero point {zero_points.name!r} is {_type_name(zero_point_tensor)} but "
-                f"weight {codes.name!r} is {_type_name(code_tensor)}",
-            )
-        found, expected = (
-            list(tensor.shape.numpy()) for tensor in (zero_point_tensor, scale_tensor)
-        )
-        # [] and [1] both stand for a single one.
-        if found != expected and found + expected != [1]:
-            raise Refusal(
-                "ORP202",
-                f"zero point {zero_points.name!r} has shape {found}: {expected} is needed",
-            )
-        if code_tensor.dtype is ir.DataType.INT32 and zero_point_tensor.numpy().any():
-            raise Refusal("ORP309", f"zero point {zero_points.name!r} of int32 codes is not 0")
+    zero_points, zero_point_tensor = None, None
+    if inputs[2] is not None:
+        zero_points, zero_point_tensor = require_constant(inputs[2], "zero point")
     zero = "" if zero_points is None else ", zero points"
     operand = DequantizedOperand(
         dequantize=dq,
@@ -402,6 +383,7 @@ def _read_dequantize(dq: ir.Node) -> DequantizedOperand:
         casts=(dtype,),
         shape=shape,
     )
+    _check_zero_points(operand)
     _check_scales(operand)
     return operand
 
@@ -486,6 +468,22 @@ def _shape_after(node: ir.Node, shape: tuple[int, ...]) -> tuple[int, ...] | Non
         made = next(iter(output_shapes(Site(node, ArrayFacts(arrays), None))), None)
     sizes = [number(dim) or 0 for dim in made] if isinstance(made, tuple) else [0]
     return tuple(sizes) if min(sizes, default=1) > 0 else None
+
+
+def _check_zero_points(operand: DequantizedOperand) -> None:
+    """Refuse those of another type than the codes, or another shape than the scales."""
+    if operand.zero_points is None or (tensor := operand.zero_point_tensor) is None:
+        return
+    name, codes = f"zero point {operand.zero_points.name!r}", operand.code_tensor
+    if tensor.dtype != codes.dtype:
+        weight = f"weight {operand.codes.name!r} is {_type_name(codes)}"
+        raise Refusal("ORP202", f"{name} is {_type_name(tensor)} but {weight}")
+    found, expected = (list(each.shape.numpy()) for each in (tensor, operand.scale_tensor))
+    # [] and [1] both stand for a single one.
+    if found != expected and found + expected != [1]:
+        raise Refusal("ORP202", f"{name} has shape {found}: {expected} is needed")
+    if codes.dtype is ir.DataType.INT32 and tensor.numpy().any():
+        raise Refusal("ORP309", f"{name} of int32 codes is not 0")
 
 
 def _check_scales(operand: DequantizedOperand) -> None:

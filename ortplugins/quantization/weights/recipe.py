@@ -24,7 +24,7 @@ ROTATION = "its rows, as cosines of positions, multiply all that is rotated"
 _KERNEL_BLOCK_SIZES = (16, 32, 64, 128, 256, -1)
 # What a rule may set: fields of a weight's form, and others.
 _FORM = ("bits", "block_size", "is_symmetric")
-_OTHERS = ("method", "keep_float")
+_SETTABLE = (*_FORM, "method", "keep_float")
 # What a recipe and the form of a weight have in common.
 _SHARED = tuple(field.name for field in dataclasses.fields(BlockFormat))
 
@@ -160,10 +160,8 @@ def _checked_rule(rule: tuple[str, Any]) -> tuple[str, Mapping[str, Any]]:
         if not isinstance(found, Mapping):
             raise TypeError(f"{settings!r} is neither float nor settings such as bits 8")
         for name in map(str, found):
-            if name not in (*_FORM, *_OTHERS):
-                raise TypeError(
-                    f"unknown setting {name!r}{did_you_mean(name, _FORM + _OTHERS)}"
-                )
+            if name not in _SETTABLE:
+                raise TypeError(f"unknown setting {name!r}{did_you_mean(name, _SETTABLE)}")
         if (keep := found.get("keep_float", True)) not in (False, True):
             raise TypeError(f"keep_float is {keep!r}; expected true or false")
         Recipe(**{name: found[name] for name in (*_FORM, "method") if name in found})
