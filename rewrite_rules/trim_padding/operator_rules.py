@@ -121,6 +121,8 @@ def _elementwise(site: Site) -> Axes:
 def _cast(site: Site) -> list[Axes | Side]:
     """Follow the first operand; no number of another type than float is far below others."""
     axes, node = site.tokens(), site.node
+    if site.has(2) and not (site.flow.is_constant(site.input(2)) and site.beside(2).zero):
+        raise Refusal("ORP503", "may train: what it drops of fewer positions is drawn anew")
     dtype = type_attribute(node, "to") or node.outputs[0].dtype
     found = site.flow.value(site.input(0))
     if node.op_type == "CastLike" and isinstance(found, Side) and not found.varies and dtype:
