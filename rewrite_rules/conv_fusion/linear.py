@@ -19,11 +19,7 @@ from numpy.typing import NDArray
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.graph.lazy_tensors import ChunkedTensor
 from rewrite_rules.graph.nodes import input_of, label, owner
-from rewrite_rules.graph.parameters import (
-    int_attribute,
-    ints_attribute,
-    require_constant,
-)
+from rewrite_rules.graph.parameters import int_attribute, ints_attribute, require_constant
 from rewrite_rules.remarks import Refusal
 
 Float64 = NDArray[np.float64]

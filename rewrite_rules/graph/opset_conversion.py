@@ -58,6 +58,7 @@ def convert_opset(model: ir.Model, opset: int) -> str:
         try:
             if kept := inline_functions(converted):
                 return next(iter(kept.values()))
+            _check_converters(converted, given)
             keeps_nodes = _keeps_meaning(converted)
             if keeps_nodes and given < _MIN_OPSET:
                 _spell_as_18(converted)
@@ -86,18 +87,33 @@ def convert_opset(model: ir.Model, opset: int) -> str:
     return ""
 
 
-def _keeps_meaning(model: ir.Model) -> bool:
-    """Whether onnxscript's converter takes a model once it is spelt as in opset 18.
+def _check_converters(model: ir.Model, opset: int) -> None:
+    """Raise a ValueError if a converter would make something else of a node."""
+    for node in walk(model.graph):
+        if not node.domain and _is_misread(node, opset):
+            kind = node.op_type
+            raise ValueError(f"converters misread {kind} {label(node)!r} of opset {opset}")
 
-    Raises:
-        ValueError: If no converter does.
-    """
+
+def _is_misread(node: ir.Node, opset: int) -> bool:
+    """Whether ONNX's own converter, or from opset 13 on onnxscript's, misreads a node."""
+    x, others = node.inputs[0] if node.inputs else None, node.outputs[1:]
+    match node.op_type:
+        case "Clip" | "Pad":  # numbers become inputs, of float32
+            return opset < 11 and x is not None and x.dtype is not ir.DataType.FLOAT
+        case "Dropout":  # its mask at inference is another one
+            return opset < 12 and any(v.uses() or v.is_graph_output() for v in others)
+        case "GroupNormalization":  # scales of groups become those of channels
+            return opset < 21 and x is not None and not isinstance((x.shape or (0, 0))[1], int)
+    return opset < _REDEFINED.get(node.op_type, 0)
+
+
+def _keeps_meaning(model: ir.Model) -> bool:
+    """Whether onnxscript's converter takes a model once it is spelt as in opset 18."""
     opset = model.opset_imports.get("", _MIN_OPSET)
     if opset >= _MIN_OPSET:
         return True
     nodes = [node for node in walk(model.graph) if not node.domain]
-    if old := next((n.op_type for n in nodes if opset < _REDEFINED.get(n.op_type, 0)), None):
-        raise ValueError(f"ONNX's converter computes {old} of opset {opset} in another way")
     known = all(onnx.defs.has(kind, opset) for kind in {node.op_type for node in nodes})
     # Statistics of a BatchNormalization that trains are other outputs since opset 14.
     trains = any(n.op_type == "BatchNormalization" and len(n.outputs) > 1 for n in nodes)

@@ -48,20 +48,10 @@ from rewrite_rules.transformer_fusion.guarded import (
     mended,
     own_nodes,
 )
-from rewrite_rules.transformer_fusion.heads import (
-    FIRST,
-    SPLIT_HEADS,
-    Heads,
-    ints,
-    read_heads,
-)
+from rewrite_rules.transformer_fusion.heads import FIRST, SPLIT_HEADS, Heads, ints, read_heads
 from rewrite_rules.transformer_fusion.scores import HIDDEN, LOWEST, read_scores
 from rewrite_rules.transformer_fusion.shared_cache import SharedCache
-from rewrite_rules.transformer_fusion.sizes import (
-    Sizes,
-    keeps_size,
-    rows_are,
-)
+from rewrite_rules.transformer_fusion.sizes import Sizes, keeps_size, rows_are
 
 _KERNELS = ("Attention", "GroupQueryAttention", "MultiHeadAttention")
 # From heads [B, H, S, D] to [S, B, H, D], as torch's own MultiheadAttention goes on.

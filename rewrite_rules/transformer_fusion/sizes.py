@@ -15,13 +15,7 @@ import onnx_ir as ir
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import Dim, Dims, known, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
-from rewrite_rules.transformer_fusion.heads import (
-    FLAT,
-    SPLIT,
-    Heads,
-    ints,
-    number_left,
-)
+from rewrite_rules.transformer_fusion.heads import FLAT, SPLIT, Heads, ints, number_left
 
 
 class Sizes:

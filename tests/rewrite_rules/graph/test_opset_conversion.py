@@ -97,8 +97,8 @@ UNKNOWN = """<ir_version: 10, opset_import: ["": 18]>
 g (float x) => (float[2, 8, 4] y) <float[2] one = {1, 1}> {
     made = Identity(x) z = GroupNormalization<num_groups = 2>(made, one, one) y = Relu(z) }"""
 
-ONE = """<ir_version: 8, opset_import: ["": {}]>
-g (float[2, 8, 4] x) => (float y) {{ y = {}(x) }}"""
+ONE = """<ir_version: 8, opset_import: ["": {}]> g ({}{} x) => (float y) {{ {}(x) }}"""
+KIND = "float", "[2, 8, 4]"
 
 
 @pytest.mark.parametrize(
@@ -106,14 +106,26 @@ g (float[2, 8, 4] x) => (float y) {{ y = {}(x) }}"""
     [
         (OWN.format(17, 13), "imports opset 13"),
         (UNKNOWN, "Missing required shape"),
-        (ONE.format(17, "RandomNormalLike"), "no kernel for RandomNormalLike since opset 22"),
+        (
+            ONE.format(17, *KIND, "y = RandomNormalLike"),
+            "no kernel for RandomNormalLike since",
+        ),
         # A function of RandomUniformLike.
-        (ONE.format(21, "Bernoulli"), "no kernel for Bernoulli since opset 22"),
-        # ONNX's converter leaves the nodes as they are.
-        (ONE.format(12, "Hardmax"), "computes Hardmax of opset 12 in another way"),
-        (ONE.format(10, "Resize"), "computes Resize of opset 10 in another way"),
-        (ONE.format(9, "Upsample"), "computes Upsample of opset 9 in another way"),
-        (ONE.format(17, "Own"), ""),
+        (ONE.format(21, *KIND, "y = Bernoulli"), "no kernel for Bernoulli since opset 22"),
+        # ONNX's converter leaves these as they are.
+        (ONE.format(12, *KIND, "y = Hardmax"), "misread Hardmax 'y' of opset 12"),
+        (ONE.format(10, *KIND, "y = Resize"), "misread Resize 'y' of opset 10"),
+        (ONE.format(9, *KIND, "y = Upsample"), "misread Upsample 'y' of opset 9"),
+        (
+            ONE.format(11, *KIND, "dropped, y = Dropout"),
+            "misread Dropout 'dropped' of opset 11",
+        ),
+        # A float32 beside other floats.
+        (ONE.format(10, "float16", "[2]", "y = Clip<max = 1.0>"), "misread Clip 'y'"),
+        (ONE.format(10, "double", "[2]", "y = Pad<pads = [1, 1]>"), "misread Pad 'y'"),
+        # Scales are repeated by channels that are not known.
+        (ONE.format(18, "float", "[N, C]", "y = GroupNormalization"), "misread GroupNorm"),
+        (ONE.format(17, *KIND, "y = Own"), ""),
     ],
 )
 def test_what_no_converter_takes_stays(text: str, reason: str):
