@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import onnxruntime
@@ -164,13 +164,7 @@ def compare(
         if bounds is not None:
             failures += [f"output {k!r} not compared: {v}" for k, v in not_compared.items()]
         if max_unfused is not None:
-            unfused = unfused_in(second, final=second.is_final)
-            if len(unfused) > max_unfused:
-                named = "".join(f"\n  {node}: {why}" for node, why in unfused.items())
-                text = (
-                    f"nodes with a dequantised weight: {len(unfused)}, allowed {max_unfused}"
-                )
-                failures.append(text + named)
+            failures += _too_many_unfused(second, max_unfused)
         del pair  # its sessions hold what the next ones need
         timings = None
         if runs:
@@ -178,14 +172,7 @@ def compare(
                 Candidate(model.file(scratch), settings=model.settings, providers=providers)
                 for model in (first, second)
             ]
-            largest = max(feeds, key=lambda feed: sum(a.nbytes for a in feed.values()))
-            first_timing, second_timing = measure(
-                candidates, largest, rounds=rounds, runs=runs, lockstep=True
-            )
-            timings = first_timing, second_timing
-            for timing in timings:
-                if timing.failed:
-                    raise ModelFileError(timing.failed)
+            timings = _timed(candidates, feeds, rounds, runs)
         return Comparison(
             first.name,
             second.name if report is None else "optimised",
@@ -196,6 +183,29 @@ def compare(
             report,
             tuple(failures),
         )
+
+
+def _too_many_unfused(model: GivenModel, allowed: int) -> Iterator[str]:
+    """Yield a failure if more nodes than allowed keep a dequantised weight; names them."""
+    unfused = unfused_in(model, final=model.is_final)
+    if len(unfused) > allowed:
+        named = "".join(f"\n  {node}: {why}" for node, why in unfused.items())
+        yield f"nodes with a dequantised weight: {len(unfused)}, allowed {allowed}{named}"
+
+
+def _timed(
+    candidates: Sequence[Candidate], feeds: Sequence[Feed], rounds: int, runs: int
+) -> tuple[Measurement, Measurement]:
+    """Measure two models on the largest sample.
+
+    Raises:
+        ModelFileError: If one fails to run.
+    """
+    largest = max(feeds, key=lambda feed: sum(array.nbytes for array in feed.values()))
+    first, second = measure(candidates, largest, rounds=rounds, runs=runs, lockstep=True)
+    if failed := first.failed or second.failed:
+        raise ModelFileError(failed)
+    return first, second
 
 
 def _check_inputs(a: onnxruntime.InferenceSession, b: onnxruntime.InferenceSession) -> None:

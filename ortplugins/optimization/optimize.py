@@ -9,7 +9,7 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,16 +140,22 @@ def optimize(
     data: tuple[Path, ...] = ()
     if target is not None:
         data = tuple(_data_beside(target, optimized))
-        files = [f"sessions on this file need {name} = {text}" for name, text in needs.items()]
-        files += [
-            f"{target.name} reads {path.name}, which was there before: keep both together"
-            for path in data
-            if path not in result.files
-        ]
-        report = Report(report.passes, "built", (*report.notes, *files), str(target))
+        kept = [path for path in data if path not in result.files]
+        notes = (*report.notes, *_notes_on(target, needs, kept))
+        report = Report(report.passes, "built", notes, str(target))
     seconds = time.perf_counter() - start
     logging.getLogger("ortplugins").info("%s in %.3f s: %s", "optimize()", seconds, report)
     return OptimizeResult(target, report, same_kind(model, optimized), needs, data)
+
+
+def _notes_on(
+    output: Path, needs: Mapping[str, str], kept_data: Sequence[Path]
+) -> Iterator[str]:
+    """Yield what a user of the file has to know."""
+    for name, text in needs.items():
+        yield f"sessions on this file need {name} = {text}"
+    for path in kept_data:
+        yield f"{output.name} reads {path.name}, which was there before: keep both together"
 
 
 def _data_beside(output: Path, model: ir.Model) -> list[Path]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Scales and offsets beside convolutions go into the weights.
+"""Scales and offsets around convolutions go into the weights.
 
     FoldBehind    affine(Conv(x, w, b))            -> Conv(x, w', b')
                   affine(Transpose(Conv(x, w, b))) -> Transpose(Conv(x, w', b'))

@@ -62,7 +62,7 @@ class Affine:
 
 
 def _check_left(sums: Float64, *parts: Float64) -> None:
-    """Refuse sums that are small beside what was added up."""
+    """Refuse sums that are small compared with what was added up."""
     greatest = max(np.abs(part).max() for part in parts)
     if greatest > _MAX_CANCELLED * np.abs(sums).max():
         raise Refusal(

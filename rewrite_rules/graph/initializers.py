@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Names that a model has not yet; new initializers: made once, kept beside their source.
+"""Names that are free in a model; new initializers: made once, kept in their source's graph.
 
 Two rewrites that give an initializer the same name silently make an invalid model in
 onnxscript's engine (onnxscript issue #2945), and an initializer made inside an If subgraph is

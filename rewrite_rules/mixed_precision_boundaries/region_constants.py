@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Constants that follow the activations beside them into another precision.
+"""Constants that follow the activations of their node into another precision.
 
 - Of elementwise operators: ``code16 = (code8 - min8) * 256 + min16`` on the refined grid; the
   values stay bit for bit. Weights of Conv, MatMul and Gemm stay as they are.

@@ -67,7 +67,7 @@ class SimulatedOrder(NamedTuple):
 
 
 class GraphOrder:
-    """The order computed for a graph, beside those of onnxruntime; the graph stays as it is.
+    """The order computed for a graph, and those of onnxruntime; the graph stays as it is.
 
     A value without a shape counts as the largest input of its node.
 
@@ -153,7 +153,7 @@ class GraphOrder:
         return result
 
     def _inner(self, index: int, name: str) -> int:
-        """Bytes that subgraphs of a node hold beside its outputs, within 10 %."""
+        """Bytes that subgraphs of a node hold besides its outputs, within 10 %."""
         below = self._below[index]
         peaks = [getattr(order, name).peak for order in below]
         if self.dependencies.nodes[index].op_type == "If":

@@ -23,7 +23,7 @@ _IN_FILE_ORDER = {"execution_order": "PRIORITY_BASED"}
 _NO_PATTERN = {"enable_mem_pattern": "0"}
 _NO_REUSE = {"enable_mem_reuse": "0"}
 _GRAPH, _SESSION = "graph", "session"
-# Below that, a model's activations are nothing beside the session itself.
+# Below that, a model's activations are nothing compared with the session itself.
 _LEAN_BYTES = 1 << 20
 
 
@@ -52,8 +52,8 @@ def reorder(model: ir.Model, context: PassContext, *, dims: Mapping[str, int]) -
         if context.cpu_arena:
             context.session_settings.update(_NO_PATTERN)
             reasons.append(
-                "memory patterns are off: their block would lie in the arena beside what the "
-                f"first run left there, {_mb(order.ours)} at least"
+                "memory patterns are off: their block would add to what the first run left in "
+                f"the arena, {_mb(order.ours)} at least"
             )
         context.remarks.fired(_SESSION, "; ".join(reasons))
     if shapes.guessed:

@@ -65,7 +65,7 @@ class PaddingNodes:
         self._cut: ir.Value | None = None
 
     def count(self, sizes: Mapping[ir.Value, tuple[int | None, ...]]) -> None:
-        """Count the padding behind the longest row.
+        """Count the padding after the longest row.
 
         ``sizes``: where inputs have the batch, if they do, and where the sequence, each time.
         """

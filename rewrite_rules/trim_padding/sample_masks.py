@@ -83,7 +83,7 @@ class SampleMasks:
             return all(question(each, array, axes, place).all() for each, array in asked)
 
         zero, low = all_say(Questions.zero), all_say(Questions.low)
-        # Two positions are behind the longest row.
+        # Two positions come after the longest row.
         ends = [[array.take([i], place) for i in (-2, -1)] for array in arrays]
         same = all((one == other).all() for one, other in ends)
         changes = any((a != end).any() for a, (_, end) in zip(arrays, ends, strict=True))

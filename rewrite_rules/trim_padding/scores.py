@@ -36,7 +36,7 @@ def sees_itself(flow: TokenFlow, scores: ir.Value) -> bool:
 
 
 def keeps_order(flow: TokenFlow, node: ir.Node, index: int, how: How) -> bool:
-    """Return the same of a mask or bias that a node reads."""
+    """Return what :func:`sees_itself` does, for a mask or bias that a node reads."""
     value = node.inputs[index]
     assert value is not None
     if _is_made(flow, value):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Cuts the padding off the inputs of an encoder and gives it back to its outputs.
 
-    cut = padded positions behind the longest row of the mask
+    cut = padded positions after the longest row of the mask
     inputs [batch, sequence] -> Slice up to the cut -> the model -> Pad by cut -> outputs
 
 :mod:`.token_flow` proves that real positions keep their numbers, :mod:`.padding_nodes` asks of
@@ -78,7 +78,7 @@ def trim_padding(
         nodes.whole_output(value)
     # Packing puts other values in place of outputs.
     places = [axes.get(value) for value in model.graph.outputs]
-    gained = f"padding behind the longest row is cut off {_names(inputs)}"
+    gained = f"padding after the longest row is cut off {_names(inputs)}"
     if outputs:
         gained += f" and given back to {_names(outputs)}"
     for value in outputs:
@@ -148,7 +148,7 @@ def _find_mask(model: ir.Model, name: str) -> TokenFlow:
                     raise Stopped(
                         "ORP501",
                         f"{mask.name!r} is only multiplied and added up, as any matrix: name "
-                        "it by trim_padding.mask if it is 0 at padding",
+                        "it with trim_padding.mask if it is 0 at padding",
                         0,
                     )
                 proofs.append(flow)

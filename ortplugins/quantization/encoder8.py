@@ -134,7 +134,7 @@ def quantize_encoder8(
         kept = _quantize_products(plan, least_cosine, walk)
         file.model.ir_version = max(file.model.ir_version or 0, _IR_VERSION)
         report = plan.report
-        report.method = "w8a8"
+        report.method = "encoder8"
         report.floats += (
             FloatWeights(row.op_type, 1, row.K * row.N, row.reason) for row in kept
         )
@@ -145,7 +145,7 @@ def _quantize_products(plan: WeightPlan, least_cosine: float, walk: Walk) -> lis
     """Quantise the products of a plan, in place; return the rows of those that stay."""
     if (opset := plan.model.opset_imports.get("", 0)) < _FIRST_OPSET:
         raise ModelFileError(
-            f"the model has opset {opset}: export it with {_FIRST_OPSET} or later for w8a8"
+            f"the model has opset {opset}: export it with {_FIRST_OPSET} or later for encoder8"
         )
     layers: dict[str, list[WeightUse]] = {}
     weights = [weight for group in plan.groups for weight in group.weights]
@@ -169,7 +169,7 @@ def _quantize_products(plan: WeightPlan, least_cosine: float, walk: Walk) -> lis
             # Cosine of two vectors whose difference, at right angles, has this size.
             row, cosine = rows[use], 1 / math.sqrt(1 + error * error)
             if cosine >= least_cosine:  # NaN is not known to be near
-                row.bits, row.block_size, row.method = 8, -1, "w8a8"
+                row.bits, row.block_size, row.method = 8, -1, "encoder8"
                 row.output_error, row.bytes_after = error, _FORM.stored_bytes(use.K, use.N)
             else:
                 row.reason = (

@@ -18,7 +18,7 @@ from onnxruntime.transformers.float16 import convert_float_to_float16
 
 from ortplugins.errors import CalibrationError, ModelFileError, QuantizationError
 from ortplugins.quantization import quantize, quantize_encoder8
-from ortplugins.quantization.w8a8 import QuantizedProducts
+from ortplugins.quantization.encoder8 import QuantizedProducts
 
 K, N = 64, 48
 PRODUCT = "y = MatMul(x, W)"
@@ -168,7 +168,7 @@ def test_a_weight_that_multiplies_a_constant_too_is_quantised_where_it_can_be():
     (kept,) = result.report.refused
     assert kept.node == "fixed" and "both of its operands are constants" in kept.reason
     (row,) = result.report.quantized
-    assert (row.node, row.method, row.reason) == ("free", "w8a8", "")
+    assert (row.node, row.method, row.reason) == ("free", "encoder8", "")
     assert error(model, read(result.model), with_outliers(256, seed=3)) < 0.03
 
 
