@@ -14,11 +14,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ortplugins.measurement.measure import Candidate, Feed, Measurement, measure, side_by_side
+from ortplugins.measurement.measure import Candidate, Measurement, measure, side_by_side
 from ortplugins.measurement.models import comparison_feeds
 from ortplugins.optimization.offline_optimizers import SLOW_OPTIMIZERS
 from ortplugins.runtime.machine import host_cores, usable_cores
 from ortplugins.runtime.stock_session import open_model
+from ortplugins.samples.made_up import Feed
 from session_options.entries import DISABLED_OPTIMIZERS_KEY
 from session_options.plan import entries_of
 

@@ -15,8 +15,9 @@ from benchmarks.models.minilm import float_minilm
 from benchmarks.models.real_nets import real_nets
 from benchmarks.sessions.mixed_precision import int8_minilm
 from examples.smollm2 import demo
-from ortplugins.measurement.measure import Candidate, Feed, Measurement, measure
+from ortplugins.measurement.measure import Candidate, Measurement, measure
 from ortplugins.quantization import quantize
+from ortplugins.samples.made_up import Feed
 from ortplugins.session.warming import warm
 from session_options.plan import entries_of
 

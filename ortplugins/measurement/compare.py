@@ -27,7 +27,7 @@ from ortplugins.measurement.models import (
 )
 from ortplugins.report import Report
 from ortplugins.runtime.stock_session import NUMPY_TYPES, fetch, open_model, type_of
-from ortplugins.samples.sources import Feed
+from ortplugins.samples.made_up import Feed
 from session_options import Pass
 
 

@@ -32,10 +32,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from ortplugins.runtime.child_process import child_environment, child_python
 from ortplugins.runtime.machine import process_memory
+from ortplugins.samples.made_up import Feed
 from session_options.entries import STRICT_KEY
 
 _SCRIPT = Path(__file__).with_name("session_process.py")
@@ -58,9 +58,6 @@ _COSTS = (
     ("private memory after the runs", "private", "B"),
     ("peak of resident memory", "peak_resident", "B"),
 )
-
-
-Feed = Mapping[str, npt.NDArray[Any]]
 
 
 class MeasureError(RuntimeError):

@@ -24,16 +24,16 @@ from ortplugins.optimization.request import BuildRequest
 from ortplugins.optimization.shape_inference import infer_shapes
 from ortplugins.optimization.stages import PassRuns
 from ortplugins.report import Report
-from ortplugins.runtime.copied_options import DATA_FOLDER_KEY, running_options
+from ortplugins.runtime.copied_options import running_options
 from ortplugins.runtime.stock_session import (
     quiet_runner,
 )
-from ortplugins.samples.made_up import MadeUpInputs
-from ortplugins.samples.sources import Feed, read_samples
+from ortplugins.samples.made_up import Feed, MadeUpInputs
+from ortplugins.samples.sources import read_samples
 from rewrite_rules.graph.nodes import all_nodes
 from rewrite_rules.remarks import Outcome
 from session_options import DqMatMulNBitsFusion
-from session_options.entries import stored
+from session_options.entries import DATA_FOLDER_KEY, stored
 from session_options.plan import make_plan
 
 ModelSource: TypeAlias = "ModelLike | bytes | OptimizeResult | onnxruntime.InferenceSession"

@@ -39,10 +39,10 @@ from ortplugins.optimization.request import BuildRequest
 from ortplugins.optimization.shape_inference import shapes_while
 from ortplugins.optimization.stages import FailedPass, PassRuns
 from ortplugins.report import Report
-from ortplugins.runtime.copied_options import DATA_FOLDER_KEY
 from rewrite_rules.graph.nodes import all_nodes
 from session_options import Pass
 from session_options.caller_warnings import warn_caller
+from session_options.entries import DATA_FOLDER_KEY
 
 # New constants of this size leave a baked .onnx file; otherwise every session holds a copy.
 _INLINE_LIMIT = 1 << 16

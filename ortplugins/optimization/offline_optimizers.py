@@ -16,10 +16,10 @@ import onnx_ir as ir
 from ortplugins.errors import PassError
 from ortplugins.model_io.loading import load_result
 from ortplugins.optimization.request import BuildRequest
-from ortplugins.runtime.copied_options import DATA_FOLDER_KEY
 from ortplugins.runtime.stock_session import open_model
 from rewrite_rules.graph.parameters import contents
 from rewrite_rules.shape_size_reorder.onnxruntime_orders import PLACE
+from session_options.entries import DATA_FOLDER_KEY
 
 # Merges a sum and the LayerNormalization after it into a kernel that works element by element:
 # it takes 1.1 to 3.2 times as long (1.31.1, 1 to 1,024 rows of 384 and 576).

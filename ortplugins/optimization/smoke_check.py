@@ -20,12 +20,12 @@ from ortplugins.errors import ModelFileError, UsageError
 from ortplugins.model_io.loading import is_path
 from ortplugins.model_io.saving import save_with_data
 from ortplugins.optimization.request import BuildRequest
-from ortplugins.runtime.copied_options import DATA_FOLDER_KEY
 from ortplugins.runtime.stock_session import open_model, quiet_runner
 from ortplugins.samples.made_up import Feed, MadeUpInputs, Outputs, Run
 from rewrite_rules.facts.input_roles import Kind, role_of
 from rewrite_rules.graph.nodes import all_nodes
 from rewrite_rules.graph.parameters import constant
+from session_options.entries import DATA_FOLDER_KEY
 
 # Tokens of a text, and how many of them are padding in one batch. An unusual number, so an
 # axis of this length counts tokens.

@@ -28,7 +28,8 @@ from ortplugins.quantization.files import QuantizedFile, QuantizeResult
 from ortplugins.quantization.methods.nearest import Floats
 from ortplugins.quantization.weights.report import QuantizeReport
 from ortplugins.runtime.stock_session import fetch
-from ortplugins.samples.sources import Feed, read_samples
+from ortplugins.samples.made_up import Feed
+from ortplugins.samples.sources import read_samples
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.graph.nodes import input_of, label
 

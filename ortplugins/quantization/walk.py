@@ -34,7 +34,7 @@ from ortplugins.model_io.saving import Progress
 from ortplugins.quantization.calibration import detach_tensors, open_for_samples
 from ortplugins.quantization.statistics import ActivationStatistics, statistics_of
 from ortplugins.runtime.stock_session import fetch
-from ortplugins.samples.sources import Feed
+from ortplugins.samples.made_up import Feed
 from rewrite_rules.facts.token_rows import TokenRows
 from rewrite_rules.graph.nodes import captures, drop_unused_initializers
 

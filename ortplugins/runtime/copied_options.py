@@ -22,8 +22,7 @@ from typing import Any
 import onnxruntime
 from onnxruntime.capi import _pybind_state, onnxruntime_pybind11_state
 
-from session_options.entries import DATA_FOLDER_KEY as DATA_FOLDER_KEY
-from session_options.entries import stored
+from session_options.entries import DATA_FOLDER_KEY, stored
 
 # A model without nodes, and one whose node reads a byte of external data. Slashes pad its
 # location to a fixed length.

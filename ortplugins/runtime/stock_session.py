@@ -11,7 +11,8 @@ import numpy.typing as npt
 import onnxruntime
 
 from ortplugins.errors import ModelFileError, UsageError
-from ortplugins.runtime.copied_options import DATA_FOLDER_KEY, apply_settings
+from ortplugins.runtime.copied_options import apply_settings
+from session_options.entries import DATA_FOLDER_KEY
 
 LEVELS = {
     "disable": "ORT_DISABLE_ALL",

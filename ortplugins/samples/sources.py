@@ -22,8 +22,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from ortplugins.errors import CalibrationError, OrtpluginsWarning
-from ortplugins.samples.made_up import Feed as Feed
-from ortplugins.samples.made_up import MadeUpInputs
+from ortplugins.samples.made_up import Feed, MadeUpInputs
 from ortplugins.samples.text import TextSamples
 from rewrite_rules.closest_name import did_you_mean
 

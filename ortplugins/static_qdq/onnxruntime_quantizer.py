@@ -22,7 +22,7 @@ from onnxruntime.quantization import QuantFormat, quantize_static
 
 from ortplugins.errors import CalibrationError, QuantizationError
 from ortplugins.model_io.saving import save_with_data
-from ortplugins.samples.sources import Feed
+from ortplugins.samples.made_up import Feed
 from rewrite_rules.graph.nodes import input_of, is_dequantize_linear, label
 from rewrite_rules.graph.parameters import constant, float_attribute, int_attribute
 

@@ -41,7 +41,7 @@ from ortplugins.measurement.difference import DifferenceSum
 from ortplugins.model_io.saving import Progress, save_with_data
 from ortplugins.optimization.shape_inference import infer_shapes
 from ortplugins.runtime.stock_session import fetch, open_model
-from ortplugins.samples.sources import Feed
+from ortplugins.samples.made_up import Feed
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import (
     QuantizedGraph,

@@ -19,9 +19,8 @@ from ortplugins.cache.artifact import changed_files
 from ortplugins.cache.store import ArtifactCache, Entry
 from ortplugins.model_io.data_in_place import folder_of
 from ortplugins.optimization import build
-from ortplugins.runtime.copied_options import DATA_FOLDER_KEY
 from session_options import enable_key
-from session_options.entries import stored
+from session_options.entries import DATA_FOLDER_KEY, stored
 
 CASE = DequantizedMatMul(512, 512, 32)
 

@@ -9,8 +9,8 @@ from builders.text_models import proto_of
 
 from ortplugins import MissingFileError, ModelFileError
 from ortplugins.errors import UsageError
-from ortplugins.runtime.copied_options import DATA_FOLDER_KEY
 from ortplugins.runtime.stock_session import open_model, quiet_runner
+from session_options.entries import DATA_FOLDER_KEY
 
 CASE = DequantizedMatMul(128, 64, 32)
 
