@@ -83,6 +83,8 @@ def fuse_transformer(
         model.graph, functions = given
         model.functions.update(functions)
         return
+    for node in walk(model.graph):  # the engine does not look into branches
+        model.opset_imports.setdefault(node.domain, 1)
     name_apart(model)
 
 

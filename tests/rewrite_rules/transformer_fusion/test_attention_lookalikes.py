@@ -49,6 +49,7 @@ def runs_taken(
 def agrees(model: onnx.ModelProto, feeds: list[Mapping[str, NDArray]]) -> tuple[int, str]:
     """Compare the model with its fusion; return how many runs it takes, and what it became."""
     result, remarks, context = fused(model)
+    onnx.checker.check_model(ir.to_proto(result))
     for node in result.graph.all_nodes():
         for value in node.outputs:
             value.shape = None  # as in files, which write few down
