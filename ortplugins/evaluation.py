@@ -298,7 +298,7 @@ def _encoder(
             f"{source}: {len(found)} of its paragraphs (between empty lines) have {_SHORTEST} "
             "characters: two are needed at least"
         )
-    texts = found[:: max(1, len(found) // count)][:count]
+    texts = [found[int(x)] for x in np.linspace(0, len(found), min(count, len(found)), False)]
     a, b = (_embed(item, tokenizer, texts, progress) for item in models)
     _check_comparable(models, (a, b))
     pairs = np.triu_indices(len(a), 1)

@@ -15,7 +15,7 @@ import os
 import shlex
 
 from session_options.entries import PREFIX
-from session_options.keys import OptionError
+from session_options.keys import OptionError, parse_pairs
 from session_options.plan import Plan, entries_of
 
 VARIABLE = "ORTPLUGINS"
@@ -31,7 +31,7 @@ def environment_entries() -> dict[str, str]:
     try:
         words = shlex.split(text)
         names = [word for word in words if "=" not in word]
-        settings = dict(word.split("=", 1) for word in words if "=" in word)
+        settings = parse_pairs(word for word in words if "=" in word)
         general = {
             f"{PREFIX}.{key}": settings.pop(key) for key in [*settings] if "." not in key
         }

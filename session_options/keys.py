@@ -98,6 +98,19 @@ def parse_dims(key: str, text: str) -> dict[str, int]:
     return sizes
 
 
+def parse_pairs(items: Iterable[str]) -> dict[str, str]:
+    """Read texts ``KEY=VALUE``, each key once."""
+    pairs: dict[str, str] = {}
+    for item in items:
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise OptionError(f"{item!r} is not KEY=VALUE")
+        if key in pairs:
+            raise OptionError(f"{key!r} is given twice")
+        pairs[key] = value
+    return pairs
+
+
 def format_value(value: Scalar) -> str:
     """Return a value as a session entry; booleans are ``"0"`` and ``"1"``."""
     return str(int(value)) if isinstance(value, bool) else str(value)
@@ -134,9 +147,8 @@ def check_choice(key: str, value: object, spec: Option) -> None:
     if type(value) is not type(spec.default):
         raise OptionError(f"{key} is {value!r}; expected a {type(spec.default).__name__}")
     if spec.choices and value not in spec.choices:
-        raise OptionError(
-            f"{key} is {value!r}; expected one of {', '.join(map(str, spec.choices))}"
-        )
+        known = ", ".join(filter(None, map(str, spec.choices)))  # "" stands for none of them
+        raise OptionError(f"{key} is {value!r}; expected one of {known}")
     if isinstance(value, int | float) and not math.isfinite(value):
         raise OptionError(f"{key} is {value!r}; expected a finite number")
     if isinstance(value, int | float) and spec.least is not None and value < spec.least:

@@ -103,7 +103,7 @@ def _cache(cache_dir: str) -> _Rows:
     from ortplugins.cache.store import ArtifactCache
 
     root = Path(cache_folder(cache_dir))
-    exists = root.exists()
+    exists = os.path.exists(root)  # Path.exists raises where a folder cannot be entered
     yield "cache directory", str(root), ""
     try:
         cache = ArtifactCache(root)
@@ -114,7 +114,7 @@ def _cache(cache_dir: str) -> _Rows:
     else:
         size = decimal(sum(entry.size for entry in entries))
         yield "cache entries", f"{len(entries)}, {size}", ""
-    place = next(path for path in (root, *root.parents) if path.exists())
+    place = next(path for path in (root, *root.parents) if os.path.exists(path))
     if place.is_dir() and os.access(place, os.W_OK):
         yield "cache writable", "yes" if exists else "yes, once it is created", ""
     else:

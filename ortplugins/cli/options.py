@@ -77,13 +77,10 @@ def refuse(why: str, **given: object) -> None:
 
 def parse_settings(settings: Sequence[str], option: str = "--set") -> dict[str, str]:
     """Read KEY=VALUE pairs."""
-    pairs = {}
-    for item in settings:
-        key, equals, value = item.partition("=")
-        if not equals:
-            raise UsageError(f"{option}: {item!r} is not KEY=VALUE")
-        pairs[key] = value
-    return pairs
+    try:
+        return keys.parse_pairs(settings)
+    except keys.OptionError as error:
+        raise UsageError(f"{option}: {error}") from None
 
 
 def parse_dims(text: str) -> dict[str, int]:

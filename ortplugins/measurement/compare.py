@@ -139,8 +139,9 @@ def compare(
     """
     if (b is None) != bool(passes):
         raise UsageError("give a second model, or passes that make one: one of the two")
-    if runs < 0:
-        raise UsageError(f"runs is {runs}; expected 0 or more")
+    for name, value in (("runs", runs), ("rtol", rtol), ("atol", atol)):
+        if value is not None and not value >= 0:  # NaN as a bound would allow everything
+            raise UsageError(f"{name} is {value}; expected 0 or more")
     if rounds < 1:
         raise UsageError(f"rounds is {rounds}; expected 1 or more")
     with scratch_folder() as scratch:

@@ -74,21 +74,23 @@ def _tensor_inputs(model: ir.Model) -> dict[str, ir.Value]:
 
 
 def _samples(source: Any) -> Iterator[Any]:
-    """Return the raw items of a source: samples, or paths of files with one."""
+    """Yield the raw items of a source: samples, or paths of files with one."""
     if hasattr(source, "get_next"):
-        return iter(source.get_next, None)
-    if isinstance(source, str | os.PathLike):
-        return iter([source])
-    if isinstance(source, Mapping):
+        while (item := source.get_next()) is not None:
+            yield item
+    elif isinstance(source, str | os.PathLike):
+        yield source
+    elif isinstance(source, Mapping):
         raise CalibrationError(
             "calibration data is a dict, which is one sample: give a list of samples"
         )
-    if isinstance(source, Iterable):
-        return iter(source)
-    raise CalibrationError(
-        f"calibration data is a {type(source).__name__}; expected an object with get_next(), "
-        "an iterable of dicts (input name -> array) or paths of .npz files"
-    )
+    elif isinstance(source, Iterable):
+        yield from source
+    else:
+        raise CalibrationError(
+            f"calibration data is a {type(source).__name__}; expected an object with "
+            "get_next(), an iterable of dicts (input name -> array) or paths of .npz files"
+        )
 
 
 def _in_file(path: str | os.PathLike[str]) -> Feed:

@@ -151,8 +151,7 @@ def plan_precision(
 
     size = len(ordered)
     if budget is not None:
-        sizes = range(size + 1)
-        size = bisect.bisect_left(sizes, budget, key=lambda n: promoting(n).cosine)
+        size = bisect.bisect_left(range(size + 1), budget, key=lambda n: promoting(n).cosine)
         if size > len(ordered):
             best = promoting(len(ordered)).cosine
             raise QuantizationError(

@@ -195,6 +195,7 @@ def test_doctor_looks_at_the_cache_and_makes_none(doctor, tmp_path):
         ("full", "1, ", "yes", ""),
         ("file/x", "0, 0 bytes", "no", f"{tmp_path / 'file'} cannot be written: {named}"),
         ("open", "not used", "yes", ""),
+        (300 * "x", "", "yes, once it is created", ""),
     ):
         rows = doctor("--cache-dir", tmp_path / name)
         assert rows["cache entries"][0].startswith(entries), name

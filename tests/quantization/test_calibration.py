@@ -152,7 +152,7 @@ def test_bad_files_are_named(tmp_path, content, message):
 @pytest.mark.parametrize(
     ("item", "message"),
     [
-        ((1, 2), "sample 1 is a tuple; expected a dict"),
+        (np.ones(2), "sample 1 is a ndarray; expected a dict"),
         (sample(extra=None), "sample 1 lacks the inputs 'extra'"),
         (sample(ixs=np.ones(1)), "sample 1 has 'ixs', which is not an .*did you mean 'ids'"),
         (sample(ids=np.ones((1, 4), np.int32)), r"'ids' is int32.*takes int64"),
@@ -165,7 +165,7 @@ def test_bad_files_are_named(tmp_path, content, message):
 )
 def test_bad_samples_are_refused_by_number_and_input(item, message):
     with pytest.raises(CalibrationError, match=message):
-        kept([sample(), item])
+        kept(Reader([sample(), item]))
 
 
 def test_a_failing_reader_differs_from_one_without_data():

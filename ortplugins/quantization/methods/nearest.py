@@ -112,7 +112,7 @@ class BlockFormat:
         # A word from the command line, "False" among them, would count as true.
         self._expect("is_symmetric", self.is_symmetric in (False, True), "true or false")
         self._expect("grid", self.grid in GRIDS, f"one of {GRIDS}")
-        self._expect("scale_type", self.scale_type in _MIN_SCALE, f"one of {[*_MIN_SCALE]}")
+        self._expect("scale_type", self.scale_type in [*_MIN_SCALE], f"one of {[*_MIN_SCALE]}")
 
     def _expect(self, field: str, fits: bool, expected: str) -> None:
         """Refuse a value that does not fit."""
@@ -152,7 +152,7 @@ class BlockFormat:
 
 
 def quantize_blocks(
-    weight: npt.NDArray[Any], form: BlockFormat | None = None
+    weight: npt.NDArray[Any], form: BlockFormat
 ) -> tuple[Codes, Floats, ZeroPoints | None]:
     """Quantise a weight to the nearest codes.
 
@@ -162,7 +162,7 @@ def quantize_blocks(
 
     Args:
         weight: Float ``[K, N]``.
-        form: Bits, block size and grid; the defaults of :class:`BlockFormat` where it is None.
+        form: Bits, block size and grid.
 
     Returns:
         Codes ``[K, N]``, a byte each: int8 when symmetric, else uint8. Scales, float32
@@ -173,7 +173,6 @@ def quantize_blocks(
         QuantizationError: If the weight is not of rank 2, holds NaN or infinity, or is too
             large for the type of the scales.
     """
-    form = form or BlockFormat()
     scales, zero_points = block_grid(weight, form)
     return round_to_grid(weight, scales, zero_points, form), scales, zero_points
 
