@@ -115,7 +115,9 @@ class Wanted:
 
     @property
     def text(self) -> str:
-        """What the key is made from, except for the model's files."""
+        """What the key is made from, except for the model's files: each of the fields."""
+        others = self.fields
+        del others["entries"]
         entries = sorted(
             (key, text)
             for key, text in self.entries.items()
@@ -127,7 +129,7 @@ class Wanted:
             (_FORMAT, __version__, onnxruntime.__version__, processor()),
             entries,
             _versions(self.entries.get(PASSES_KEY)),
-            (self.providers, self.level, self.disabled, self.cpu_arena),
+            others,
         ))  # fmt: skip
 
     def model_digest(self) -> str:
