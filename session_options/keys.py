@@ -161,4 +161,4 @@ def closest(name: str, known: Iterable[str]) -> str:
 
     known = sorted(known)
     hint = did_you_mean(name, known, lead="")
-    return f"{hint} known: {', '.join(known)}".lstrip()
+    return f"{hint} known: {', '.join(known) or 'none'}".lstrip()

@@ -139,7 +139,7 @@ def _check_keys(entries: Mapping[str, str]) -> None:
         if dot:
             known = [spec.name for spec in keys.options_of(others.get(name) or find(name))]
             if option not in known:
-                raise OptionError(f"option {key!r} is unknown: {keys.closest(option, known)}")
+                raise OptionError(f"unknown option {key!r}: {keys.closest(option, known)}")
         elif name.startswith("enable_"):
             find(name.removeprefix("enable_"))
         elif name not in (general := [spec.name for spec in GENERAL_OPTIONS]):

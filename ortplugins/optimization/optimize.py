@@ -9,6 +9,7 @@ import os
 import tempfile
 import time
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,6 @@ from ortplugins.report import Report
 from rewrite_rules.onnxruntime_version import OLDEST, parse_version
 from session_options import DqMatMulNBitsFusion, OptionError, Pass
 from session_options.plan import plan_from_settings
-
-_SCRATCH = "ortplugins.optimize.scratch"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -134,8 +133,8 @@ def optimize(
             # onnx_ir has no place for the records of packed weights.
             warnings.filterwarnings("ignore", message="Ignoring unknown external data")
             optimized = load_model(written).model
-        # Its tensors are in these files.
-        optimized.meta[_SCRATCH] = scratch
+        if scratch is not None:  # its tensors are in these files
+            weakref.finalize(optimized, scratch.cleanup)
     report = result.report
     data: tuple[Path, ...] = ()
     if target is not None:

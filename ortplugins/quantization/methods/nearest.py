@@ -111,8 +111,8 @@ class BlockFormat:
         self._expect("block_size", size > 0 or size == -1, "1 or more, or -1 for K")
         # A word from the command line, "False" among them, would count as true.
         self._expect("is_symmetric", self.is_symmetric in (False, True), "true or false")
-        self._expect("grid", self.grid in GRIDS, f"one of {GRIDS}")
-        self._expect("scale_type", self.scale_type in [*_MIN_SCALE], f"one of {[*_MIN_SCALE]}")
+        self._expect("grid", self.grid in GRIDS, f"one of {', '.join(GRIDS)}")
+        self._expect("scale_type", self.scale_type in [*_MIN_SCALE], "float32 or float16")
 
     def _expect(self, field: str, fits: bool, expected: str) -> None:
         """Refuse a value that does not fit."""

@@ -77,13 +77,13 @@ class Recipe(BlockFormat):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        types, given = f"a list of {OP_TYPES}", self.op_types
+        types, given = f"a list of {', '.join(OP_TYPES)}", self.op_types
         self._expect("op_types", not isinstance(given, str) and {*given} <= {*OP_TYPES}, types)
-        self._expect("method", self.method in METHODS, f"one of {METHODS}")
+        self._expect("method", self.method in METHODS, f"one of {', '.join(METHODS)}")
         is_number = hasattr(self.share_of_8_bits, "__float__")
         self._expect("share_of_8_bits", is_number and 0 <= self.share_of_8_bits <= 1, "0 to 1")
         self._expect("fuse_tables", self.fuse_tables in (False, True), "true or false")
-        formats = f"one of {QUANT_FORMATS}"
+        formats = f"one of {', '.join(QUANT_FORMATS)}"
         self._expect("quant_format", self.quant_format in QUANT_FORMATS, formats)
         self._expect("accuracy_level", self.accuracy_level in (None, *range(5)), "0 to 4")
         object.__setattr__(self, "rules", tuple(map(_checked_rule, _pairs(self.rules))))
@@ -96,7 +96,7 @@ class Recipe(BlockFormat):
         if self.for_kernels and (wrong := sorted(sizes - {*_KERNEL_BLOCK_SIZES})):
             raise QuantizationError(
                 f"block_size {wrong[0]} has no MatMulNBits kernel; expected one of "
-                f"{_KERNEL_BLOCK_SIZES}"
+                f"{', '.join(map(str, _KERNEL_BLOCK_SIZES))}"
             )
 
     def with_settings(self, settings: Mapping[str, Any]) -> Recipe:
