@@ -13,7 +13,7 @@ import onnx_ir as ir
 from rewrite_rules.graph.initializers import FreshNames, new_initializer
 from rewrite_rules.graph.int8_moves import OPSET as INT8_OPSET
 from rewrite_rules.graph.int8_moves import move_int8_codes
-from rewrite_rules.graph.nodes import all_nodes, inline_functions, label, walk
+from rewrite_rules.graph.nodes import all_nodes, inline_functions, input_of, label, walk
 from rewrite_rules.graph.parameters import ints_attribute
 
 _CONVERTER = "onnxscript.version_converter"
@@ -136,7 +136,7 @@ def _spell_as_18(model: ir.Model) -> None:
             node.resize_inputs(2)
             node.replace_input_with(1, made[tuple(axes)])
             del node.attributes["axes"]
-        elif node.op_type == "Split" and len(node.inputs) == 1:
+        elif node.op_type == "Split" and input_of(node, 1) is None:
             node.attributes.add(ir.AttrInt64("num_outputs", len(node.outputs)))
     model.graph.opset_imports[""] = _MIN_OPSET
 

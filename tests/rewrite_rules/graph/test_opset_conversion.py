@@ -66,6 +66,7 @@ def test_int8_codes_are_moved_themselves(nodes: str):
     "nodes",
     [
         "a, b = Split(x) y = Sub(a, b)",
+        """a, b = Split(x, "") y = Sub(a, b)""",
         "a, b = Split<axis = 1>(x, parts) y = ReduceSumSquare<axes = [1, 2]>(b)",
         "y = ReduceMax(x)",
         "a = ReduceMin<axes = [-1], keepdims = 0>(x) y = ReduceProd<axes = [-1]>(a)",
