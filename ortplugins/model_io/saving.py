@@ -289,6 +289,11 @@ def check_output(loaded: LoadedModel, output: Path, overwrite: bool) -> None:
         raise ModelFileError(
             f"{output}: is not UTF-8, and onnxruntime opens no such file; rename it"
         ) from None
+    if output.suffix.lower() == ".ort":
+        raise ModelFileError(
+            f"{output}: onnxruntime reads a file of this name as a model in its own format; "
+            "name it .onnx"
+        )
     check_absent([output], overwrite)
     if not output.absolute().parent.is_dir():
         raise ModelFileError(f"{output}: its folder does not exist")
