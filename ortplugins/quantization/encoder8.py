@@ -63,6 +63,7 @@ _TOKENS, _MEASURED = 4096, 512
 _ALPHAS, _OUTLIERS, _WORTH = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9), (4, 8, 16, 32), 0.6
 _TOP = 127  # of codes of weights, and of two of them that are added in 16 bits
 _FIRST_OPSET, _IR_VERSION = 10, 10  # of QuantizeLinear
+_ONLY_ZEROS = "samples have only zeros for it"
 _FORM = BlockFormat(bits=8, block_size=-1)
 
 
@@ -160,9 +161,9 @@ def _quantize_products(plan: WeightPlan, least_cosine: float, walk: Walk) -> lis
     for name in sorted(layers, key=lambda name: walk.places.get(name, 0)):
         uses = layers[name]
         known = walk.statistics(name, uses[0].K, max_tokens=_TOKENS)
-        if known is None:
+        if known is None or not known.tokens.any():  # which say nothing of its range
             for use in uses:
-                rows[use].reason = UNREACHED
+                rows[use].reason = UNREACHED if known is None else _ONLY_ZEROS
             continue
         found = choose(known.tokens, [float_matrix(use) for use in uses])
         for use, error in zip(uses, found.errors, strict=True):

@@ -101,7 +101,7 @@ def quantize_kv_cache(
     Samples have float caches, empty ones mostly: ranges are those of what the model makes.
 
     Raises:
-        CalibrationError: If a sample is bad, or a cache holds NaN or infinity for it.
+        CalibrationError: If a sample is bad, or a cache holds NaN, infinity or only zeros.
         ModelFileError: If no cache can be kept in int8.
     """
     file = QuantizedFile(model, output, overwrite=overwrite, progress=progress)
@@ -153,9 +153,9 @@ def _scales(
         found.append([abs(array.astype(np.float32)).max(axis=(0, 2)) for array in arrays])
     scales = []
     for name, greatest in zip(names, zip(*found, strict=True), strict=True):
-        if not np.isfinite(most := np.max(greatest, axis=0).reshape(-1)).all():
+        if not 0 < (most := np.max(greatest, axis=0).reshape(-1)).max() < np.inf:
             raise CalibrationError(
-                f"cache {name!r} holds NaN or infinity for these samples: give others"
+                f"cache {name!r} holds NaN, infinity or only zeros: give other samples"
             )
         scales.append(np.maximum(most / np.float32(_HIGHEST), np.finfo(np.float32).tiny))
     return scales

@@ -150,6 +150,7 @@ def weight_with(number: float) -> np.ndarray:
         (PRODUCT, W, uneven(), {"least_cosine": 0.99999}, ModelFileError, "least_cosine"),
         (PRODUCT, W, X, {"least_cosine": 1.5}, QuantizationError, "least_cosine is 1.5"),
         (PRODUCT, W, X * np.nan, {}, CalibrationError, "NaN"),
+        (PRODUCT, W, X * 0, {}, ModelFileError, "samples have only zeros for it"),
         (PRODUCT, W, X, {"opset": 9}, ModelFileError, "opset 9: export it with 10"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
