@@ -324,7 +324,10 @@ def read_attention(
         raise Refusal("ORP603", f"its weights are over axis {axis}, not known to be the last")
     scores = read_scores(producer(softmax).inputs[0], facts)
     if scores is None:
-        raise Refusal("ORP603", f"{softmax.name!r} is not scaled scores and masks")
+        text = (
+            f"Softmax {label(producer(softmax))!r} reads something else than scores and masks"
+        )
+        raise Refusal("ORP603", text)
     product, scale, masks, steps = scores
     weights, values_operand = producer(mixed).inputs
     keys = read_heads(product.inputs[1], facts, "BNDL")
