@@ -15,11 +15,7 @@ from builders.sessions import CPU, EXACT, options
 from builders.text_models import proto_of
 
 import ortplugins
-from ortplugins.testing import (
-    assert_fused,
-    assert_no_unfused_weights,
-    assert_same_outputs,
-)
+from ortplugins.testing import assert_fused, assert_no_unfused_weights, assert_same_outputs
 
 FUSED = DequantizedMatMul(64, 32, 32)
 # MatMulNBits has no kernel for blocks of 24.

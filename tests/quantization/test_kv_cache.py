@@ -11,10 +11,7 @@ from builders.sessions import CPU
 from builders.text_models import model_of, normal
 
 import ortplugins
-from ortplugins.errors import (
-    CalibrationError,
-    ModelFileError,
-)
+from ortplugins.errors import CalibrationError, ModelFileError
 from ortplugins.quantization import quantize_kv_cache
 from ortplugins.runtime.stock_session import open_model
 

@@ -22,12 +22,7 @@ from builders.text_models import proto_of
 from onnxruntime import InferenceSession as EarlyBound
 
 import ortplugins
-from ortplugins import (
-    DqMatMulNBitsFusion,
-    OptionError,
-    OrtpluginsWarning,
-    PrepackedWeights,
-)
+from ortplugins import DqMatMulNBitsFusion, OptionError, OrtpluginsWarning, PrepackedWeights
 from ortplugins.cache.store import ArtifactCache
 from ortplugins.optimization import smoke_check
 from rewrite_rules.remarks import PassContext

@@ -37,12 +37,7 @@ from session_options import (
 )
 from session_options.entries import OPTIONS, is_default, is_without_effect, option_key, stored
 from session_options.keys import format_value, options_of
-from session_options.plan import (
-    GENERAL_OPTIONS,
-    entries_of,
-    make_plan,
-    plan_from_settings,
-)
+from session_options.plan import GENERAL_OPTIONS, entries_of, make_plan, plan_from_settings
 from session_options.presets import PRESETS
 from session_options.registry import BUILTIN_PASSES, find
 

@@ -17,11 +17,7 @@ from builders.qdq_models import chains
 from builders.samples import Reader
 from builders.text_cases import text_cases
 from builders.text_models import proto_of
-from onnxruntime.quantization import (
-    CalibrationMethod,
-    QuantType,
-    quantize_static,
-)
+from onnxruntime.quantization import CalibrationMethod, QuantType, quantize_static
 
 from ortplugins import quantize_static_mixed
 from ortplugins.errors import CalibrationError, QuantizationError
