@@ -6,8 +6,10 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import pkgutil
 import runpy
 import sys
+import types
 from collections.abc import Callable, Sequence
 from typing import Annotated
 
@@ -31,10 +33,18 @@ def start(name: str, arguments: Sequence[str], is_module: bool) -> None:
     sys.argv = [name, *arguments]
     if not sys.flags.safe_path:  # modules next to the program, instead of next to our command
         sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(name))
+    # What runpy's other functions put there is gone when they return, and threads, workers and
+    # atexit need it until the process ends.
+    sys.modules["__main__"] = main = types.ModuleType("__main__")
     if is_module:
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
-    else:
+        runpy._run_module_as_main(name)  # type: ignore[attr-defined]  # as python -m does
+    elif pkgutil.get_importer(name) or name.endswith(".pyc"):  # a folder or an archive
         runpy.run_path(name, run_name="__main__")
+    else:
+        main.__file__ = name
+        with open(name, "rb") as file:
+            program = compile(file.read(), name, "exec", dont_inherit=True)
+        exec(program, main.__dict__)
 
 
 def run(

@@ -66,6 +66,7 @@ ENDINGS = {
     "warning": "import warnings; warnings.warn('hm')",
     "interrupt": "import os, signal; os.kill(os.getpid(), signal.SIGINT)",
     "syntax": "what is this",
+    "late": "import atexit, pickle\ndef f(): print(pickle.dumps(f))\natexit.register(f)",
     "last_words": "import atexit; atexit.register(print, 'bye', flush=True)",
 }
 
