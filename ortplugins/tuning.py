@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ortplugins.measurement.measure import Candidate, Measurement, measure, side_by_side
 from ortplugins.measurement.models import comparison_feeds
+from ortplugins.model_io.saving import Progress
 from ortplugins.optimization.offline_optimizers import SLOW_OPTIMIZERS
 from ortplugins.runtime.machine import host_cores, usable_cores
 from ortplugins.runtime.stock_session import open_model
@@ -61,6 +62,7 @@ def tune(
     rounds: int = 5,
     dims: Mapping[str, int] | None = None,
     samples: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
 ) -> tuple[list[Tried], Tried | None]:
     """Return what was tried, and what gains most; None if nothing gains.
 
@@ -70,6 +72,7 @@ def tune(
         rounds: Processes of each candidate.
         dims: Sizes of open dimensions, by name.
         samples: An .npz file with inputs; by default they are made up.
+        progress: Called as by :func:`.measure`.
 
     Raises:
         MissingFileError, ModelFileError, CalibrationError, UsageError: As for ``compare``.
@@ -80,7 +83,7 @@ def tune(
     with tempfile.TemporaryDirectory(prefix="ortplugins-") as cache:
 
         def tried(candidates: Mapping[str, Mapping[str, str]]) -> list[Tried]:
-            return _tried(Path(model), hint, candidates, feeds, rounds, cache)
+            return _tried(Path(model), hint, candidates, feeds, rounds, cache, progress)
 
         found = tried(dict(_candidates(hint)))
         gaining = [item for item in found if item.gains]
@@ -129,6 +132,7 @@ def _tried(
     feeds: Sequence[Feed],
     rounds: int,
     cache: str,
+    progress: Progress | None,
 ) -> list[Tried]:
     """Compare candidates with plain onnxruntime."""
     built = [Candidate(model, "plain onnxruntime")]
@@ -141,6 +145,7 @@ def _tried(
         rounds=rounds,
         callers=usable_cores() if hint == "throughput" else 1,
         lockstep=hint in ("latency", "throughput"),
+        progress=progress,
     )
     pairs = zip(candidates.items(), found, strict=True)
     return [_row(name, given, one, plain, _FIGURES[hint]) for (name, given), one in pairs]

@@ -17,7 +17,7 @@ from ortplugins.cache.artifact import REPORT
 from ortplugins.cache.folder import cache_folder
 from ortplugins.cache.store import KEY_CHARACTERS, ArtifactCache
 from ortplugins.cli import options as opt
-from ortplugins.cli.terminal import print_table
+from ortplugins.cli.terminal import print_table, progress_bar
 from ortplugins.errors import UsageError
 from session_options import PrepackedWeights
 from session_options.entries import HINT_KEY
@@ -137,15 +137,16 @@ def warm(
     options = opt.parse_settings(settings)
     failed = False
     for model in models:
-        (item,) = build(
-            [model],
-            passes,
-            options=options,
-            cache_dir=cache_dir or None,
-            session_entries=entries,
-            optimization_level=optimization_level,
-            arena=arena,
-        )
+        with progress_bar():
+            (item,) = build(
+                [model],
+                passes,
+                options=options,
+                cache_dir=cache_dir or None,
+                session_entries=entries,
+                optimization_level=optimization_level,
+                arena=arena,
+            )
         if item.error:
             failed = True
             where = "" if item.error.startswith(item.model) else f"{item.model}: "

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from ortplugins.cli import options as opt
-from ortplugins.cli.terminal import console, print_table
+from ortplugins.cli.terminal import console, print_table, progress_bar
 from ortplugins.errors import UsageError
 
 if TYPE_CHECKING:
@@ -65,22 +65,24 @@ def compare(
         source = "--text" if given.text else "--samples"
         opt.refuse(f"with {source}", dims=dims, seed=seed)
     made_up = given == opt.GivenSamples(count=given.count)
-    found = compare(
-        a,
-        b,
-        passes=passes,
-        options=opt.parse_settings(settings),
-        runs=runs,
-        rounds=rounds,
-        providers=providers,
-        rtol=rtol,
-        atol=atol,
-        max_unfused=max_unfused,
-        inputs=None if made_up else given.read(a),
-        dims=opt.parse_dims(dims),
-        samples=given.count or 1,
-        seed=seed or 0,
-    )
+    with progress_bar() as bar:
+        found = compare(
+            a,
+            b,
+            passes=passes,
+            options=opt.parse_settings(settings),
+            runs=runs,
+            rounds=rounds,
+            providers=providers,
+            rtol=rtol,
+            atol=atol,
+            max_unfused=max_unfused,
+            inputs=None if made_up else given.read(a),
+            dims=opt.parse_dims(dims),
+            samples=given.count or 1,
+            seed=seed or 0,
+            progress=bar,
+        )
     if format == "json":
         print(found.to_json())
     else:

@@ -95,12 +95,13 @@ def inspect(
     plan = plan_from_settings(names, options)
     # Passes that finish a file find out what they can do from the file that sessions get.
     finishes = any(item.takes_part_in("finish") for item in plan.passes)
-    with tempfile.TemporaryDirectory(prefix="ortplugins-") as folder:
+    with progress_bar() as bar, tempfile.TemporaryDirectory(prefix="ortplugins-") as folder:
         result = optimize(
             model,
             Path(folder) / "model.onnx" if finishes else None,
             onnxruntime_version=onnxruntime,
             bake=finishes,
+            progress=bar,
             passes=names,
             options=options,
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ortplugins.cli import options as opt
-from ortplugins.cli.terminal import print_table
+from ortplugins.cli.terminal import print_table, progress_bar
 
 if TYPE_CHECKING:
     from ortplugins.tuning import Tried
@@ -36,7 +36,11 @@ def tune(
     """
     from ortplugins.tuning import tune
 
-    found, best = tune(model, hint, rounds=rounds, dims=opt.parse_dims(dims), samples=samples)
+    sizes = opt.parse_dims(dims)
+    with progress_bar() as bar:
+        found, best = tune(
+            model, hint, rounds=rounds, dims=sizes, samples=samples, progress=bar
+        )
     settings = {} if best is None else best.settings
     if format == "json":
         content = {"model": str(model), "hint": hint, "tried": [x._asdict() for x in found]}

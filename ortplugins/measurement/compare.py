@@ -25,6 +25,7 @@ from ortplugins.measurement.models import (
     scratch_folder,
     unfused_in,
 )
+from ortplugins.model_io.saving import Progress
 from ortplugins.report import Report
 from ortplugins.runtime.stock_session import NUMPY_TYPES, fetch, open_model, type_of
 from ortplugins.samples.made_up import Feed
@@ -102,6 +103,7 @@ def compare(
     rtol: float | None = None,
     atol: float | None = None,
     max_unfused: int | None = None,
+    progress: Progress | None = None,
 ) -> Comparison:
     """Run two models on the same inputs and return how far they are apart.
 
@@ -127,6 +129,7 @@ def compare(
             if ``atol`` is given, for 0.
         atol: See ``rtol``; None for ``rtol`` times the output's greatest magnitude.
         max_unfused: How many nodes of b may keep a dequantised weight; None for no bound.
+        progress: Called while models are timed, as by :func:`.measure`.
 
     Returns:
         The comparison; its ``failures`` are the bounds that b exceeds.
@@ -173,7 +176,7 @@ def compare(
                 Candidate(model.file(scratch), settings=model.settings, providers=providers)
                 for model in (first, second)
             ]
-            timings = _timed(candidates, feeds, rounds, runs)
+            timings = _timed(candidates, feeds, rounds, runs, progress)
         return Comparison(
             first.name,
             second.name if report is None else "optimised",
@@ -195,7 +198,11 @@ def _too_many_unfused(model: GivenModel, allowed: int) -> Iterator[str]:
 
 
 def _timed(
-    candidates: Sequence[Candidate], feeds: Sequence[Feed], rounds: int, runs: int
+    candidates: Sequence[Candidate],
+    feeds: Sequence[Feed],
+    rounds: int,
+    runs: int,
+    progress: Progress | None,
 ) -> tuple[Measurement, Measurement]:
     """Measure two models on the largest sample.
 
@@ -203,7 +210,9 @@ def _timed(
         ModelFileError: If one fails to run.
     """
     largest = max(feeds, key=lambda feed: sum(array.nbytes for array in feed.values()))
-    first, second = measure(candidates, largest, rounds=rounds, runs=runs, lockstep=True)
+    first, second = measure(
+        candidates, largest, rounds=rounds, runs=runs, lockstep=True, progress=progress
+    )
     if failed := first.failed or second.failed:
         raise ModelFileError(failed)
     return first, second

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from ortplugins.model_io.saving import Progress
 from ortplugins.runtime.child_process import child_environment, child_python
 from ortplugins.runtime.machine import process_memory
 from ortplugins.samples.made_up import Feed
@@ -341,6 +342,7 @@ def measure(
     lockstep: bool = False,
     warmed: bool = False,
     timeout: float = 900.0,
+    progress: Progress | None = None,
 ) -> list[Measurement]:
     """Measure candidates in turn; one that fails has a reason instead of figures.
 
@@ -359,6 +361,7 @@ def measure(
             memory.
         warmed: Whether all files were read before, so that the first processes count, too.
         timeout: Seconds for one start or one run.
+        progress: Called before each turn: turns done, all of them, and what comes.
     """
     found = [_Figures(candidate) for candidate in candidates]
     with (
@@ -370,13 +373,18 @@ def measure(
             for index, feed in enumerate([feeds] if isinstance(feeds, Mapping) else feeds)
         ]
         work = _Work(files, runs, min_runs, seconds, callers, timeout)
-        for number in range(0 if warmed else -1, rounds):
+        numbers = range(0 if warmed else -1, rounds)
+        for number in numbers:
             first = max(number, 0) % max(len(found), 1)
             processes = [
                 _steps(item, work, counted=number >= 0)
                 for item in found[first:] + found[:first]
             ]
-            for group in [processes] if lockstep else [[process] for process in processes]:
+            groups = [processes] if lockstep else [[process] for process in processes]
+            for turn, group in enumerate(groups, (number - numbers.start) * len(groups)):
+                if progress is not None:
+                    what = f"round {number + 1} of {rounds}" if number >= 0 else "warming up"
+                    progress(turn, len(numbers) * len(groups), what)
                 with contextlib.ExitStack() as ended:
                     for process in group:
                         ended.callback(process.close)

@@ -234,7 +234,7 @@ def test_runs_have_the_settings_that_passes_ask_for(tmp_path, monkeypatch):
     given = []
 
     def measured(candidates: list[Candidate], *_: object, **how: object) -> list[Measurement]:
-        assert how == {"rounds": 5, "runs": 1, "lockstep": True}
+        assert how == {"rounds": 5, "runs": 1, "lockstep": True, "progress": None}
         given.extend(candidate.settings for candidate in candidates)
         return [Measurement(start=Spread((1.0,)), run=Spread((1.0,)))] * 2
 

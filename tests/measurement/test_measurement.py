@@ -85,8 +85,8 @@ A, B, C = (Candidate("m.onnx", name) for name in "ABC")
 
 @pytest.mark.parametrize("lockstep", [False, True])
 def test_candidates_take_turns(lockstep, monkeypatch):
-    recorded = Recorded(monkeypatch)
-    measure([A, B], FEED, rounds=2, runs=2, lockstep=lockstep)
+    recorded, told = Recorded(monkeypatch), set[Any]()
+    measure([A, B], FEED, rounds=2, runs=2, lockstep=lockstep, progress=lambda *x: told.add(x))
     turns = [(step, "rest") for step in ("open", "warm", "warm", "run", "run")]
     expected = ["open A", "rest A", "open B", "rest B"]  # these do not count
     for order in ("AB", "BA"):
@@ -97,6 +97,7 @@ def test_candidates_take_turns(lockstep, monkeypatch):
         expected += [f"{step} {name}" for turn, name in pairs for step in turn]
     assert recorded.log == expected
     assert (recorded.most_alive, recorded.alive) == (2 if lockstep else 1, 0)
+    assert {done for done, _, _ in told} == {*range(3 if lockstep else 6)}
 
 
 def test_the_first_process_pays_for_cold_files_and_is_not_counted(monkeypatch):

@@ -171,8 +171,7 @@ def test_the_list_of_session_options_is_the_passes_own():
         for key, default, text in (row.values() for row in as_json("inspect"))
     ]
     page = (DOCS / "session-options.md").read_text(encoding="utf-8")
-    listed = [line for line in page.splitlines() if line.startswith("- ")]
-    assert listed == lines, "\n".join(lines)
+    assert [x for x in page.splitlines() if x.startswith("- ")] == lines, "\n".join(lines)
 
 
 def test_every_page_is_in_the_navigation_and_on_the_first_page():

@@ -107,9 +107,9 @@ def test_what_is_tried_and_can_be_pasted(hint, model, seen, monkeypatch):
     for item in others:
         Plan.from_entries(item.settings)
         has_pass = "ortplugins.cache_dir" in item.settings
-        assert item.settings and has_pass == ("=" not in item.name and ":" not in item.name)
-    at_once = hint in ("latency", "throughput")
-    assert HOW[-1] == {"callers": 2 if hint == "throughput" else 1, "lockstep": at_once}
+        assert item.settings and has_pass == {*"=:"}.isdisjoint(item.name)
+    at_once, callers = hint in ("latency", "throughput"), 2 if hint == "throughput" else 1
+    assert HOW[-1] == {"callers": callers, "lockstep": at_once, "progress": None}
 
 
 @pytest.mark.parametrize(
