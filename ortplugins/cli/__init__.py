@@ -8,6 +8,7 @@ Exit codes: 0 done, 1 a check failed, 2 wrong usage or input that cannot be used
 
 from __future__ import annotations
 
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -73,6 +74,8 @@ def main() -> None:
     arguments: Sequence[str] = sys.argv[1:]
     formatwarning = warnings.formatwarning
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
+    # By default, SIGTERM leaves temporary files, which may be as large as the activations.
+    terminate = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         if arguments[:1] == ["run"]:
             from ortplugins.cli.run import marked
@@ -90,6 +93,8 @@ def main() -> None:
     ) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    finally:
+        signal.signal(signal.SIGTERM, terminate)
     warnings.formatwarning = formatwarning
     if program is not None:  # of ``ortplugins run``
         program()  # here, where none of our handlers catches what it raises

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -144,6 +145,21 @@ def test_explain_takes_a_code_a_remark_or_words(main, what):
     shown = main("explain", what).stdout
     assert shown.startswith("ORP503  Padding") and "mask attention" in shown
     assert shown.count("ORP") == 1
+
+
+TERMINATED = """
+import os, signal, time, ortplugins.cli, ortplugins.quantization.files as files
+files.QuantizedFile.saved = lambda *_: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(9)
+ortplugins.cli.main()
+"""
+
+
+def test_a_command_that_is_terminated_removes_its_temporary_files(ortp, tmp_path):
+    onnx.save(proto_of(FLOAT, {"W": normal(64, 64)}), tmp_path / "f.onnx")
+    entry = (sys.executable, "-c", TERMINATED)
+    done = ortp("quantize", "f.onnx", "-o", "o.onnx", entry=entry)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "")
+    assert [path.name for path in tmp_path.iterdir()] == ["f.onnx"]
 
 
 @pytest.mark.parametrize("arguments", [(), ("cache",)])
