@@ -98,13 +98,13 @@ def parse_dims(key: str, text: str) -> dict[str, int]:
     return sizes
 
 
-def parse_pairs(items: Iterable[str]) -> dict[str, str]:
-    """Read texts ``KEY=VALUE``, each key once."""
+def parse_pairs(items: Iterable[str], sign: str = "=") -> dict[str, str]:
+    """Read texts ``KEY=VALUE``, or with another sign between them, each key once."""
     pairs: dict[str, str] = {}
     for item in items:
-        key, equals, value = item.partition("=")
-        if not equals:
-            raise OptionError(f"{item!r} is not KEY=VALUE")
+        key, found, value = item.partition(sign)
+        if not found:
+            raise OptionError(f"{item!r} is not KEY{sign}VALUE")
         if key in pairs:
             raise OptionError(f"{key!r} is given twice")
         pairs[key] = value

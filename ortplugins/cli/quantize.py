@@ -17,10 +17,10 @@ from ortplugins.cli.evaluate import print_evaluation
 from ortplugins.cli.terminal import console, print_table, progress_bar
 from ortplugins.errors import CalibrationError, ModelFileError, UsageError
 from ortplugins.quantization.weights.recipe import read_recipe
+from session_options.keys import parse_pairs
 
 if TYPE_CHECKING:
     from ortplugins.quantization import QuantizeReport, QuantizeResult
-
 
 # Least share of a text that is evaluated on and not calibrated on.
 _HELD_BACK = 1 / 3
@@ -42,8 +42,8 @@ def _read_rule(text: str) -> tuple[str, Any]:
         )
     if settings == "float":
         return pattern, settings
-    pairs = (item.partition(":") for item in settings.split(","))
-    return pattern, {name: _read_value(value) for name, _, value in pairs}
+    pairs = parse_pairs(settings.split(","), ":").items()
+    return pattern, {name: _read_value(value) for name, value in pairs}
 
 
 def _read_value(text: str) -> Any:

@@ -151,7 +151,7 @@ def all_in_use(reason: str) -> int:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"providers": ["CUDAExecutionProvider", *CPU]}, "for the CPU only, not for CUDA"),
+        ({"providers": ["CUDAExecutionProvider", *CPU]}, "only for the CPU, not for CUDA"),
         ({"final": False}, "ortplugins.bake=1"),
     ],
 )
