@@ -67,7 +67,7 @@ TITLES = {
     "exactness": "Greatest difference to ORT_DISABLE_ALL over the greatest output",
     "prepacked": "Packed weights in the file vs. onnxruntime on the QDQ file",
     "order_peaks": "Memory while a model runs vs. onnxruntime's two orders",
-    "large_models": "1.34 GB of int4 weights, peak private memory of the process",
+    "large_models": "1.34 GB of int4 weights: optimize vs. a session of onnxruntime",
     "mixed_precision": "8-bit QDQ models, a quarter of the activations promoted",
     "trim_padding": "Padded batches on MiniLM-L6 vs. plain onnxruntime",
     "transformer_fusion": "SmolLM2-135M and MiniLM-L6, fused vs. plain onnxruntime",
