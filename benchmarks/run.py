@@ -81,7 +81,7 @@ TITLES = {
     "passes": "Each pass with default options vs. plain onnxruntime",
 }
 # What has a section of its own: the pattern of its figures, and the section's name.
-_APART = {"transformer_fusion": ("builder's graph", "builder")}
+_APART = {"transformer_fusion": ("the builder's$", "builder")}
 # What is printed alone: a table of the page has twelve rows at most.
 _PRINTED = {
     "exactness": r"level 4",
@@ -89,8 +89,8 @@ _PRINTED = {
     "order_peaks": r"first run \(|real nets, .*first|^nodes |^Shapes|^20000|an order",
     "mixed_precision": r"time to plan",
     "encoder_sizes": r"int8|float, (?!(1 x (4|512|2,048)|8 x 128)$)",
-    "transformer_fusion": r"shared, vs. o|of 512|nodes executed|differ|on 10,000|cached",
-    "builder": r"prompt of 512|at 16, kv",
+    "transformer_fusion": r"shared cache, vs. o|of 512|nodes executed|differ|on 10,000|cached",
+    "builder": r"prompt of 512|at 16, shared",
     "long_texts": r"1 x 16|x 512: memory",
     "conv_fusion": r"as it is|: start$|greatest difference|Reorder|vs. OpenVINO",
     "encoder8": r"ranking|of logits|right labels|vs. OpenVINO",

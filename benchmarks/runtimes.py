@@ -23,8 +23,8 @@ from ortplugins.quantization import quantize_encoder8
 
 _KINDS = {
     "MiniLM-L6-v2": "encoder",
-    "ch_PP-OCRv4_rec_infer": "text recognition",
-    "ch_PP-OCRv4_det_infer": "text detection",
+    "ch_PP-OCRv4_rec_infer": "recogniser",
+    "ch_PP-OCRv4_det_infer": "detector",
     "layout_cdla": "page layout",
     "SmolLM2-135M, 128 tokens": "decoder, a prompt",
     "SmolLM2-135M, one after 512": "decoder, a token",

@@ -79,7 +79,7 @@ def _encoder(
         yield Figure.versus(f"{name}, {texts.what}: run", times, "ms", bound)
         memory = map(_of_runs, found)
         yield Figure.versus(
-            f"{name}, {texts.what}: memory of a run", memory, "MB", texts.memory
+            f"{name}, {texts.what}: memory", memory, "MB", texts.memory
         )
 
 

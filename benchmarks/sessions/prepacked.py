@@ -119,7 +119,7 @@ def _measure(
         ),
         *(
             Figure(
-                f"{name}: {phase}, vs. the same graph without blobs",
+                f"{name}: {phase}, vs. no blobs",
                 _middle(of["packed"].run, "ms"),
                 _middle(of["fused"].run, "ms"),
                 "ms",

@@ -55,7 +55,7 @@ _FLOAT_CONTEXTS = dict.fromkeys(_CONTEXTS, (math.nan, _SAME))
 _UNBOUND = dict.fromkeys(_CONTEXTS, (math.nan, math.nan))
 _PROMPTS = (512, 1536)
 _MAX_NODES = 350
-_OTHERS = {"plain": "onnxruntime", "builder": "the builder's graph"}
+_OTHERS = {"plain": "onnxruntime", "builder": "the builder's"}
 _MS = 1e3
 # A session's threads spin for a while after a run, on the cores of the next one.
 _PAUSE_SECONDS = 0.05
@@ -224,7 +224,7 @@ def _time_figures(
             times = [tokens[name, context] * _MS for name in ("ours", other)]
             figures.append(Figure(what, times[0], times[1], "ms", bounds[index]))
             if decoder.shares:
-                what = what.replace(",", ", kv_cache=shared,")
+                what = what.replace(",", ", shared cache,")
                 shared = tokens["shared", context] * _MS
                 figures.append(Figure(what, shared, times[1], "ms", bounds[index]))
         for context in _PROMPTS:
