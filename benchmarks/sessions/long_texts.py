@@ -78,9 +78,7 @@ def _encoder(
         times = [math.nan if each.run is None else each.run.median * _MS for each in found]
         yield Figure.versus(f"{name}, {texts.what}: run", times, "ms", bound)
         memory = map(_of_runs, found)
-        yield Figure.versus(
-            f"{name}, {texts.what}: memory", memory, "MB", texts.memory
-        )
+        yield Figure.versus(f"{name}, {texts.what}: memory", memory, "MB", texts.memory)
 
 
 def _of_runs(found: Measurement) -> float:
