@@ -75,10 +75,12 @@ def refuse(why: str, **given: object) -> None:
             raise UsageError(f"--{option} has no effect {why}")
 
 
-def parse_settings(settings: Sequence[str], option: str = "--set") -> dict[str, str]:
-    """Read KEY=VALUE pairs."""
+def parse_settings(
+    settings: Sequence[str], option: str = "--set", sign: str = "="
+) -> dict[str, str]:
+    """Read KEY=VALUE pairs, or those with another sign between them."""
     try:
-        return keys.parse_pairs(settings)
+        return keys.parse_pairs(settings, sign)
     except keys.OptionError as error:
         raise UsageError(f"{option}: {error}") from None
 

@@ -17,7 +17,6 @@ from ortplugins.cli.evaluate import print_evaluation
 from ortplugins.cli.terminal import console, print_table, progress_bar
 from ortplugins.errors import CalibrationError, ModelFileError, UsageError
 from ortplugins.quantization.weights.recipe import read_recipe
-from session_options.keys import parse_pairs
 
 if TYPE_CHECKING:
     from ortplugins.quantization import QuantizeReport, QuantizeResult
@@ -42,7 +41,7 @@ def _read_rule(text: str) -> tuple[str, Any]:
         )
     if settings == "float":
         return pattern, settings
-    pairs = parse_pairs(settings.split(","), ":").items()
+    pairs = opt.parse_settings(settings.split(","), "--rule", ":").items()
     return pattern, {name: _read_value(value) for name, value in pairs}
 
 

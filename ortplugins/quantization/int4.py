@@ -650,8 +650,8 @@ def _rules(
     wider = [rf"(^|[./]){'[./]'.join(map(re.escape, path))}($|[./])" for path in paths]
     found = find_uses(model, op_types)
     names = [label(node) for node, use in found if isinstance(use, WeightUse)]
-    # By the start of names; matches() refuses what is no expression. A name may hold
-    # brackets, which a glob would take for its own.
+    # Expressions match at the start of a name; matches() reports an invalid one. Globs would
+    # read brackets in a name as their own.
     found_in = [(n, each) for n in names for each in excluded if matches(f"re:{each}", n)]
     left = dict.fromkeys(name for name, each in found_in if re.match(each, name))
     return [
