@@ -6,20 +6,22 @@ A rule's ``rewrite`` may also return a value that is there already, which is rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnxscript.rewriter import RewriteRule, RewriteRuleSet
+from onnxscript.rewriter import MatchResult, RewriteRule, RewriteRuleSet
 from onnxscript.rewriter._matcher import SimplePatternMatcher
 from onnxscript.rewriter._pattern_ir import OpPatternBuilder, StringPattern
 from onnxscript.rewriter._rewrite_rule import ReplacementSubgraph
 from onnxscript.rewriter.pattern import OpsetPatternBuilder
 
 from rewrite_rules.graph.initializers import name_apart
-from rewrite_rules.graph.nodes import DOMAINS, is_constant, remove_unused
+from rewrite_rules.graph.nodes import DOMAINS, is_constant, label, remove_unused
 from rewrite_rules.graph.parameters import constant
+from rewrite_rules.remarks import Refusal, Remarks
 
 
 class _OwnDomains(StringPattern):
@@ -48,6 +50,18 @@ class _OneOf(StringPattern):
 def one_of(op: OpsetPatternBuilder, operators: Collection[str]) -> Any:
     """Return what builds the pattern of any of some operators, by its builder of one."""
     return OpPatternBuilder(op, _OneOf(operators))
+
+
+@contextlib.contextmanager
+def matching(remarks: Remarks, node: ir.Node, what: str) -> Iterator[MatchResult]:
+    """Yield the result of a match; a Refusal fails it, and is a remark behind ``what``."""
+    result = MatchResult()
+    with remarks.at(label(node)):
+        try:
+            yield result
+        except Refusal as refusal:
+            remarks.refused(label(node), refusal.behind(what))
+            result.fail(str(refusal), node)
 
 
 class DispatchingRuleSet(RewriteRuleSet):

@@ -16,9 +16,9 @@ import onnx_ir as ir
 from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
 
 from rewrite_rules.graph.nodes import label, producer
-from rewrite_rules.graph.rule_set import DispatchingRuleSet, own
+from rewrite_rules.graph.rule_set import DispatchingRuleSet, matching, own
 from rewrite_rules.mixed_precision_boundaries.quantized_graph import read_grid
-from rewrite_rules.remarks import PassContext, Refusal, Remarks
+from rewrite_rules.remarks import PassContext, Remarks
 
 
 def fold_pairs(model: ir.Model, context: PassContext) -> None:
@@ -51,16 +51,11 @@ class KeptCodes(RewriteRuleClassBase):
         **_: Any,
     ) -> MatchResult:
         """Read the grids, and ask whether codes stay; so they do in the same type only."""
-        result, last = MatchResult(), producer(out)
-        with self._remarks.at(label(last)):
-            try:
-                first, second, _third = (
-                    read_grid(producer(value)) for value in (before, through, out)
-                )
-            except Refusal as refusal:
-                self._remarks.refused(label(last), refusal.behind("not folded: "))
-                return result.fail(str(refusal), last)
-        return result if first.keeps_codes(second) else result.fail("codes would change", last)
+        with matching(self._remarks, producer(out), "not folded: ") as result:
+            first, second, _third = (read_grid(producer(v)) for v in (before, through, out))
+            if not first.keeps_codes(second):
+                result.fail("codes would change", through)
+        return result
 
     def rewrite(
         self, op: Any, codes: ir.Value, before: ir.Value, through: ir.Value, out: ir.Value

@@ -29,11 +29,12 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
-from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
+from onnxscript.rewriter import MatchContext, MatchResult
 from onnxscript.rewriter.pattern import OrValue
 
 from rewrite_rules.graph.nodes import label, made_by, producer
 from rewrite_rules.graph.parameters import constant, int_attribute, ints_attribute
+from rewrite_rules.graph.rule_set import matching
 from rewrite_rules.remarks import Refusal, Remarks
 from rewrite_rules.shapes.dimensions import known, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
@@ -49,6 +50,7 @@ from rewrite_rules.transformer_fusion.guarded import (
     own_nodes,
 )
 from rewrite_rules.transformer_fusion.heads import FIRST, SPLIT_HEADS, Heads, ints, read_heads
+from rewrite_rules.transformer_fusion.layer_rule import LayerRule
 from rewrite_rules.transformer_fusion.scores import HIDDEN, LOWEST, read_scores
 from rewrite_rules.transformer_fusion.shared_cache import SharedCache
 from rewrite_rules.transformer_fusion.sizes import Sizes, keeps_size, rows_are
@@ -59,7 +61,7 @@ TOKENS_FIRST = (2, 0, 1, 3)
 _MAX_BETWEEN = 4
 
 
-class FuseAttention(RewriteRuleClassBase):
+class FuseAttention(LayerRule):
     """``Transpose(softmax(scale q k' + mask) v) -> guarded(nodes, (question, kernel), ...)``.
 
     To ``[S, B, H, D]`` as well, where a Transpose of the first two axes stays.
@@ -75,14 +77,10 @@ class FuseAttention(RewriteRuleClassBase):
         caches: list[tuple[ir.Value, ir.Value]],
         shared: SharedCache | None = None,
     ) -> None:
-        super().__init__(remove_nodes=False)
-        self._facts = facts
+        super().__init__(facts, remarks)
         self._nonempty = nonempty
-        self._remarks = remarks
         self._caches = caches
         self._cache = shared
-        # What layers share.
-        self._shared: dict[object, Any] = {}
 
     def pattern(self, op, logits, zero, values):  # type: ignore[no-untyped-def]
         softmax = op.Softmax(logits, _allow_other_attributes=True, _outputs=["softmax"])
@@ -106,22 +104,17 @@ class FuseAttention(RewriteRuleClassBase):
         **_: object,
     ) -> MatchResult:
         """Read the attention; what stands in the way is a remark."""
-        result, node = MatchResult(), producer(mixed)
-        if guarded == 1 and not _is_zero(zero):
-            return result.fail("what NaN becomes is not 0", node)
-        with self._remarks.at(label(node)):
-            try:
-                self._order = tuple(ints_attribute(producer(out), "perm") or ())
-                if self._order not in (SPLIT_HEADS, TOKENS_FIRST):
-                    return result.fail("it is not a Transpose of heads", node)
-                found = read_attention(softmax, mixed, out, guarded == 1, self._nonempty)
-                self._check_kernels(found)
-                end = _merged(out, found.sizes) if self._order == SPLIT_HEADS else None
-                self._found, self._end = found, end
-                self._nodes = self._own_nodes(found, end or out)
-            except Refusal as refusal:
-                self._remarks.refused(label(node), refusal.behind("attention: "))
-                return result.fail(str(refusal), node)
+        with matching(self._remarks, producer(mixed), "attention: ") as result:
+            if guarded == 1 and not _is_zero(zero):
+                return result.fail("what NaN becomes is not 0", zero)
+            self._order = tuple(ints_attribute(producer(out), "perm") or ())
+            if self._order not in (SPLIT_HEADS, TOKENS_FIRST):
+                return result.fail("it is not a Transpose of heads", out)
+            found = read_attention(softmax, mixed, out, guarded == 1, self._nonempty)
+            self._check_kernels(found)
+            end = _merged(out, found.sizes) if self._order == SPLIT_HEADS else None
+            self._found, self._end = found, end
+            self._nodes = self._own_nodes(found, end or out)
         return result
 
     def _check_kernels(self, found: Attention) -> None:
@@ -270,12 +263,6 @@ class FuseAttention(RewriteRuleClassBase):
         if not {*held}.isdisjoint(read) or own_nodes([*inputs, *masks], held):
             raise Refusal("ORP603", "what it reads is computed from its own new cache")
         return lambda op: clone(op, nodes, [end, *held], self._facts)
-
-    def _once(self, key: object, emit: Callable[[], Any]) -> Any:
-        """Return what was emitted for a key by an earlier layer, or emit it."""
-        if key not in self._shared:
-            self._shared[key] = emit()
-        return self._shared[key]
 
 
 def _mended(found: Attention, nodes: Build, kernel: Build) -> Build:

@@ -16,26 +16,25 @@ from __future__ import annotations
 from typing import Any
 
 import onnx_ir as ir
-from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
+from onnxscript.rewriter import MatchContext, MatchResult
 
 from rewrite_rules.graph.nodes import label, producer
+from rewrite_rules.graph.rule_set import matching
 from rewrite_rules.remarks import Refusal, Remarks
 from rewrite_rules.shapes.dimensions import Dims, known, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
 from rewrite_rules.transformer_fusion.heads import FIRST, Heads, follow_heads, ints
+from rewrite_rules.transformer_fusion.layer_rule import LayerRule
 from rewrite_rules.transformer_fusion.sizes import Sizes, count_query_heads
 
 
-class GroupQueries(RewriteRuleClassBase):
+class GroupQueries(LayerRule):
     """MatMul(left, repeated heads) -> Reshape(MatMul(Reshape(left), heads))."""
 
     def __init__(self, facts: ProvedShapes, nonempty: ProvedShapes, remarks: Remarks) -> None:
         """``nonempty``: of runs without empty values, in which Reshapes move the batch."""
-        super().__init__(remove_nodes=False)
-        self._facts = facts
+        super().__init__(facts, remarks)
         self._nonempty = nonempty
-        self._remarks = remarks
-        self._counts: dict[object, tuple[ir.Value, ...]] = {}
 
     def pattern(self, op, left, right):  # type: ignore[no-untyped-def]
         return op.MatMul(left, right, _outputs=["out"])
@@ -44,14 +43,10 @@ class GroupQueries(RewriteRuleClassBase):
         self, context: MatchContext, left: ir.Value, right: ir.Value, out: ir.Value
     ) -> MatchResult:
         """Find what the right operand repeats; a repetition that stays is a remark."""
-        result, node = MatchResult(), producer(out)
-        with self._remarks.at(label(node)):
-            try:
-                heads = self._read(left, right)
-            except Refusal as refusal:
-                self._remarks.refused(label(node), refusal.behind("heads stay repeated: "))
-                return result.fail(str(refusal), node)
-        return result if heads else result.fail("repeats no heads", node)
+        with matching(self._remarks, producer(out), "heads stay repeated: ") as result:
+            if self._read(left, right) is None:
+                result.fail("repeats no heads", right)
+        return result
 
     def rewrite(
         self, op: Any, left: ir.Value, right: ir.Value, out: ir.Value, **_: object
@@ -65,13 +60,15 @@ class GroupQueries(RewriteRuleClassBase):
         once = _emit_source(op, heads)
         inner = number(rows[-1]) or op.Shape(once, start=-2, end=-1)
         width = number(columns[-1]) or op.Shape(once, start=-1)
+
+        def counted() -> tuple[Any, Any, Any]:
+            before, queries = op.Shape(left, end=-3), op.Shape(left, start=-2, end=-1)
+            return before, queries, op.Mul(queries, ints(op, heads.repeats))
+
+        key = (node.graph, rows[:-3], rows[-2], heads.repeats)
+        before, queries, count = self._once(key, counted)
         # Reshape cannot infer a size of an empty tensor, and onnxruntime lets it infer the one
         # that is not a number.
-        key = (node.graph, rows[:-3], rows[-2], heads.repeats)
-        if key not in self._counts:
-            before, queries = op.Shape(left, end=-3), op.Shape(left, start=-2, end=-1)
-            self._counts[key] = before, queries, op.Mul(queries, ints(op, heads.repeats))
-        before, queries, count = self._counts[key]
         grouped = op.Reshape(left, ints(op, before, groups, count, inner))
         product = op.MatMul(grouped, once, _name=node.name)
         self._remarks.fired(

@@ -10,7 +10,7 @@ reads and what to ask, and need not be able to write a form again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -73,7 +73,7 @@ def own_nodes(
     """Return the nodes, in their order, between values that are read and what is made of them.
 
     The graph is sorted. Of values ``beside``, which all layers may share, it is nodes from the
-    first one that reads others.
+    first one that reads others. Sizes that nothing else reads are computed with them.
 
     Raises:
         Refusal: If a node holds a subgraph.
@@ -94,7 +94,28 @@ def own_nodes(
     for node in between:
         if any(subgraphs(node)):
             raise Refusal("ORP603", f"{label(node)!r} between holds a subgraph")
-    return between
+    return [*reversed(_sizes_for(between)), *between]
+
+
+def _sizes_for(nodes: Sequence[ir.Node]) -> list[ir.Node]:
+    """Return what computes sizes for some nodes only, each behind what reads it."""
+    found = [*nodes]
+    for node in found:  # which grows
+        makers = (value.producer() for value in node.inputs if value)
+        found += (maker for maker in makers if maker and _is_size_for(maker, found))
+    return found[len(nodes) :]
+
+
+def _is_size_for(node: ir.Node, readers: Container[ir.Node]) -> bool:
+    """Whether only these read what a node makes: integers of integers, or of graph inputs.
+
+    What others are made of would be held until a branch reads it.
+    """
+    values = (*node.outputs, *(value for value in node.inputs if value))
+    kinds = {value.dtype for value in values if not value.is_graph_input()}
+    kept = node in readers or any(value.is_graph_output() for value in node.outputs)
+    read_here = all(use.node in readers for made in node.outputs for use in made.uses())
+    return not node.domain and kinds == {ir.DataType.INT64} and read_here and not kept
 
 
 def clone(

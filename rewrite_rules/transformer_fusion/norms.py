@@ -16,27 +16,17 @@ import math
 from typing import Any
 
 import onnx_ir as ir
-from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
+from onnxscript.rewriter import MatchContext, MatchResult
 from onnxscript.rewriter.pattern import OrValue
 
 from rewrite_rules.graph.nodes import label, producer
 from rewrite_rules.graph.parameters import constant, constant_ints, int_attribute
-from rewrite_rules.remarks import Remarks
-from rewrite_rules.shapes.proved_shapes import ProvedShapes
+from rewrite_rules.transformer_fusion.layer_rule import LayerRule
 
 _MICROSOFT = "com.microsoft"
 
 
-class _Rule(RewriteRuleClassBase):
-    """A rule that reads proved shapes and makes remarks."""
-
-    def __init__(self, facts: ProvedShapes, remarks: Remarks) -> None:
-        super().__init__(remove_nodes=False)
-        self._facts = facts
-        self._remarks = remarks
-
-
-class RmsNorm(_Rule):
+class RmsNorm(LayerRule):
     """``x / sqrt(mean(x**2) + epsilon) * weight -> SimplifiedLayerNormalization``."""
 
     def pattern(self, op, x, weight, epsilon):  # type: ignore[no-untyped-def]
@@ -100,7 +90,7 @@ class RmsNorm(_Rule):
         return op.SimplifiedLayerNormalization(x, weight, **attributes)
 
 
-class SkipNorm(_Rule):
+class SkipNorm(LayerRule):
     """``SimplifiedLayerNormalization(a + b)``, with the sum as a second result."""
 
     def pattern(self, op, a, b, weight):  # type: ignore[no-untyped-def]

@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnxscript.rewriter import MatchContext, MatchResult, RewriteRuleClassBase
+from onnxscript.rewriter import MatchContext, MatchResult
 
 from rewrite_rules.graph.nodes import input_of, label, made_by, producer
 from rewrite_rules.graph.parameters import constant, constant_ints, int_attribute
-from rewrite_rules.remarks import Refusal, Remarks
+from rewrite_rules.graph.rule_set import matching
+from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import Dim, number
 from rewrite_rules.shapes.node_facts import Site, sliced
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
@@ -35,19 +36,14 @@ from rewrite_rules.transformer_fusion.heads import (
     read_heads,
     scaled_input,
 )
+from rewrite_rules.transformer_fusion.layer_rule import LayerRule
 from rewrite_rules.transformer_fusion.sizes import Sizes, count_query_heads, rows_are
 
 _BY_ELEMENT = frozenset({"Cast", "Cos", "Identity", "Neg", "Sin"})
 
 
-class Rotary(RewriteRuleClassBase):
+class Rotary(LayerRule):
     """``Add(Mul(x, cos), Mul(turned(x), sin)) -> RotaryEmbedding(x, cos, sin)``."""
-
-    def __init__(self, facts: ProvedShapes, remarks: Remarks) -> None:
-        super().__init__(remove_nodes=False)
-        self._facts = facts
-        self._remarks = remarks
-        self._tables: dict[object, tuple[ir.Value, ...]] = {}
 
     def pattern(self, op, x, cos, turned, sin):  # type: ignore[no-untyped-def]
         return op.Add(op.Mul(x, cos), op.Mul(turned, sin), _outputs=["out"])
@@ -56,13 +52,10 @@ class Rotary(RewriteRuleClassBase):
         self, context: MatchContext, out: ir.Value, **bound: ir.Value
     ) -> MatchResult:
         """Look at the parts of x, and at the tables."""
-        result, node = MatchResult(), producer(out)
-        try:
-            is_rotation = self._is_rotation(**bound)
-        except Refusal as refusal:
-            self._remarks.refused(label(node), refusal.behind("rotary: "))
-            return result.fail(str(refusal), node)
-        return result if is_rotation else result.fail("it is not a rotation", node)
+        with matching(self._remarks, producer(out), "rotary: ") as result:
+            if not self._is_rotation(**bound):
+                result.fail("it is not a rotation", out)
+        return result
 
     def _is_rotation(
         self, x: ir.Value, cos: ir.Value, turned: ir.Value, sin: ir.Value
@@ -100,20 +93,28 @@ class Rotary(RewriteRuleClassBase):
     ) -> Any:
         """Rotate before heads are transposed, where they are."""
         facts, node = self._facts, producer(out)
-        # Layers share the rows: the kernel fails where they are not those of its tokens.
-        heads = _heads(x, facts)
-        key = (cos, sin, _token_dims(heads, facts))
-        if key not in self._tables:
-            self._tables[key] = _tables(op, facts, heads, (cos, sin))
+        heads, dims = _heads(x, facts), facts.dims(x, 4)
+        tokens, count = _token_dims(heads, facts), heads.count
+        # The kernel fails where these rows are not those of its tokens.
+        tables = self._once((cos, sin, tokens), lambda: _tables(op, facts, heads, (cos, sin)))
         self._remarks.fired(label(node), "RotaryEmbedding")
-        tables, dims = self._tables[key], facts.dims(x, 4)
-        count = heads.count
         if heads.axes == FIRST or count is None or dims is None:
             return op.RotaryEmbedding(x, *tables, _name=node.name)
         size = dims[3][0]
         flat = heads.flat(op, facts, count * size)
         turned = op.RotaryEmbedding(flat, *tables, num_heads=count, _name=node.name)
-        split = op.Reshape(turned, ints(op, 0, 0, count, size))
+        if tokens == (dims[0], dims[2]):
+            split = op.Reshape(turned, ints(op, 0, 0, count, size))
+        else:
+            # With the number of heads, the model's Reshape fails where B or S is another.
+            reshape = producer(heads.path[-2][0])
+
+            def asked() -> Any:
+                first = op.Slice(reshape.inputs[1], ints(op, 0), ints(op, 2))
+                return ints(op, first, count, size)
+
+            sizes = self._once((reshape.inputs[1], count, size), asked)
+            split = op.Reshape(turned, sizes, **reshape.attributes)
         facts.note(split, (dims[0], dims[2], (count, ()), dims[3]))
         return op.Transpose(split, perm=SPLIT_HEADS)
 
@@ -187,7 +188,8 @@ def _heads(x: ir.Value, facts: ProvedShapes) -> Heads:
         ):
             sizes.match_heads(heads, "B H S D")
             count = count_query_heads(x, facts)
-            path = heads.path[:2] if sizes.key else heads.path
+            is_checked = sizes.agree() and len(sizes.key) < 2
+            path = heads.path if is_checked else heads.path[:2]
             return dataclasses.replace(heads, path=path, count=count)
     return Heads(((x, FIRST),))
 

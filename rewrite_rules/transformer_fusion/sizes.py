@@ -136,7 +136,7 @@ class Sizes:
         return op.Shape(value, start=axis, end=axis + 1)
 
     @property
-    def key(self) -> object:
+    def key(self) -> tuple[object, ...]:
         """What two attentions have in common that ask the same."""
         return tuple(self._asked)
 
