@@ -224,12 +224,9 @@ def _described(model: ir.Model) -> dict[str, Any]:
         if value.shape is not None
     }
     names = {name for graph in model.graphs() for name in graph.initializers}
-    known = {schema.domain for schema in _pybind_state.get_all_operator_schema()}
-    functions = {identifier[:2] for identifier in model.functions}
-    custom = any(
-        node.domain not in known and (node.domain, node.op_type) not in functions
-        for node in all_nodes(model)
-    )
+    known = {(x.domain, x.name) for x in _pybind_state.get_all_operator_schema()}
+    known |= {identifier[:2] for identifier in model.functions}
+    custom = any((node.domain, node.op_type) not in known for node in all_nodes(model))
     return {
         "free": free,
         "initializers": sorted(names),

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT
-   The operator tests.Three returns [3.0]; by onnxruntime's C API, whose functions keep
+   The operator com.microsoft.Three returns [3.0]; by onnxruntime's C API, whose functions keep
    their places in every version. */
 #include <stdint.h>
 #include <stddef.h>
@@ -27,7 +27,7 @@ struct Base { Function *(*get)(uint32_t version); };
 void *RegisterCustomOps(void *options, const struct Base *base) {
     void *domain, *failed;
     api = base->get(1);
-    if ((failed = api[26]("tests", &domain))) return failed;  /* CreateCustomOpDomain */
+    if ((failed = api[26]("com.microsoft", &domain))) return failed;  /* CreateCustomOpDomain */
     if ((failed = api[27](domain, &three))) return failed;  /* CustomOpDomain_Add */
     return api[28](options, domain);  /* AddCustomOpDomain */
 }
