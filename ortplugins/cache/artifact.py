@@ -14,6 +14,7 @@ import onnxruntime
 
 from ortplugins._version import __version__
 from ortplugins.cache.folder import (
+    absolute,
     cache_folder,
     data_locations,
     digest_of,
@@ -96,7 +97,7 @@ class Wanted:
     def data_folder(self) -> str | None:
         """Where external data is; None for the model's own folder."""
         chosen = self.entries.get(DATA_FOLDER_KEY)
-        return os.path.abspath(chosen) if chosen else None
+        return absolute(chosen) if chosen else None
 
     @property
     def is_strict(self) -> bool:

@@ -66,7 +66,12 @@ def user_folder() -> str:
 
 def _folder_at(path: str) -> str:
     folder = os.path.expanduser(path)
-    return temporary_folder() if folder.startswith("~") else os.path.abspath(folder)
+    return temporary_folder() if folder.startswith("~") else absolute(folder)
+
+
+def absolute(path: str) -> str:
+    """Return a path from the root that keeps "..": behind a link, that is another folder."""
+    return path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
 
 
 def temporary_folder() -> str:

@@ -210,7 +210,7 @@ class SessionProcess:
             settings[STRICT_KEY] = "1"
         job = {
             **vars(candidate),
-            "model": os.path.abspath(candidate.model),
+            "model": str(Path(candidate.model).absolute()),
             "settings": settings,
             "session": session,
         }

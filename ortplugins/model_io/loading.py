@@ -161,6 +161,10 @@ def _make_dense(proto: onnx.ModelProto) -> None:
         if sparse := getattr(graph, "sparse_initializer", ()):
             graph.initializer.extend(map(_dense, sparse))
             del graph.sparse_initializer[:]
+        # onnxruntime takes the first or the last of a name, by size; onnx_ir the first.
+        names = collections.Counter(x.name for x in getattr(graph, "initializer", ()))
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise ValueError(f"initializer {twice[0]!r} is there twice")
         for attribute in (item for node in graph.node for item in node.attribute):
             if attribute.name == "sparse_value":
                 dense = _dense(attribute.sparse_tensor)

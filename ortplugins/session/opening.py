@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import onnxruntime
 
 from ortplugins.cache.artifact import REPORT, Artifact, Wanted, find_entry
+from ortplugins.cache.folder import absolute
 from ortplugins.runtime.copied_options import CopiedOptions
 from session_options.entries import (
     DATA_FOLDER_KEY,
@@ -433,7 +434,7 @@ def _is_ort_format(path_or_bytes: str | bytes | os.PathLike[str]) -> bool:
 def _name_of(path_or_bytes: str | bytes | os.PathLike[str]) -> str:
     if isinstance(path_or_bytes, bytes):
         return "bytes"
-    return os.path.abspath(os.fsdecode(path_or_bytes))
+    return absolute(os.fsdecode(path_or_bytes))
 
 
 def _log_start(

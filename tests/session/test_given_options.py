@@ -57,10 +57,14 @@ def add_external(so: onnxruntime.SessionOptions, path: Path) -> None:
     so.add_external_initializers(["c"], KEPT)
 
 
+def sevens(path: Path) -> bytes:
+    """The content of a file with sevens for ``c``."""
+    ones = np.ones((1, 64), np.float32).tobytes()
+    return path.read_bytes().replace(ones, SEVEN.tobytes())
+
+
 def add_file(so: onnxruntime.SessionOptions, path: Path) -> None:
-    data = path.with_name(FILE).read_bytes()
-    changed = data.replace(np.ones((1, 64), np.float32).tobytes(), SEVEN.tobytes())
-    assert changed != data
+    changed = sevens(path.with_name(FILE))
     so.add_external_initializers_from_files_in_memory([FILE], [changed], [len(changed)])
     _buffers.append(changed)
 
@@ -291,6 +295,7 @@ def test_sparse_weights_are_made_dense(path, place, form):
 @pytest.mark.parametrize(
     ("weight", "words"),
     [
+        (SPARSE["elements"], "initializer 'c' is there twice"),
         (sparse([0, 1], (1 << 40,)), r"has shape \[1099511627776\]"),
         (sparse([0, -1], (1, 64)), "has no valid indices"),
         (sparse([0], (1, 64)), "has no valid indices"),
@@ -327,9 +332,7 @@ def test_bytes_with_data_in_the_current_folder(path, tmp_path, monkeypatch, in_p
         monkeypatch.setattr("ortplugins.optimization.build.LEAST_BYTES", 1)
     content, other = path.read_bytes(), tmp_path / "other"
     other.mkdir()
-    data = path.with_name(FILE).read_bytes()
-    ones = np.ones((1, 64), np.float32).tobytes()
-    (other / FILE).write_bytes(data.replace(ones, SEVEN.tobytes()))
+    (other / FILE).write_bytes(sevens(path.with_name(FILE)))
     for expected in ("built", "cache"):
         for folder, value in ((tmp_path, 3), (other, 21)):
             monkeypatch.chdir(folder)
@@ -350,7 +353,16 @@ class Named:
         return self._path
 
 
+def across_a_link(path: Path) -> Path:
+    """A path that leads to ``path`` only where ".." is taken as text."""
+    (folder := path.parent / "a" / "b").mkdir(parents=True)
+    (link := path.with_name("link")).symlink_to(folder)
+    (folder.parent / path.name).write_bytes(sevens(path))
+    return link / ".." / path.name
+
+
 MODELS: dict[str, Callable[[Path], object]] = {
+    "behind a link": across_a_link,
     "text": str,
     "path": Path,
     "protocol": Named,
@@ -400,7 +412,7 @@ ARGUMENTS: dict[str, dict[str, object]] = {
 
 @pytest.fixture
 def inline(path: Path) -> Path:
-    ir.save(ir.load(path), path)
+    onnx.save(onnx.load(path), path)
     return path
 
 

@@ -49,18 +49,14 @@ def test_untouched_options_give_the_stock_session(model_path, cache_dir):
     assert not cache_dir.exists()
 
 
-@pytest.mark.parametrize("external", [False, True])
-def test_bytes(external, model_path):
+def test_bytes_with_data_in_a_folder_of_the_options(model_path):
     key, so = "session.model_external_initializers_file_folder_path", options()
-    content = ir.to_proto(CASE.model()).SerializeToString()
-    if external:
-        so.add_session_config_entry(key, str(model_path.parent))
-        content = model_path.read_bytes()
+    so.add_session_config_entry(key, str(model_path.parent))
     for expected in ("built", "cache"):
-        session = start(content, so)
+        session = start(model_path.read_bytes(), so)
         assert session.ortplugins_report.source == expected
         check(session, CASE)
-    assert stored(so, key) == (str(model_path.parent) if external else None)
+    assert stored(so, key) == str(model_path.parent)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="keeps a folder that is in use")
@@ -218,13 +214,6 @@ def test_hits_and_starts_with_nothing_to_do_import_little(model_path, tmp_path):
     imported(START, path)
     source, modules = imported(START, path)
     assert (source, HEAVY & modules) == ("untouched", set())
-
-
-def test_sessions_with_and_without_an_arena_have_entries_of_their_own(model_path):
-    so = options()
-    for arena in (True, False):
-        so.enable_cpu_mem_arena = arena
-        assert [source(model_path, so) for _ in range(2)] == ["built", "cache"]
 
 
 def test_overridden_dimensions_are_respected(model_path):
