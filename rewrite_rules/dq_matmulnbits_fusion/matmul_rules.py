@@ -104,7 +104,8 @@ class MatMulByWeight(OperandRule):
             write_zero_points(made, weight, block_size),
         ]
         added = product.bias
-        if added is not None and self._in_kernel(added, weight.N):
+        in_kernel = takes_bias(self._run.context)
+        if added is not None and in_kernel and column_bias(added, weight.N) is not None:
             inputs += [None, write_column_bias(made, added, weight.N, dtype)]
             added = None
         while inputs[-1] is None:
@@ -124,9 +125,6 @@ class MatMulByWeight(OperandRule):
         if dtype != own:
             y = op.Cast(y, to=int(own))
         return y if added is None else op.Add(y, added)
-
-    def _in_kernel(self, bias: ir.Value, columns: int) -> bool:
-        return takes_bias(self._run.context) and column_bias(bias, columns) is not None
 
 
 class GemmByWeight(MatMulByWeight):

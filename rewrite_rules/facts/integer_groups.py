@@ -23,7 +23,7 @@ from rewrite_rules.graph.nodes import (
     is_dequantize_linear,
     is_quantize_linear,
 )
-from rewrite_rules.graph.parameters import constant
+from rewrite_rules.graph.parameters import constant, scalar
 
 _EPSILON = float(np.finfo(np.float32).eps)  # as in onnxruntime's clip_quantizelinear.cc
 
@@ -102,13 +102,13 @@ def _is_quantised(value: ir.Value) -> bool:
 
 def _ends_in(quantize: ir.Node, clip: ir.Node) -> bool:
     """Whether the codes of a QuantizeLinear end where a Relu or Clip does, or before."""
-    scale, zero_point = (_number(input_of(quantize, index)) for index in (1, 2))
+    scale, zero_point = (scalar(input_of(quantize, index)) for index in (1, 2))
     codes = constant(input_of(quantize, 2))
     ends: list[float | None] = [0.0, math.inf]
     if clip.op_type == "Clip":
         given = [input_of(clip, index) for index in (1, 2)]
         ends = [
-            no_end if value is None else _number(value)
+            no_end if value is None else scalar(value)
             for value, no_end in zip(given, (-math.inf, math.inf), strict=True)
         ]
     least, greatest = ends
@@ -119,9 +119,3 @@ def _ends_in(quantize: ir.Node, clip: ir.Node) -> bool:
     of_codes = codes.dtype.min, codes.dtype.max
     low, high = ((float(end) - zero_point) * scale for end in of_codes)
     return least - low <= _EPSILON and high - greatest <= _EPSILON
-
-
-def _number(value: ir.Value | None) -> float | None:
-    """Return a constant of one element; else None."""
-    tensor = constant(value)
-    return float(tensor.numpy().item()) if tensor is not None and tensor.size == 1 else None

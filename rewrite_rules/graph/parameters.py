@@ -109,6 +109,14 @@ def constant(value: ir.Value | None) -> ir.TensorProtocol | None:
     return value.const_value
 
 
+def scalar(value: ir.Value | None) -> float | None:
+    """Return the number that a constant of at most one axis holds; None for others."""
+    tensor = constant(value)
+    if tensor is None or tensor.size != 1 or len(tensor.shape.numpy()) > 1:
+        return None
+    return float(tensor.numpy().reshape(-1)[0])
+
+
 def contents(tensor: ir.TensorProtocol) -> tuple[object, ...]:
     """Return what two equal tensors have in common: type, shape, bytes or texts."""
     texts = tensor.dtype == ir.DataType.STRING

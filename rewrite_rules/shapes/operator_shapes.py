@@ -16,7 +16,7 @@ there dimensions of size 0 or not:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -432,10 +432,6 @@ def _group_query_attention(site: Site) -> Sequence[Shape]:
     return [(batch, sequence, site.unknowns.fresh_dim())] if packed else [site.shape(0)]
 
 
-def _attributes_key(node: ir.Node) -> Hashable:
-    return tuple(sorted((name, str(a.value)) for name, a in node.attributes.items()))
-
-
 def _window(site: Site, dims: Dims, kernel: Sequence[int]) -> Dims:
     """Spatial sizes after a window has slid over them."""
     node, rank = site.node, len(kernel)
@@ -445,7 +441,8 @@ def _window(site: Site, dims: Dims, kernel: Sequence[int]) -> Dims:
     auto_pad = site.text("auto_pad", "NOTSET")
     if len(dims) != rank + 2:
         return site.unknowns.fresh_dims(rank)
-    key = (node.domain, node.op_type, _attributes_key(node), tuple(kernel))
+    attributes = sorted((name, str(a.value)) for name, a in node.attributes.items())
+    key = (node.domain, node.op_type, tuple(attributes), tuple(kernel))
     result = []
     for i, dim in enumerate(dims[2:]):
         reach = dilations[i] * (kernel[i] - 1)

@@ -33,7 +33,7 @@ from onnxscript.rewriter import MatchContext, MatchResult
 from onnxscript.rewriter.pattern import OrValue
 
 from rewrite_rules.graph.nodes import label, made_by, producer
-from rewrite_rules.graph.parameters import constant, int_attribute, ints_attribute
+from rewrite_rules.graph.parameters import int_attribute, ints_attribute, scalar
 from rewrite_rules.graph.rule_set import matching
 from rewrite_rules.remarks import Refusal, Remarks
 from rewrite_rules.shapes.dimensions import known, number
@@ -105,7 +105,7 @@ class FuseAttention(LayerRule):
     ) -> MatchResult:
         """Read the attention; what stands in the way is a remark."""
         with matching(self._remarks, producer(mixed), "attention: ") as result:
-            if guarded == 1 and not _is_zero(zero):
+            if guarded == 1 and scalar(zero) != 0:
                 return result.fail("what NaN becomes is not 0", zero)
             self._order = tuple(ints_attribute(producer(out), "perm") or ())
             if self._order not in (SPLIT_HEADS, TOKENS_FIRST):
@@ -194,7 +194,8 @@ class FuseAttention(LayerRule):
             )
 
             def is_prompt(op: Any) -> ir.Value:
-                fits = op.And(prompt, questions.is_empty(op, found))
+                cached = op.Shape(found.past[0], start=2, end=3)
+                fits = op.And(prompt, op.Less(cached, ints(op, 1)))
                 made: ir.Value = op.And(fits, questions.is_bounded(op, found))
                 return made
 
@@ -519,8 +520,3 @@ def refuse_the_rest(
             text = f"its result goes to {reader}, not to a Transpose of heads"
             refusal = Refusal("ORP603", text)
         remarks.refused(label(product), refusal.behind("attention: "))
-
-
-def _is_zero(value: ir.Value | None) -> bool:
-    tensor = constant(value)
-    return tensor is not None and tensor.size == 1 and not tensor.numpy().any()

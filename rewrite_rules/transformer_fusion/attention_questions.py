@@ -79,11 +79,6 @@ def of_cached(
     return both[0], both[1], plain
 
 
-def is_empty(op: Any, found: Attention) -> Any:
-    """Emit whether nothing is cached."""
-    return op.Less(_size(op, found.past[0], 2), ints(op, 1))
-
-
 def of_uncached(
     op: Any, found: Attention, once: Once
 ) -> tuple[ir.Value | None, ir.Value | None, ir.Value | None]:

@@ -115,7 +115,8 @@ def _is_size_for(node: ir.Node, readers: Container[ir.Node]) -> bool:
     kinds = {value.dtype for value in values if not value.is_graph_input()}
     kept = node in readers or any(value.is_graph_output() for value in node.outputs)
     read_here = all(use.node in readers for made in node.outputs for use in made.uses())
-    return not node.domain and kinds == {ir.DataType.INT64} and read_here and not kept
+    is_simple = not (node.domain or any(subgraphs(node)))
+    return is_simple and kinds == {ir.DataType.INT64} and read_here and not kept
 
 
 def clone(

@@ -24,7 +24,7 @@ from typing import Any
 import onnx_ir as ir
 
 from rewrite_rules.graph.nodes import label, made_by, producer
-from rewrite_rules.graph.parameters import constant, ints_attribute
+from rewrite_rules.graph.parameters import constant, ints_attribute, scalar
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import Dim, known, number
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
@@ -272,17 +272,14 @@ def before_unsqueeze(value: ir.Value | None, facts: ProvedShapes) -> ir.Value | 
 def scaled_input(node: ir.Node) -> int | None:
     """Return the index of the input that a Mul or Div scales by a number; else None."""
     for index in _SCALINGS.get(node.op_type, ()):
-        tensor = constant(node.inputs[1 - index])
-        if tensor is not None and tensor.size == 1 and len(tensor.shape.numpy()) <= 1:
+        if scalar(node.inputs[1 - index]) is not None:
             return index
     return None
 
 
 def factor(node: ir.Node, index: int) -> float:
     """Return the number that a Mul or Div multiplies an input by."""
-    tensor = constant(node.inputs[1 - index])
-    assert tensor is not None
-    scale = float(tensor.numpy().reshape(-1)[0])
+    scale = scalar(node.inputs[1 - index]) or 0.0
     return scale if node.op_type == "Mul" else 1 / scale if scale else math.inf
 
 

@@ -20,7 +20,7 @@ from onnxscript.rewriter import MatchContext, MatchResult
 from onnxscript.rewriter.pattern import OrValue
 
 from rewrite_rules.graph.nodes import label, producer
-from rewrite_rules.graph.parameters import constant, constant_ints, int_attribute
+from rewrite_rules.graph.parameters import constant, constant_ints, int_attribute, scalar
 from rewrite_rules.transformer_fusion.layer_rule import LayerRule
 
 _MICROSOFT = "com.microsoft"
@@ -54,10 +54,10 @@ class RmsNorm(LayerRule):
     ) -> MatchResult:
         """Check the axis, the shapes of the constants and the types."""
         result = MatchResult()
-        small, reduce, dims = constant(epsilon), producer(mean), self._facts.dims(x)
+        small, reduce, dims = scalar(epsilon), producer(mean), self._facts.dims(x)
         if not dims or self._facts.dims(weight) != dims[-1:] or constant(weight) is None:
             return result.fail("the weight is not a constant for the last axis", weight)
-        if small is None or small.size != 1 or not 0 <= small.numpy().item() < math.inf:
+        if small is None or not 0 <= small < math.inf:
             return result.fail("epsilon is not a constant", epsilon)
         if self._facts.shape(out) != dims:
             return result.fail("a constant adds axes", out)
@@ -82,11 +82,9 @@ class RmsNorm(LayerRule):
         **_: object,
     ) -> Any:
         """Emit the node."""
-        node, small = producer(out), constant(epsilon)
-        assert small is not None
+        node, small = producer(out), scalar(epsilon)
         self._remarks.fired(label(node), "SimplifiedLayerNormalization")
-        number = float(small.numpy().reshape(-1)[0])
-        attributes = {"axis": -1, "epsilon": number, "stash_type": 1, "_name": node.name}
+        attributes = {"axis": -1, "epsilon": small, "stash_type": 1, "_name": node.name}
         return op.SimplifiedLayerNormalization(x, weight, **attributes)
 
 

@@ -7,14 +7,12 @@ Heads may be merged with the batch, ``[B * H, S, T]``, and be split by Reshapes 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
 from rewrite_rules.graph.nodes import label
-from rewrite_rules.graph.parameters import constant
+from rewrite_rules.graph.parameters import scalar
 from rewrite_rules.remarks import Refusal
 from rewrite_rules.shapes.dimensions import Dims
 from rewrite_rules.shapes.proved_shapes import ProvedShapes
@@ -122,10 +120,8 @@ def read_scores(
 
 def _chosen(node: ir.Node, other: ir.Value, hides: bool, rank: int) -> Mask:
     """Read the mask of a Where between scores and a number."""
-    tensor, condition = constant(other), node.inputs[0]
-    lowest = float(np.asarray(tensor.numpy()).max()) if tensor and tensor.size else math.nan
-    is_one = tensor is not None and tensor.size == 1 and len(tensor.shape.numpy()) <= 1
-    if not is_one or condition is None:
+    lowest, condition = scalar(other), node.inputs[0]
+    if lowest is None or condition is None:
         raise Refusal(
             "ORP604", f"Where {label(node)!r} chooses something else than the lowest number"
         )

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import onnx_ir as ir
 
 from rewrite_rules.facts.operator_table import per_token
+from rewrite_rules.graph.nodes import made_by
 from rewrite_rules.graph.parameters import constant
 from rewrite_rules.trim_padding.questions import ORDINARY, How
 from rewrite_rules.trim_padding.sample_masks import are_finite
@@ -66,7 +67,7 @@ def _parts(flow: TokenFlow, scores: ir.Value) -> Iterator[_Part | None]:
     pending, seen = [(scores, False)], {scores}
     for value, grown in pending:
         node = value.producer()
-        if node is None or not (per_token(node) or _moves(node) or _joins(node)):
+        if node is None or not (per_token(node) or _moves(node) or made_by(value, "Concat")):
             continue
         kind = node.op_type if node.domain == "" else ""
         given = node.inputs[:1] if _moves(node) else node.inputs
@@ -131,7 +132,3 @@ def _bounds(flow: TokenFlow, value: ir.Value) -> tuple[float, float]:
 def _moves(node: ir.Node) -> bool:
     """Whether a node gives numbers of its first input, elsewhere or in another type."""
     return node.op_type in _MOVES and not node.domain
-
-
-def _joins(node: ir.Node) -> bool:
-    return node.op_type == "Concat" and not node.domain

@@ -348,7 +348,8 @@ def _read_dequantize(dq: ir.Node) -> DequantizedOperand:
     if code_tensor.dtype not in _CODE_TYPES:
         raise Refusal(
             "ORP201",
-            f"weight {codes.name!r} is {_type_name(code_tensor)}: codes of 4 or 8 bits fuse",
+            f"weight {codes.name!r} is {code_tensor.dtype.name.lower()}: codes of 4 or 8 bits "
+            "fuse",
         )
     shape = tuple(code_tensor.shape.numpy())
     if 0 in shape:
@@ -360,8 +361,8 @@ def _read_dequantize(dq: ir.Node) -> DequantizedOperand:
     if scale_tensor.dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16):
         raise Refusal(
             "ORP201",
-            f"scale {scales.name!r} is {_type_name(scale_tensor)}: float32 or float16 scales "
-            "fuse",
+            f"scale {scales.name!r} is {scale_tensor.dtype.name.lower()}: float32 or float16 "
+            "scales fuse",
         )
     dtype = type_attribute(dq, "output_dtype") or scale_type or scale_tensor.dtype
     runs, blocks = _runs(dq, codes, shape, scales, tuple(scale_tensor.shape.numpy()))
@@ -378,7 +379,7 @@ def _read_dequantize(dq: ir.Node) -> DequantizedOperand:
         scale_tensor=scale_tensor,
         zero_point_tensor=zero_point_tensor,
         runs=runs,
-        layout=f"{_type_name(code_tensor)} {list(shape)}, {blocks}{zero}",
+        layout=f"{code_tensor.dtype.name.lower()} {list(shape)}, {blocks}{zero}",
         trail=(),
         casts=(dtype,),
         shape=shape,
@@ -476,8 +477,8 @@ def _check_zero_points(operand: DequantizedOperand) -> None:
         return
     name, codes = f"zero point {operand.zero_points.name!r}", operand.code_tensor
     if tensor.dtype != codes.dtype:
-        weight = f"weight {operand.codes.name!r} is {_type_name(codes)}"
-        raise Refusal("ORP202", f"{name} is {_type_name(tensor)} but {weight}")
+        weight = f"weight {operand.codes.name!r} is {codes.dtype.name.lower()}"
+        raise Refusal("ORP202", f"{name} is {tensor.dtype.name.lower()} but {weight}")
     found, expected = (list(each.shape.numpy()) for each in (tensor, operand.scale_tensor))
     # [] and [1] both stand for a single one.
     if found != expected and found + expected != [1]:
@@ -510,7 +511,3 @@ def _integers(
     if tensor.dtype.is_signed():
         values -= (values >> (bits - 1)) << bits
     return values
-
-
-def _type_name(tensor: ir.TensorProtocol) -> str:
-    return tensor.dtype.name.lower()
