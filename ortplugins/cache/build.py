@@ -119,8 +119,13 @@ def build_entry(wanted: Wanted) -> tuple[Artifact, str]:
         raise PassError(f"nothing can be built in {wanted.root!r}: {refused}") from refused
 
 
-def _built_in(wanted: Wanted, cache: ArtifactCache) -> tuple[Artifact, str]:
-    """Build an entry and publish it; per model, one process at a time."""
+def _built_in(
+    wanted: Wanted, cache: ArtifactCache, *, is_second: bool = False
+) -> tuple[Artifact, str]:
+    """Build an entry and publish it; per model, one process at a time.
+
+    If the model was replaced meanwhile, nothing is published, and the new one is built once.
+    """
     root = os.fspath(cache.root)
     with _read_errors(wanted.name):
         digest = wanted.model_digest()
@@ -131,12 +136,13 @@ def _built_in(wanted: Wanted, cache: ArtifactCache) -> tuple[Artifact, str]:
         manifest = _made_by_child(wanted, folder)
         if manifest is None:
             manifest = make_entry(wanted, folder)
-        locations = manifest["locations"]
-        # If the model was replaced meanwhile, nothing may be published under the old key.
-        if wanted.model_digest() != digest or wanted.key(digest, locations) != manifest["key"]:
-            raise FileNotFoundError("the model changed while it was read")
-        keep_data_locations(digest, locations, root)
-        return cache.publish(manifest["key"], folder, manifest), "built"
+        key, locations = manifest["key"], manifest["locations"]
+        if wanted.model_digest() == digest and wanted.key(digest, locations) == key:
+            keep_data_locations(digest, locations, root)
+            return cache.publish(key, folder, manifest), "built"
+    if is_second:
+        raise ModelFileError(f"{wanted.name}: changes while it is read")
+    return _built_in(wanted, cache, is_second=True)
 
 
 def make_in_memory(wanted: Wanted) -> tuple[Artifact, tuple[bytes, bytes | None]]:
