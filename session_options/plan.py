@@ -208,7 +208,7 @@ def entries_of(
         entries[f"{PREFIX}.{name}"] = keys.format_value(value)
     classes: dict[str, type[Pass]] = {}
     names: dict[str, str] = {}  # of classes, by what they are given as
-    for item in passes:
+    for item in [passes] if isinstance(passes, str) else passes:
         if not isinstance(item, Pass | str):
             raise OptionError(f"{item!r} is neither a pass nor the name of one")
         if isinstance(item, Pass):
@@ -253,6 +253,7 @@ def _entries_of_pass(item: Pass) -> dict[str, str]:
 
 def plan_from_settings(passes: Sequence[Pass | str], settings: Mapping[str, Scalar]) -> Plan:
     """Make a plan from passes, or their names with ``{"<pass>.<option>": value}``."""
+    passes = [passes] if isinstance(passes, str) else passes
     objects = [item for item in passes if isinstance(item, Pass)]
     others = [item for item in passes if not isinstance(item, Pass)]
     named = Plan.from_entries(entries_of(others, settings)).passes

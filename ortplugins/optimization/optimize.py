@@ -73,9 +73,9 @@ def optimize(
             Large tensors of a path are read only where a pass rewrites them.
         output: File to write; its data goes to ``<output>.data``. Unchanged tensors stay where
             they are if their file is in the output's folder.
-        passes: Pass objects, or names with their options in ``options``.
+        passes: Pass objects, or names (also a single one) with their options in ``options``.
         options: ``{"<pass>.<option>": value}`` for passes given by name.
-        providers: Execution providers that the result is for.
+        providers: Names of execution providers that the result is for, or a single one.
         onnxruntime_version: The oldest onnxruntime that the result has to run on, for example
             ``"1.24"``; by default the installed one.
         external_data: Whether tensors of at least 1 KiB go to the data file; by default as in
@@ -95,6 +95,7 @@ def optimize(
         OptionError: If a pass, an option or the version is unknown.
         PassError: If a pass fails, or makes a wrong result. Then no output is written.
     """
+    providers = [providers] if isinstance(providers, str) else providers
     if bake and (foreign := set(providers) - {"CPUExecutionProvider"}):
         raise OptionError(f"bake is for the CPU, not for {', '.join(sorted(foreign))}")
     request = BuildRequest(

@@ -65,7 +65,7 @@ def warm(
 
     Args:
         models: Paths of .onnx files, or one path.
-        passes: Pass objects, or names with their options in ``options``.
+        passes: Pass objects, or names (also a single one) with their options in ``options``.
         options: ``{"<pass>.<option>": value}`` for passes given by name.
         cache_dir: A cache directory that every user may read, for an image; by default the
             cache that a session here would use.
