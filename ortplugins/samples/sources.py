@@ -59,6 +59,8 @@ def read_samples(source: Any, model: ir.Model) -> list[Feed]:
             "calibration data is empty: at least one sample is needed; was the reader or "
             "generator already exhausted?"
         )
+    if inputs and not any(array.size for feed in feeds for array in feed.values()):
+        raise CalibrationError("samples hold only empty arrays: give samples of real inputs")
     return feeds
 
 

@@ -21,6 +21,7 @@ import onnx_ir as ir
 from onnxruntime.quantization import QuantFormat, quantize_static
 
 from ortplugins.errors import CalibrationError, QuantizationError
+from ortplugins.model_io.names_aside import put_back, set_aside
 from ortplugins.model_io.saving import save_with_data
 from ortplugins.samples.made_up import Feed
 from rewrite_rules.graph.nodes import input_of, is_dequantize_linear, label
@@ -45,8 +46,12 @@ def quantize_to_eight_bits(
     for node in graph:
         node.name = label(node)
     floats = {node.name: why for node, why in _kept_in_float(graph)}
+    aside = set_aside(model)
+    feeds = ({aside.get(name, name): x for name, x in feed.items()} for feed in samples)
     shared = _shared_weights(graph) if settings["per_channel"] else ()
-    by_tensor = [{"quant_type": settings["weight_type"]}]
+    by_tensor = {name: [{"quant_type": settings["weight_type"]}] for name in shared}
+    extra = {"QDQKeepRemovableActivations": keep_relu} | settings.pop("extra_options", {})
+    extra["TensorQuantOverrides"] = by_tensor | extra.get("TensorQuantOverrides", {})
     path, output = scratch / "model.onnx", scratch / "quantized.onnx"
     save_with_data(model, path)
     try:
@@ -55,24 +60,24 @@ def quantize_to_eight_bits(
             quantize_static(
                 path,
                 output,
-                types.SimpleNamespace(get_next=functools.partial(next, iter(samples), None)),
+                types.SimpleNamespace(get_next=functools.partial(next, feeds, None)),
                 quant_format=QuantFormat.QDQ,
                 use_external_data_format=True,
                 nodes_to_exclude=[*nodes_to_exclude, *floats],
-                extra_options={
-                    "TensorQuantOverrides": dict.fromkeys(shared, by_tensor),
-                    "QDQKeepRemovableActivations": keep_relu,
-                },
+                extra_options=extra,
                 **settings,
             )
     except Exception as error:  # anything, AssertionError among it
         if found := re.search(r"not specified for param (.*?)\. In static mode", str(error)):
             raise _no_range(found[1]) from error
+        if "Histogram has not been collected" in str(error):  # as no tensor has a range
+            _check_quantized(graph)
         raise QuantizationError(
             f"onnxruntime's quantiser failed: {type(error).__name__}: {error}"
         ) from error
     made = ir.load(output)
     ir.external_data.load_to_model(made)  # its folder goes
+    put_back(made, aside)
     made.graph.sort()  # onnxruntime's own overlooks what subgraphs read
     _check_quantized(made.graph)
     return made, [f"{name!r} stays in float: {reason}" for name, reason in floats.items()]
@@ -89,6 +94,8 @@ def _kept_in_float(graph: ir.Graph) -> Iterator[tuple[ir.Node, str]]:
             seen = any(use.node.graph is not graph for use in x.uses())
             if x.is_graph_output() or seen:
                 yield node, f"its input {x.name!r} is read by others"
+            elif constant(x) is not None:
+                yield node, f"its input {x.name!r} is a constant"
             elif node.op_type == "Clip" and not _holds_zero(node):
                 yield node, "its ends are no constants around 0"
         elif node.op_type == "Softmax" and half in (node.outputs[0].dtype, x and x.dtype):
@@ -153,6 +160,6 @@ def _check_quantized(graph: ir.Graph) -> None:
 
 
 def _no_range(name: str) -> CalibrationError:
-    return CalibrationError(
-        f"tensor {name!r} has no finite range: name its nodes in nodes_to_exclude"
-    )
+    name = name.removesuffix("_QuantizeLinear_Input")  # of an output of the graph
+    advice = "name its nodes in nodes_to_exclude"
+    return CalibrationError(f"tensor {name!r} has no finite range: {advice}")

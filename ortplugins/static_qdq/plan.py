@@ -131,7 +131,7 @@ def plan_precision(
     if not units:
         raise QuantizationError(
             "the model has no 8-bit activation between a QuantizeLinear and a "
-            "DequantizeLinear: quantise it first, to a QDQ graph"
+            "DequantizeLinear with float32 scales: quantise a float32 model, to a QDQ graph"
         )
     opened = _open(switched, scratch, providers)
     measure = functools.partial(_measured, opened, samples, switches, progress)

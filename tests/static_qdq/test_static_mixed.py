@@ -25,6 +25,7 @@ from session_options import OptionError
 
 # onnx_ir's type of an element type, as onnx's text has it.
 FLOATS = {"float": np.float32, "float16": np.float16}
+QUANTILES = {"calibrate_method": CalibrationMethod.Percentile}
 
 
 def conv_net(kind: str = "float", opset: int = 21) -> onnx.ModelProto:
@@ -65,16 +66,17 @@ def nodes(model: onnx.ModelProto) -> list[str]:
 def test_without_promotions_it_is_onnxruntimes_graph_byte_for_byte(kind, method, tmp_path):
     onnx.save(conv_net(kind), tmp_path / "model.onnx")
     feeds = samples(dtype=FLOATS[kind])
+    same = {"calibrate_method": method, "extra_options": {"ActivationSymmetric": True}}
     quantize_static(
         tmp_path / "model.onnx",
         tmp_path / "theirs.onnx",
         Reader(feeds),
         per_channel=True,
         activation_type=QuantType.QUInt8,
-        calibrate_method=method,
+        **same,
     )
     result = quantize_static_mixed(
-        tmp_path / "model.onnx", tmp_path / "ours.onnx", feeds, calibrate_method=method
+        tmp_path / "model.onnx", tmp_path / "ours.onnx", feeds, **same
     )
     theirs, ours = onnx.load(tmp_path / "theirs.onnx"), onnx.load(tmp_path / "ours.onnx")
     assert arrays(ours) == arrays(theirs)
@@ -136,7 +138,9 @@ def test_relu_goes_as_in_onnxruntime_or_stays_with_its_name(options):
         ({"data": [{"z": 1}]}, CalibrationError, "'z'"),
         ({"calibrate_method": "Mean"}, QuantizationError, "quantiser failed: .* Mean"),
         ({"activation_type": QuantType.QUInt16}, QuantizationError, "uint16: name tensors"),
+        ({"data": [{"x": samples()[0]["x"][:0]}]}, CalibrationError, "only empty arrays"),
         ({"op_types_to_quantize": ["Abs"]}, QuantizationError, "nothing to quantise"),
+        (QUANTILES | {"op_types_to_quantize": ["Abs"]}, QuantizationError, "nothing to quant"),
         ({"no_such_setting": 1}, QuantizationError, "unexpected keyword .*no_such_setting"),
         ({"mode": "int8"}, OptionError, "'int8'"),
         ({"promote": ["conf"]}, QuantizationError, "is 'conf'; did you mean 'conv'"),

@@ -56,11 +56,24 @@ def divide(
     if not others and not activation.is_graph_output():
         vectors = _vectors(activation, len(scales))
         quotients = [_quotient(vector, scales) for vector in vectors]
-        if quotients and all(_fits(*pair) for pair in zip(vectors, quotients, strict=True)):
+        if quotients and all(quotient is not None for quotient in quotients):
             for vector, quotient in zip(vectors, quotients, strict=True):
                 vector.const_value = quotient
             return "folded"
-    _insert_mul(activation, uses, scales, dtype, names)
+    graph = activation.graph
+    assert isinstance(graph, ir.Graph)
+    inverse = (1 / scales).astype(dtype.numpy())
+    name = names.take(f"{activation.name}.channel_scales")
+    vector = new_initializer(graph, ir.Tensor(inverse, dtype=dtype, name=name))
+    node = ir.node("Mul", [activation, vector], name=names.take(f"{activation.name}.scaled"))
+    scaled = described(node, dtype, activation.shape)
+    producer = activation.producer()
+    if producer is not None:
+        graph.insert_after(producer, node)
+    else:
+        graph.insert_before(graph[0], node)
+    for reader, index in uses:
+        reader.replace_input_with(index, scaled)
     return "mul"
 
 
@@ -91,46 +104,16 @@ def _is_private(value: ir.Value, node: ir.Node, channels: int) -> bool:
     return along_k and not seen and node.graph is value.graph
 
 
-def _quotient(vector: ir.Value, scales: Floats) -> ir.Tensor[Any]:
-    """Return a constant over scales, in its own type."""
+def _quotient(vector: ir.Value, scales: Floats) -> ir.Tensor[Any] | None:
+    """Return a constant over scales, in its own type; None where that does not hold it."""
     tensor = vector.const_value
     assert tensor is not None
     numbers = tensor.numpy()
     with np.errstate(over="ignore", under="ignore"):
         quotient = (numbers / scales.astype(np.float64)).astype(numbers.dtype)
+    if not np.isfinite(quotient).all() or ((quotient == 0) & (numbers != 0)).any():
+        return None
     return ir.Tensor(quotient, dtype=tensor.dtype, name=tensor.name)
-
-
-def _fits(vector: ir.Value, quotient: ir.Tensor[Any]) -> bool:
-    """Whether a constant can be divided within its type."""
-    tensor, numbers = vector.const_value, quotient.numpy()
-    assert tensor is not None
-    lost = (numbers == 0) & (tensor.numpy() != 0)
-    return bool(np.isfinite(numbers).all()) and not lost.any()
-
-
-def _insert_mul(
-    activation: ir.Value,
-    uses: Collection[Use],
-    scales: Floats,
-    dtype: ir.DataType,
-    names: FreshNames,
-) -> None:
-    """Put ``Mul(activation, 1 / scales)`` between an activation and some of its readers."""
-    graph = activation.graph
-    assert isinstance(graph, ir.Graph)
-    inverse = (1 / scales).astype(dtype.numpy())
-    name = names.take(f"{activation.name}.channel_scales")
-    vector = new_initializer(graph, ir.Tensor(inverse, dtype=dtype, name=name))
-    node = ir.node("Mul", [activation, vector], name=names.take(f"{activation.name}.scaled"))
-    scaled = described(node, dtype, activation.shape)
-    producer = activation.producer()
-    if producer is not None:
-        graph.insert_after(producer, node)
-    else:
-        graph.insert_before(graph[0], node)
-    for reader, index in uses:
-        reader.replace_input_with(index, scaled)
 
 
 def described(node: ir.Node, dtype: ir.DataType, shape: ir.Shape | None) -> ir.Value:
