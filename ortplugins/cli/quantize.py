@@ -7,7 +7,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 from rich.filesize import decimal
@@ -70,7 +70,7 @@ class ChosenRecipe:
         settings: NAME=VALUE, another setting, such as share_of_8_bits=0.03; repeatable.
     """
 
-    recipe: str | None = None
+    recipe: Literal["small", "balanced", "best", "encoder8", "kv-cache"] | None = None
     method: str | None = None
     bits: int | None = None
     block_size: int | None = None

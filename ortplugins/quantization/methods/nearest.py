@@ -108,7 +108,8 @@ class BlockFormat:
             object.__setattr__(self, name, operator.index(value))
         size = self.block_size
         self._expect("bits", self.bits in (4, 8), "4 or 8")
-        self._expect("block_size", size > 0 or size == -1, "1 or more, or -1 for K")
+        fits = size == -1 or 0 < size < 1 << 31
+        self._expect("block_size", fits, "1 to 2147483647, or -1 for K")
         # A word from the command line, "False" among them, would count as true.
         self._expect("is_symmetric", self.is_symmetric in (False, True), "true or false")
         self._expect("grid", self.grid in GRIDS, f"one of {', '.join(GRIDS)}")

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -78,14 +78,17 @@ class Recipe(BlockFormat):
     def __post_init__(self) -> None:
         super().__post_init__()
         types, given = f"a list of {', '.join(OP_TYPES)}", self.op_types
-        self._expect("op_types", not isinstance(given, str) and {*given} <= {*OP_TYPES}, types)
+        listed = isinstance(given, Collection) and not isinstance(given, str) and bool(given)
+        self._expect("op_types", listed and all(each in OP_TYPES for each in given), types)
         self._expect("method", self.method in METHODS, f"one of {', '.join(METHODS)}")
         is_number = hasattr(self.share_of_8_bits, "__float__")
         self._expect("share_of_8_bits", is_number and 0 <= self.share_of_8_bits <= 1, "0 to 1")
         self._expect("fuse_tables", self.fuse_tables in (False, True), "true or false")
         formats = f"one of {', '.join(QUANT_FORMATS)}"
         self._expect("quant_format", self.quant_format in QUANT_FORMATS, formats)
-        self._expect("accuracy_level", self.accuracy_level in (None, *range(5)), "0 to 4")
+        level = self.accuracy_level  # a float would be an attribute of another type
+        fits = level is None or (hasattr(level, "__index__") and 0 <= level <= 4)
+        self._expect("accuracy_level", fits, "0 to 4")
         object.__setattr__(self, "rules", tuple(map(_checked_rule, _pairs(self.rules))))
         if not (self.for_kernels or self.fuse_tables) and self.accuracy_level is not None:
             raise QuantizationError(
@@ -154,7 +157,8 @@ class Recipe(BlockFormat):
 
 def _checked_rule(rule: tuple[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """Return a pattern and its settings, all of which fit."""
-    pattern, settings = rule if len(rule) == 2 else (rule, None)
+    is_pair = isinstance(rule, tuple | list) and len(rule) == 2
+    pattern, settings = rule if is_pair else (rule, None)
     found: Any = {"keep_float": True} if settings == "float" else settings
     try:
         if not isinstance(found, Mapping):
@@ -172,6 +176,8 @@ def _checked_rule(rule: tuple[str, Any]) -> tuple[str, Mapping[str, Any]]:
 
 def _pairs(given: Any) -> tuple[tuple[str, Any], ...]:
     """Return patterns and settings of a mapping, or of such pairs."""
+    if isinstance(given, str) or not isinstance(given, Iterable | None):
+        given = [given]  # which is refused
     return tuple(given.items() if isinstance(given, Mapping) else given or ())
 
 
