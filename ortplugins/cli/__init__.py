@@ -74,8 +74,11 @@ def main() -> None:
     arguments: Sequence[str] = sys.argv[1:]
     formatwarning = warnings.formatwarning
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
-    # By default, SIGTERM leaves temporary files, which may be as large as the activations.
-    terminate = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    # By default, they leave temporary files, which may be as large as the activations.
+    ending = [getattr(signal, x) for x in ("SIGTERM", "SIGHUP") if hasattr(signal, x)]
+    ending = [x for x in ending if signal.getsignal(x) == signal.SIG_DFL]  # not under nohup
+    for number in ending:
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         if arguments[:1] == ["run"]:
             from ortplugins.cli.run import marked
@@ -94,7 +97,8 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     finally:
-        signal.signal(signal.SIGTERM, terminate)
+        for number in ending:
+            signal.signal(number, signal.SIG_DFL)
     warnings.formatwarning = formatwarning
     if program is not None:  # of ``ortplugins run``
         program()  # here, where none of our handlers catches what it raises

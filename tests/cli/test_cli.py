@@ -149,16 +149,17 @@ def test_explain_takes_a_code_a_remark_or_words(main, what):
 
 TERMINATED = """
 import os, signal, time, ortplugins.cli, ortplugins.quantization.files as files
-files.QuantizedFile.saved = lambda *_: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(9)
+files.QuantizedFile.saved = lambda *_: os.kill(os.getpid(), signal.{}) or time.sleep(9)
 ortplugins.cli.main()
 """
 
 
-def test_a_command_that_is_terminated_removes_its_temporary_files(ortp, tmp_path):
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_command_that_is_terminated_removes_its_temporary_files(ortp, tmp_path, name):
     onnx.save(proto_of(FLOAT, {"W": normal(64, 64)}), tmp_path / "f.onnx")
-    entry = (sys.executable, "-c", TERMINATED)
+    entry = (sys.executable, "-c", TERMINATED.format(name))
     done = ortp("quantize", "f.onnx", "-o", "o.onnx", entry=entry)
-    assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "")
+    assert (done.returncode, done.stderr) == (128 + signal.Signals[name], "")
     assert [path.name for path in tmp_path.iterdir()] == ["f.onnx"]
 
 
