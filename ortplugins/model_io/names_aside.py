@@ -12,7 +12,7 @@ import re
 
 import onnx_ir as ir
 
-from rewrite_rules.graph.initializers import FreshNames
+from rewrite_rules.graph.initializers import FreshNames, name_apart
 
 # What it puts behind the name of a tensor, and its calibration; numbers make copies of a bias.
 _BEHIND = re.compile(
@@ -22,36 +22,48 @@ _BEHIND = re.compile(
 
 
 def set_aside(model: ir.Model) -> dict[str, str]:
-    """Rename values of the main graph that have such a name; return the new ones by theirs."""
+    """Rename what has such a name in the main graph; return the new names by the old ones.
+
+    Nodes, which must have names, as well as values.
+    """
     values, names = _values(model.graph), FreshNames(model)
     aside = {
         name: names.take(name)
-        for name, value in values.items()
+        for name in dict.fromkeys([*values, *(node.name or "" for node in model.graph)])
         if any(
-            name[:end] in values and _may_be_given(value, values[name[:end]], name[end:])
+            name[:end] in values
+            and _may_be_given(values.get(name), values[name[:end]], name[end:])
             for end in range(1, len(name))
         )
     }
-    for name, fresh in aside.items():
-        values[name].name = fresh
+    for name in aside.keys() & values.keys():
+        values[name].name = aside[name]
+    _rename_nodes(model.graph, aside)
     return aside
 
 
 def put_back(model: ir.Model, aside: dict[str, str]) -> None:
-    """Give values their names again; what has got one of these meanwhile gets another."""
+    """Give all their names again; what has got one of these meanwhile gets another."""
     values, names = _values(model.graph), FreshNames(model)
     for name, fresh in aside.items():
         if fresh in values:
             if name in values:
                 values[name].name = names.take(name)
             values[fresh].name = name
+    _rename_nodes(model.graph, {fresh: name for name, fresh in aside.items()})
+    name_apart(model)
 
 
-def _may_be_given(value: ir.Value, stem: ir.Value, behind: str) -> bool:
-    """Whether the name of a value, ``behind`` that of another, may be given once more."""
+def _may_be_given(value: ir.Value | None, stem: ir.Value, behind: str) -> bool:
+    """Whether a name, ``behind`` that of another value, may be given once more."""
     if behind.isdigit():  # its copies of a bias count on from initializers
-        return stem.is_initializer() and not value.is_initializer()
+        return stem.is_initializer() and not (value and value.is_initializer())
     return _BEHIND.fullmatch(behind) is not None
+
+
+def _rename_nodes(graph: ir.Graph, names: dict[str, str]) -> None:
+    for node in graph:
+        node.name = names.get(node.name or "", node.name)
 
 
 def _values(graph: ir.Graph) -> dict[str, ir.Value]:

@@ -45,7 +45,7 @@ def quantize_to_eight_bits(
     graph = model.graph
     for node in graph:
         node.name = label(node)
-    floats = {node.name: why for node, why in _kept_in_float(graph)}
+    floats = {label(node): why for node, why in _kept_in_float(graph)}
     aside = set_aside(model)
     feeds = ({aside.get(name, name): x for name, x in feed.items()} for feed in samples)
     shared = _shared_weights(graph) if settings["per_channel"] else ()
@@ -63,7 +63,7 @@ def quantize_to_eight_bits(
                 types.SimpleNamespace(get_next=functools.partial(next, feeds, None)),
                 quant_format=QuantFormat.QDQ,
                 use_external_data_format=True,
-                nodes_to_exclude=[*nodes_to_exclude, *floats],
+                nodes_to_exclude=[aside.get(n, n) for n in (*nodes_to_exclude, *floats)],
                 extra_options=extra,
                 **settings,
             )

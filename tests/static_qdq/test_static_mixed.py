@@ -64,27 +64,20 @@ def nodes(model: onnx.ModelProto) -> list[str]:
 @pytest.mark.parametrize("kind", FLOATS)
 @pytest.mark.parametrize("method", [CalibrationMethod.MinMax, CalibrationMethod.Entropy])
 def test_without_promotions_it_is_onnxruntimes_graph_byte_for_byte(kind, method, tmp_path):
-    onnx.save(conv_net(kind), tmp_path / "model.onnx")
+    names = ("model.onnx", "theirs.onnx", "ours.onnx")
+    given, *made = (tmp_path / name for name in names)
+    onnx.save(conv_net(kind), given)
     feeds = samples(dtype=FLOATS[kind])
     same = {"calibrate_method": method, "extra_options": {"ActivationSymmetric": True}}
-    quantize_static(
-        tmp_path / "model.onnx",
-        tmp_path / "theirs.onnx",
-        Reader(feeds),
-        per_channel=True,
-        activation_type=QuantType.QUInt8,
-        **same,
-    )
-    result = quantize_static_mixed(
-        tmp_path / "model.onnx", tmp_path / "ours.onnx", feeds, **same
-    )
-    theirs, ours = onnx.load(tmp_path / "theirs.onnx"), onnx.load(tmp_path / "ours.onnx")
+    usual = {"per_channel": True, "activation_type": QuantType.QUInt8}
+    quantize_static(given, made[0], Reader(feeds), **usual, **same)
+    result = quantize_static_mixed(given, made[1], feeds, **same)
+    theirs, ours = map(onnx.load, made)
     assert arrays(ours) == arrays(theirs)
     assert nodes(ours) == nodes(theirs)
-    assert result.path == tmp_path / "ours.onnx"
+    assert result.path == made[1]
     assert result.report.notes == (f"ranges from 3 samples, {method.name}",)
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"model.onnx", "theirs.onnx", "ours.onnx"}
+    assert {path.name for path in tmp_path.iterdir()} == {*names}
 
 
 def test_models_and_data_may_be_objects_and_files(tmp_path):
