@@ -148,8 +148,8 @@ def _deserialize(proto: onnx.ModelProto, name: str) -> ir.Model:
         model = _as_model(proto)
     except Exception as error:  # for malformed fields, onnx_ir raises all kinds of exceptions
         cause: BaseException = error  # onnx_ir wraps it once per enclosing message
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
+        while found := cause.__cause__ or cause.__context__:
+            cause = found
         raise ModelFileError(f"{name}: is not a valid ONNX model: {cause}") from error
     _prepare(model, name)
     return model
