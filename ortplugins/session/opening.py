@@ -161,6 +161,8 @@ class Start:
             return self._open_given(_STOCK)
         if _is_ort_format(self._model):
             return self._open_given(_untouched("a model in ORT format was optimised already"))
+        if self._entry("session.node_partition_config_file"):
+            return self._open_given(_untouched("a file assigns the nodes of the original"))
         try:
             given = CopiedOptions(self._options)
             providers = self._provider_names()
