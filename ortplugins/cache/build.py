@@ -29,7 +29,6 @@ from session_options.caller_warnings import warn_caller
 
 if TYPE_CHECKING:
     from ortplugins.optimization.request import BuildRequest
-    from session_options import Pass
 
 # Errors that are passed on from the child.
 _ERRORS = {cls.__name__: cls for cls in (MissingFileError, ModelFileError, PassError, OSError)}
@@ -154,8 +153,9 @@ def make_in_memory(wanted: Wanted) -> tuple[Artifact, tuple[bytes, bytes | None]
     from ortplugins.optimization.build import build_artifact
 
     request = read_request(wanted)
-    on_files = [x for x in request.plan.passes if not (_changes_graph(x))]
-    passes = tuple(x for x in request.plan.passes if x not in on_files)
+    stages = ("rewrite", "rearrange")  # those that work on a graph
+    passes = tuple(x for x in request.plan.passes if any(map(x.takes_part_in, stages)))
+    on_files = [x for x in request.plan.passes if x not in passes]
     plan = request.plan._replace(passes=passes)
     request = request._replace(plan=plan, bakes=False, in_memory=True)
     made = build_artifact(request, request.load(), None)
@@ -165,10 +165,6 @@ def make_in_memory(wanted: Wanted) -> tuple[Artifact, tuple[bytes, bytes | None]
     model = made.pop("content")
     about = {"files": {}, "digests": {}, "made": 0.0, "of_model": wanted.name}
     return Artifact("", **made, **about), (content, model)
-
-
-def _changes_graph(item: Pass) -> bool:
-    return item.takes_part_in("rewrite") or item.takes_part_in("rearrange")
 
 
 def make_entry(wanted: Wanted, folder: Path) -> dict[str, Any]:

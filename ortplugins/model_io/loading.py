@@ -162,9 +162,11 @@ def _make_dense(proto: onnx.ModelProto) -> None:
             graph.initializer.extend(map(_dense, sparse))
             del graph.sparse_initializer[:]
         # onnxruntime takes the first or the last of a name, by size; onnx_ir the first.
-        names = collections.Counter(x.name for x in getattr(graph, "initializer", ()))
-        if twice := [name for name, count in names.items() if count > 1]:
-            raise ValueError(f"initializer {twice[0]!r} is there twice")
+        first: dict[str, onnx.TensorProto] = {}
+        for tensor in getattr(graph, "initializer", ()):
+            other = first.setdefault(tensor.name, tensor)
+            if other is not tensor and other != tensor:
+                raise ValueError(f"initializer {tensor.name!r} is there twice")
         for attribute in (item for node in graph.node for item in node.attribute):
             if attribute.name == "sparse_value":
                 dense = _dense(attribute.sparse_tensor)
