@@ -90,6 +90,8 @@ def _kept_in_float(graph: ir.Graph) -> Iterator[tuple[ir.Node, str]]:
         makers = [None if value is None else value.producer() for value in node.inputs]
         if any(maker is not None and is_dequantize_linear(maker) for maker in makers):
             yield node, "it reads a tensor that is dequantised already"
+        elif any(v and v.is_graph_input() and v.is_graph_output() for v in node.inputs):
+            yield node, "an input that it reads is an output, too"
         elif node.op_type in ("Relu", "Clip") and x is not None:
             seen = any(use.node.graph is not graph for use in x.uses())
             if x.is_graph_output() or seen:
