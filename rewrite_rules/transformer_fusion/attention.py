@@ -129,7 +129,7 @@ class FuseAttention(LayerRule):
                 )
                 raise Refusal("ORP609", f"{text} cache")
         elif found.caches and not (
-            found.masks and (found.may_be_token or found.fits_group_query)
+            found.masks and (found.may_be_token or found.takes_prompts)
         ):
             raise Refusal("ORP603", "no kernel computes it with a cache")
 
@@ -187,7 +187,7 @@ class FuseAttention(LayerRule):
             token = laid_out(lambda op: kernels.of_one_token(op, found, mask))
             forms.append("Attention")
             cases.append((lambda op: one, _mended(found, nodes, token)))
-        if found.fits_group_query:
+        if found.takes_prompts:
             masked = laid_out(lambda op: kernels.of_prompt(op, found))
             causal = laid_out(
                 lambda op: kernels.of_prompt(op, dataclasses.replace(found, mask=None))

@@ -85,8 +85,8 @@ class Attention:
     @property
     def masks_heads(self) -> bool:
         """Whether the mask may differ from head to head."""
-        dims = self.facts.dims(self.mask, 4)
-        return dims is not None and dims[1] != (1, ())
+        found = (mask.dims(self.facts, self.heads) for mask in self.masks)
+        return any(dims[1] != (1, ()) for dims in found)
 
     @property
     def fits_group_query(self) -> bool:
@@ -94,18 +94,17 @@ class Attention:
         return bool(self.masks) and self.size % _KERNEL_SIZES == 0
 
     @property
+    def takes_prompts(self) -> bool:
+        """Whether GroupQueryAttention is no slower than nodes for a prompt.
+
+        With a mask of each head, Bloom took 1.1 to 1.25 x for 1,024 tokens, 1.07 x for 2,048.
+        """
+        return self.fits_group_query and not self.masks_heads
+
+    @property
     def may_be_token(self) -> bool:
         """Whether there may be one new token."""
         return number(self.sizes.dim("S")) in (None, 1)
-
-    @property
-    def shortest_prompt(self) -> int:
-        """The fewest tokens that GroupQueryAttention takes less time for than nodes.
-
-        As a share of the model's own nodes' time, one thread, the kernel (grouped queries): a
-        mask of each head 1.2 (1.1) for 128, 1.07 (1.19) for 512, .83 (1.06) for 1,024.
-        """
-        return 1024 if self.masks_heads else 1
 
     @property
     def least_scores(self) -> int:
@@ -132,8 +131,7 @@ def of_one_token(op: Any, found: Attention, mask: ir.Value) -> list[Any]:
     if repeats > 1 and found.masks_heads:
         batch, count = (op.Shape(mask, start=axis, end=axis + 1) for axis in (0, 3))
         mask = op.Reshape(mask, ints(op, batch, found.groups, repeats, count))
-    sizes = ints(op, -1, found.groups, repeats, found.size)
-    query = op.Reshape(found.query.source, sizes)
+    query = op.Reshape(found.query.source, ints(op, -1, found.groups, repeats, found.size))
     new = [_one_new(op, found, heads) for heads in (found.keys, found.values)]
     read = (query, *new, mask, *found.past)
     mixed, *caches = op.Attention(*read, scale=found.scale, _outputs=3)
@@ -145,9 +143,12 @@ def mask_of_token(op: Any, found: Attention) -> Any:
     repeats = found.heads // found.groups
     if repeats == 1 or found.masks_heads:
         return found.mask
-    # Without tokens the mask has no row to repeat.
-    first = op.Slice(found.mask, ints(op, 0), ints(op, 1), ints(op, 2))
-    return op.Tile(first, ints(op, 1, 1, repeats, 1))
+    return op.Tile(first_row(op, found.mask), ints(op, 1, 1, repeats, 1))
+
+
+def first_row(op: Any, mask: ir.Value | None) -> Any:
+    """Emit ``[B, H, 1, T]``; without tokens a mask has no row."""
+    return op.Slice(mask, ints(op, 0), ints(op, 1), ints(op, 2))
 
 
 def _one_new(op: Any, found: Attention, heads: Heads) -> Any:
@@ -207,8 +208,8 @@ def by_text(op: Any, found: Attention) -> list[Any]:
     kinds = [ir.DataType.FLOAT] * len(read)
     if found.mask is not None:
         batch, count = (found.sizes.emit(op, name) for name in "BT")
-        first = op.Slice(found.mask, ints(op, 0), ints(op, 1), ints(op, 2))
-        added = op.Squeeze(op.Expand(first, ints(op, batch, 1, 1, count)), ints(op, 1, 2))
+        first = op.Expand(first_row(op, found.mask), ints(op, batch, 1, 1, count))
+        added = op.Squeeze(first, ints(op, 1, 2))
         shown = op.Greater(added, op.Constant(value_float=LOWEST))
         shown = op.Cast(shown, to=ir.DataType.INT32)
         end = op.Add(op.ArgMax(shown, axis=1, select_last_index=1), ints(op, 1))

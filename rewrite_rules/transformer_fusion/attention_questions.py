@@ -18,7 +18,7 @@ from typing import Any
 import onnx_ir as ir
 
 from rewrite_rules.shapes.dimensions import number
-from rewrite_rules.transformer_fusion.attention_kernels import Attention
+from rewrite_rules.transformer_fusion.attention_kernels import Attention, first_row
 from rewrite_rules.transformer_fusion.heads import ints
 from rewrite_rules.transformer_fusion.scores import HIDDEN, LOWEST, VISIBLE
 
@@ -43,8 +43,8 @@ def is_bounded(op: Any, found: Attention, with_values: bool = False) -> Any:
 
 def of_cached(
     op: Any, found: Attention, once: Once
-) -> tuple[ir.Value | None, ir.Value | None, ir.Value]:
-    """Emit three answers for attention with a cache.
+) -> tuple[ir.Value | None, ir.Value | None, ir.Value | None]:
+    """Emit three answers for attention with a cache; None for two that are not needed.
 
     - There are rows, of one token each, and each of them sees something.
     - The mask is that of a prompt, and hides all later tokens.
@@ -53,30 +53,32 @@ def of_cached(
     sizes, mask = found.sizes, found.mask
     assert mask is not None
 
-    def emit() -> tuple[ir.Value | None, ir.Value | None, ir.Value]:
+    def emit() -> tuple[ir.Value | None, ir.Value | None, ir.Value | None]:
         batch, length = (sizes.emit(op, name) for name in "BS")
         rows, columns = (_size(op, mask, axis) for axis in (2, 3))
-        asked = [op.Less(ints(op, 0), batch), *_of_texts(op, found), _sees(op, mask)]
+        # Of one token there is one row; a mask of each head is as large as scores.
+        read = mask if found.takes_prompts else first_row(op, mask)
+        asked = [op.Less(ints(op, 0), batch), *_of_texts(op, found), _sees(op, read)]
         # The standard operator wants a column for each key; one alone may stand for all.
         is_one = op.Equal(op.Mul(length, rows), ints(op, 1))
         one = _all(op, is_one, op.Less(ints(op, 1), columns), *asked)
+        if not found.takes_prompts:
+            return one, None, None
         square = op.And(op.Equal(rows, length), op.Equal(columns, length))
-        is_long = op.LessOrEqual(ints(op, found.shortest_prompt), length)
         later = op.Trilu(_shown(op, mask, LOWEST), op.Constant(value_int=1), upper=1)
         most = op.ReduceMax(op.Cast(later, to=ir.DataType.FLOAT), keepdims=0)
         hides = op.Equal(most, op.Constant(value_float=0.0))
-        prompt = _all(op, square, is_long, hides, *asked)
+        prompt = _all(op, square, hides, *asked)
         added = op.ReduceL1(op.Trilu(mask, upper=0), keepdims=0)
         return one, prompt, op.Equal(added, op.Constant(value_float=0.0))
 
-    key = "cached", mask, sizes.dim("B"), sizes.dim("S"), found.shortest_prompt
+    key = "cached", mask, sizes.dim("B"), sizes.dim("S"), found.takes_prompts
     one, prompt, plain = once(key, emit)
     if not sizes.key:
         return one, prompt, plain
     # Layers that share a mask may not share all sizes.
     agree = once(("sizes", sizes.key), lambda: _all(op, *sizes.questions(op)))
-    both = once((key, sizes.key), lambda: [_all(op, each, agree) for each in (one, prompt)])
-    return both[0], both[1], plain
+    return *once((key, sizes.key), lambda: [_all(op, q, agree) for q in (one, prompt)]), plain
 
 
 def of_uncached(
@@ -142,9 +144,8 @@ def _are_rows_alike(op: Any, found: Attention) -> list[ir.Value]:
     if dims[2] == _ONE:
         total = op.ReduceSum(mask, keepdims=0)
         return [op.Equal(total, total)]
-    first = op.Slice(mask, ints(op, 0), ints(op, 1), ints(op, 2))
     # Bools of one byte: a mask may be as large as scores.
-    alike = op.Cast(op.Equal(mask, first), to=ir.DataType.UINT8)
+    alike = op.Cast(op.Equal(mask, first_row(op, mask)), to=ir.DataType.UINT8)
     return [op.Cast(op.ReduceMin(alike, keepdims=0), to=ir.DataType.BOOL)]
 
 
