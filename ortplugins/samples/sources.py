@@ -59,7 +59,8 @@ def read_samples(source: Any, model: ir.Model) -> list[Feed]:
             "calibration data is empty: at least one sample is needed; was the reader or "
             "generator already exhausted?"
         )
-    if inputs and not any(array.size for feed in feeds for array in feed.values()):
+    fixed = (0 in (value.shape or ()) for value in inputs.values())
+    if not all(fixed) and not any(array.size for feed in feeds for array in feed.values()):
         raise CalibrationError("samples hold only empty arrays: give samples of real inputs")
     return feeds
 
@@ -100,9 +101,7 @@ def _in_file(path: str | os.PathLike[str]) -> Feed:
         with np.load(path, allow_pickle=False) as file:
             return dict(file)
     except Exception as error:  # OSError, BadZipFile, EOFError, ValueError for a pickle
-        raise CalibrationError(
-            f"{path}: cannot be read as an .npz file of arrays: {error}"
-        ) from error
+        raise CalibrationError(f"{path}: cannot be read as an .npz file: {error}") from error
 
 
 def _checked_sample(
