@@ -8,6 +8,7 @@ statistics, bit for bit.
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -197,7 +198,11 @@ def _gram(portions: Iterable[Floats], gram: Floats) -> Floats:
 
 
 def _add_upper(rows: Floats, gram: Floats) -> None:
-    """Add ``rows^T rows`` to the blocks on and above the diagonal."""
-    for start in range(0, rows.shape[1], _GRAM_ROWS):
+    """Add ``rows^T rows`` to the blocks on and above the diagonal, which threads share."""
+
+    def add(start: int) -> None:
         block = rows[:, start : start + _GRAM_ROWS]
         gram[start : start + _GRAM_ROWS, start:] += block.T @ rows[:, start:]
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(add, range(0, rows.shape[1], _GRAM_ROWS)))

@@ -62,7 +62,8 @@ def _leads_to_product(values: Iterable[ir.Value]) -> bool:
         for node, index in waiting.pop().uses():
             if node.op_type in _PRODUCTS:
                 return True
-            if node.op_type == "Gather" and index == 1 and _is_table(node.inputs[0]):
+            read = constant(node.inputs[0] if (node.op_type, index) == ("Gather", 1) else None)
+            if read is not None and len(read.shape) == 2:
                 continue
             subgraphs = [a.as_graph() for a in node.attributes.values() if a.type is _GRAPH]
             if any(inner.op_type in _PRODUCTS for g in subgraphs for inner in g.all_nodes()):
@@ -70,8 +71,3 @@ def _leads_to_product(values: Iterable[ir.Value]) -> bool:
             waiting += [value for value in node.outputs if value not in seen]
             seen.update(node.outputs)
     return False
-
-
-def _is_table(value: ir.Value | None) -> bool:
-    tensor = constant(value)
-    return tensor is not None and len(tensor.shape) == 2
