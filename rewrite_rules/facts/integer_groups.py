@@ -102,13 +102,13 @@ def _is_quantised(value: ir.Value) -> bool:
 
 def _ends_in(quantize: ir.Node, clip: ir.Node) -> bool:
     """Whether the codes of a QuantizeLinear end where a Relu or Clip does, or before."""
-    scale, zero_point = (scalar(input_of(quantize, index)) for index in (1, 2))
+    scale, zero_point = (scalar(input_of(quantize, index), math.inf) for index in (1, 2))
     codes = constant(input_of(quantize, 2))
     ends: list[float | None] = [0.0, math.inf]
     if clip.op_type == "Clip":
         given = [input_of(clip, index) for index in (1, 2)]
         ends = [
-            no_end if value is None else scalar(value)
+            no_end if value is None else scalar(value, math.inf)
             for value, no_end in zip(given, (-math.inf, math.inf), strict=True)
         ]
     least, greatest = ends

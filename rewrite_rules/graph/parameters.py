@@ -109,10 +109,10 @@ def constant(value: ir.Value | None) -> ir.TensorProtocol | None:
     return value.const_value
 
 
-def scalar(value: ir.Value | None) -> float | None:
-    """Return the number that a constant of at most one axis holds; None for others."""
+def scalar(value: ir.Value | None, most_axes: float = 1) -> float | None:
+    """Return the only number of a constant of so many axes at most; None for others."""
     tensor = constant(value)
-    if tensor is None or tensor.size != 1 or len(tensor.shape.numpy()) > 1:
+    if tensor is None or tensor.size != 1 or len(tensor.shape.numpy()) > most_axes:
         return None
     return float(tensor.numpy().reshape(-1)[0])
 

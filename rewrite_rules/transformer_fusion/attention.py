@@ -105,7 +105,7 @@ class FuseAttention(LayerRule):
     ) -> MatchResult:
         """Read the attention; what stands in the way is a remark."""
         with matching(self._remarks, producer(mixed), "attention: ") as result:
-            if guarded == 1 and scalar(zero) != 0:
+            if guarded == 1 and scalar(zero, math.inf) != 0:
                 return result.fail("what NaN becomes is not 0", zero)
             self._order = tuple(ints_attribute(producer(out), "perm") or ())
             if self._order not in (SPLIT_HEADS, TOKENS_FIRST):

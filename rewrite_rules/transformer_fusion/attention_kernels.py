@@ -95,9 +95,9 @@ class Attention:
 
     @property
     def takes_prompts(self) -> bool:
-        """Whether GroupQueryAttention is no slower than nodes for a prompt.
+        """Whether prompts are at least as fast with GroupQueryAttention as without it.
 
-        With a mask of each head, Bloom took 1.1 to 1.25 x for 1,024 tokens, 1.07 x for 2,048.
+        With a mask per head, Bloom took 1.1 to 1.25 x at 1,024 tokens, 1.07 x at 2,048.
         """
         return self.fits_group_query and not self.masks_heads
 

@@ -100,9 +100,9 @@ def own_nodes(
 def _sizes_for(nodes: Sequence[ir.Node]) -> list[ir.Node]:
     """Return what computes sizes for some nodes only, each behind what reads it."""
     found = [*nodes]
-    for node in found:  # which grows
-        makers = (value.producer() for value in node.inputs if value)
-        found += (maker for maker in makers if maker and _is_size_for(maker, found))
+    for node in found:  # grows
+        makers = dict.fromkeys(value.producer() for value in node.inputs if value)
+        found += [maker for maker in makers if maker and _is_size_for(maker, found)]
     return found[len(nodes) :]
 
 

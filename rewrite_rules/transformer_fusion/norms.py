@@ -54,7 +54,7 @@ class RmsNorm(LayerRule):
     ) -> MatchResult:
         """Check the axis, the shapes of the constants and the types."""
         result = MatchResult()
-        small, reduce, dims = scalar(epsilon), producer(mean), self._facts.dims(x)
+        small, reduce, dims = scalar(epsilon, math.inf), producer(mean), self._facts.dims(x)
         if not dims or self._facts.dims(weight) != dims[-1:] or constant(weight) is None:
             return result.fail("the weight is not a constant for the last axis", weight)
         if small is None or not 0 <= small < math.inf:
@@ -82,7 +82,7 @@ class RmsNorm(LayerRule):
         **_: object,
     ) -> Any:
         """Emit the node."""
-        node, small = producer(out), scalar(epsilon)
+        node, small = producer(out), scalar(epsilon, math.inf)
         self._remarks.fired(label(node), "SimplifiedLayerNormalization")
         attributes = {"axis": -1, "epsilon": small, "stash_type": 1, "_name": node.name}
         return op.SimplifiedLayerNormalization(x, weight, **attributes)

@@ -66,6 +66,7 @@ SPELLINGS: dict[str, list[tuple[str, str]]] = {
     "one over the root": [OVER],
     "the weight before": [OVER, ("Mul(normal, weight)", "Mul(weight, normal)")],
     "an axis from the front": [("last = {-1}", "last = {2}")],
+    "an epsilon with axes": [("float epsilon", "float[1, 1] epsilon")],
 }
 
 
